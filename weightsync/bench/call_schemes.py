@@ -28,8 +28,6 @@ from weightsync.bench.processes import Ask, Failure, Workers, failures_told
 from weightsync.bench.schemes import Sending, make_scheme, serve_requests, variants
 from weightsync.bench.settings import START_TIMEOUT, BenchError, Payload, SchemeName
 
-# ------------------------------------------------------------------------------------------------- torch's RPC
-
 
 class RpcWorld:
     """A world of torch's RPC with the trainer and the most workers that any case needs."""
@@ -185,9 +183,6 @@ def take_flat(tensor: torch.Tensor) -> None:
 def digest_of_flat() -> str:
     """The digest of the last flat tensor; called in the worker, by RPC."""
     return digest_of(*_flat)
-
-
-# ------------------------------------------------------------------------------------------------------ Ray
 
 
 class RayCluster:

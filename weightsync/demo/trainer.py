@@ -131,8 +131,6 @@ class Trainer:
         while asked - self._gone.keys() - self._proofs.keys() and self._listen(until):
             pass
 
-    # ----------------------------------------------------------------------------------------- sending
-
     def _publish(self) -> None:
         """Send the policy as the next version, blocking or not as the settings say."""
         if not self._settings.overlap:
@@ -181,8 +179,6 @@ class Trainer:
             self._lost[index] = lost[index]
             version = self._sender.version
             self._state.notes.append(f"report of version {version}: worker {index} is LOST ({lost[index]})")
-
-    # -------------------------------------------------------------------------------------- experience
 
     def _collect(self, until: float) -> list[Chunk]:
         """Wait for one batch of experience. Empty: time is up, no worker is left, or none has answered for too long."""

@@ -79,8 +79,6 @@ class Background:
         self._next: RelayCall | None = None
         forget_after_fork(self)
 
-    # ---------------------------------------------------------------------------------- starting and ending
-
     def start(self) -> None:
         """Become the receiver's background reader, guard its model and start to read."""
         self._stopping = False
@@ -135,8 +133,6 @@ class Background:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
-    # -------------------------------------------------------------------------------------------- the guard
-
     def model_set(self, model: Any) -> None:
         """Guard this model from now on, and no longer the one before."""
         self._unguard()
@@ -151,8 +147,6 @@ class Background:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    # ------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         waker = self._receiver.driver.waker
@@ -200,8 +194,6 @@ class Background:
         with self._news:
             self._error = error or self._error
             self._news.notify_all()
-
-    # ---------------------------------------------------------------------------------------- the receiver's
 
     def link_added(self) -> None:
         """Read the new link too. The loss of the link before is not reported any more."""

@@ -21,7 +21,7 @@ from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_overflow, sent_layout
 from weightsync.weights.device.base import DeviceError, DeviceMemory
-from weightsync.weights.device.registry import device_of, open_memory
+from weightsync.weights.device.registry import backends, device_of, open_memory
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import pack, pack_digested
@@ -219,9 +219,13 @@ class DevicePools:
         None if they are to go by way of the host: they are there, or on several devices, or no worker can open a slot
         on theirs, or it has no memory left.
         """
-        links = readers.reached()
-        device = device_of(weights.tensors.values()) if any(links) else None
-        if device is None or device.identity in self._full or not any(device.identity in link for link in links):
+        first = next(iter(weights.tensors.values()), None)
+        if first is None or first.device.type not in backends:
+            return None
+        device = device_of(weights.tensors.values())
+        if device is None or device.identity in self._full:
+            return None
+        if not any(device.identity in link for link in readers.reached()):
             return None
         pool = self._pools.get(device.identity)
         if pool is None:

@@ -47,8 +47,6 @@ class WeightReceiver(Participant):
         self._applier = Applier(self._driver, self._served, self._listening)
         self._manual = ManualAck(self._driver, self._served, self._listening, self._applier)
 
-    # --------------------------------------------------------------------------------- the model and the links
-
     def register_model(self, model: Any = None, *, model_ref: Any = None) -> None:
         """Set the model that weights are applied to.
 
@@ -104,8 +102,6 @@ class WeightReceiver(Participant):
             TransportError: the sender is gone.
         """
         self._listening.check()
-
-    # ------------------------------------------------------------------------------------ receiving and applying
 
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Apply the newest version that has arrived, and answer for it.
@@ -206,8 +202,6 @@ class WeightReceiver(Participant):
             self._driver.take(pure.Invalidate())
             raise
 
-    # ------------------------------------------------------------------------------------------- manual acks
-
     def take_update(self, timeout: float | None = 0.0) -> Any:
         """The weights of an update that has arrived and was not taken yet; needs no registered model.
 
@@ -282,8 +276,6 @@ class WeightReceiver(Participant):
         warn_renamed("WeightReceiver.refuse()", "nack()")
         self.nack(error, timeout=timeout)
 
-    # ----------------------------------------------------------------------------------------------- serving
-
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
         """Keep the version served: no other goes live inside the block. Yields that version.
@@ -323,8 +315,6 @@ class WeightReceiver(Participant):
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 
-    # ------------------------------------------------------------------------------------------------ ending
-
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender removes this worker."""
         self._end(self._driver.close)
@@ -346,8 +336,6 @@ class WeightReceiver(Participant):
             self._listening.stop()
             close()
             self._served.staged = None
-
-    # ----------------------------------------------------------------------------------------------- reading
 
     @property
     def model(self) -> Any:
@@ -418,8 +406,6 @@ class WeightReceiver(Participant):
             ConfigurationError: no model is registered.
         """
         return self._served.destination().digest()
-
-    # ------------------------------------------------------------------------------------------------ copies
 
     def _carried(self) -> tuple[str | None, Any]:
         return self._served.path, (self._listening.endpoint if pipes_travel() else None)

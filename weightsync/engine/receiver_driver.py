@@ -64,8 +64,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
 
-    # ------------------------------------------------------------------------------------------- events
-
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which link is current."""
         with self.lock:
@@ -121,8 +119,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _hint(self, asked: str) -> str:  # noqa: ARG002 - the hint is the same for every method
         return receiver_hint(self.machine.state, self.data)
-
-    # ------------------------------------------------------------------------------------------ effects
 
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
@@ -214,8 +210,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _close_link(self, link: int) -> None:
         if link in self._links:
             close(self._links.pop(link))
-
-    # ------------------------------------------------------------------------------------------ reading
 
     def links(self) -> list[Link]:
         """The links that are open."""

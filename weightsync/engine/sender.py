@@ -59,8 +59,6 @@ class WeightSender(Participant):
         #: The least number of workers that a send needs; None: one.
         self.expected_workers: int | None = None
 
-    # ------------------------------------------------------------------------------------------------ workers
-
     def add_worker(self, worker_id: int, pipe_or_context: Any, *, process: Any = None) -> None:
         """Add a worker, or give one that has been added a new link. Never waits.
 
@@ -131,8 +129,6 @@ class WeightSender(Participant):
             RefusedError: the others have answered, and some have refused the handshake: their models do not fit.
         """
         self._workers.wait(timeout)
-
-    # ------------------------------------------------------------------------------------------------ sending
 
     def send(
         self,
@@ -297,8 +293,6 @@ class WeightSender(Participant):
             self._packer.close()
             self._workers.endpoints.clear()
 
-    # ------------------------------------------------------------------------------------------------ reading
-
     @property
     def version(self) -> int:
         """The newest version ever dispatched; 0: none."""
@@ -348,16 +342,12 @@ class WeightSender(Participant):
         packed = self._driver.packed(self.version)
         return packed.digested() if packed else b""
 
-    # ------------------------------------------------------------------------------------------------- copies
-
     def _carried(self) -> dict[int, Any]:
         return dict(self._workers.endpoints) if pipes_travel() else {}
 
     def _restore(self, carried: dict[int, Any]) -> None:
         for worker_id, endpoint in carried.items():
             self.add_worker(worker_id, endpoint)
-
-    # ---------------------------------------------------------------------------------------------- internals
 
     def _prepare(
         self,

@@ -104,8 +104,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
 
-    # ------------------------------------------------------------------------------------------- events
-
     def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
         """Send ``packed`` as the next version; returns the version.
 
@@ -157,8 +155,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _hint(self, asked: str) -> str:
         return sender_hint(self.machine.state, self.data, asked)
-
-    # ------------------------------------------------------------------------------------------ effects
 
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
@@ -246,8 +242,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             close(closing)
-
-    # ------------------------------------------------------------------------------------------ reading
 
     def links(self) -> list[Link]:
         """The links that are open."""
@@ -405,8 +399,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
                 f"was sent ({sent.hex()}). The link is taken down."
             )
-
-    # ----------------------------------------------------------------------------------------- retained
 
     def _forget(self) -> None:
         """Release the versions that are due to no worker any more."""

@@ -44,9 +44,6 @@ class ReceiverData:
     served: Key | None = None
 
 
-# ------------------------------------------------------------------------------------------------ events
-
-
 @dataclass(frozen=True, slots=True)
 class HelloArrived:
     """A handshake. ``misfit`` says why it must be refused (layout, protocol); empty: it is acceptable."""
@@ -156,8 +153,6 @@ Event = (
     | Fail
 )
 
-# ----------------------------------------------------------------------------------------------- effects
-
 
 @dataclass(frozen=True, slots=True)
 class Greet:
@@ -225,9 +220,6 @@ class Step(machine.Step[ReceiverInput, ReceiverData, Effect]):
     """The result of an event of the receiver."""
 
     __slots__ = ()
-
-
-# ------------------------------------------------------------------------------------------------- guards
 
 
 def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
@@ -300,9 +292,6 @@ def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> Rece
     if key < max(data.decided or (0, 0), data.pending or (0, 0)):
         return ReceiverInput.STALE
     return ReceiverInput.NEWER if state is State.PENDING_ASYNC else ReceiverInput.UPDATE
-
-
-# --------------------------------------------------------------------------------------------------- step
 
 
 def step(state: State, data: ReceiverData, event: Event) -> Step:

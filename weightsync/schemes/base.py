@@ -152,8 +152,6 @@ class WeightSyncScheme(abc.ABC):
         scheme: WeightSyncScheme = scheme_of(backend)(**kwargs)
         return scheme
 
-    # ---------------------------------------------------------------------------------------- initialisation
-
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make the sender and add the workers to it. Never waits.
 
@@ -278,8 +276,6 @@ class WeightSyncScheme(abc.ABC):
         """Whether the handshake is sent at `connect`, when the worker can find it, and not at `init_on_sender`."""
         return False
 
-    # ---------------------------------------------------------------------------------------------- connect
-
     def connect(
         self,
         *,
@@ -361,8 +357,6 @@ class WeightSyncScheme(abc.ABC):
             return None
         form = WeightStrategy("tensordict") if is_torchrls(self.context) else self._strategy
         return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
-
-    # ------------------------------------------------------------------------------------- send and receive
 
     def send(
         self,
@@ -499,8 +493,6 @@ class WeightSyncScheme(abc.ABC):
         """What a send without weights sends; None: nothing is registered."""
         return registered(self._given, context, model_id)
 
-    # --------------------------------------------------------------------------------------- the two sides
-
     def get_sender(self) -> WeightSender:
         """The sender.
 
@@ -559,8 +551,6 @@ class WeightSyncScheme(abc.ABC):
                 if side is not None:
                     side.fail(error)  # the other ends are told
         self.close()
-
-    # ---------------------------------------------------------------------------------------------- links
 
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Any:
@@ -638,8 +628,6 @@ class WeightSyncScheme(abc.ABC):
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched; keeps none of them."""
         return
-
-    # ------------------------------------------------------------------------------------------- properties
 
     @property
     def strategy(self) -> WeightStrategy:
@@ -754,8 +742,6 @@ class WeightSyncScheme(abc.ABC):
     def shared_transport(self) -> None:
         """None: each worker has a link of its own."""
         return
-
-    # ----------------------------------------------------------------------------------------------- copies
 
     def _copy_uninitialized(self) -> Self:
         """A copy, which carries the configuration only: TorchRL's name of `copy.copy`."""

@@ -98,8 +98,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             raise ConfigurationError("there is no store yet: call init_on_sender() first.")
         return dict(self._store_info)
 
-    # ------------------------------------------------------------------------------------------ endpoints
-
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One rendezvous per worker, at ``store=`` or ``context.store``, else at a store that is made here."""
         count = given_or_found(given, context, "num_workers")
@@ -161,8 +159,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             )
         except RuntimeError as error:
             raise TransportError(f"the store at {info['host']}:{info['port']} cannot be reached: {error}") from error
-
-    # ---------------------------------------------------------------------------------------------- links
 
     def create_transport(
         self,

@@ -67,8 +67,6 @@ class PipeScheme(WeightSyncScheme):
         self.sync = switch(sync, "sync")
         self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
 
-    # ---------------------------------------------------------------------------------------------- the pipes
-
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
         if self._lays_links_at_connect(given, context):

@@ -83,8 +83,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
         super()._begin()
         self._links = ActorLinks(self._tensor_transport, self._key)
 
-    # ---------------------------------------------------------------------------------------- the sender
-
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One actor per worker, from ``remote_collectors=``, ``actor_refs=`` or ``actors=``, or the context's."""
         require_ray(type(self).__name__)
@@ -124,8 +122,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if is_transport(endpoint):
             return super().lay_link(endpoint, model_id, peer)
         return self._links.lay(endpoint, methods_for(self.strategy), model_id, peer)
-
-    # ---------------------------------------------------------------------------------------- the worker
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The actor that we are in. It is not used, since a process holds only one."""

@@ -59,8 +59,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         super()._begin()
         self._presenter = SharedPresenter()
 
-    # ---------------------------------------------------------------------------------------- the sender
-
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One worker each, from ``collector_infos=`` and ``collector_rrefs=``, or the context's."""
         infos = given_or_found(given, context, "collector_infos")
@@ -127,8 +125,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         return torchrl_transport("RPCTransport")(
             **found, worker_rank=worker_rank, strategy=self.strategy, key=self._key
         )
-
-    # ---------------------------------------------------------------------------------------- the worker
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """None: each process has one call server per model, whether or not RPC is initialised yet."""

@@ -55,9 +55,6 @@ class Delivered(NamedTuple):
     failure: str = ""
 
 
-# ----------------------------------------------------------------------------------------------- the worker's end
-
-
 class _CallServers:
     """The call servers of this process, one for each model. They exist before a receiver listens."""
 
@@ -171,9 +168,6 @@ def _listening(model_id: str) -> list[str]:
     if models and model_id not in models:
         logger.warning("model %r: a handshake was not accepted: %s", model_id, another_model(model_id, models))
     return models
-
-
-# ----------------------------------------------------------------------------------------------- the sender's end
 
 
 def require_rpc(peer: str) -> None:

@@ -43,9 +43,6 @@ def _closed_is_final(machine: Machine) -> Iterator[Finding]:
             yield _broken(moment, "G9 ClosedIsFinal", "a closed machine takes another step")
 
 
-# ---------------------------------------------------------------------------------------------- receivers
-
-
 def _of_receiver(machine: Machine) -> Iterator[Finding]:
     served: Key = (0, 0)
     fence = 0
@@ -90,9 +87,6 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key
     elif wanted and answer.digest and answer.digest != wanted:
         what = f"digest {answer.digest.hex()} was applied, but {wanted.hex()} arrived"
         yield _broken(moment, "G2 AckedMeansServed", what)
-
-
-# ------------------------------------------------------------------------------------------------ senders
 
 
 #: The digest that each version was sent with, by link; with None, the one that it has wherever it has one.

@@ -137,8 +137,6 @@ class TransportReader:
         self._far.fail(lost)
         self._sender.close()
 
-    # ------------------------------------------------------------------------------------- for FacadeServices
-
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return self._near
 

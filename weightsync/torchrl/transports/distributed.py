@@ -87,8 +87,6 @@ class DistributedTransport(TransportFacade):
         """Whether the user's own process group is initialised, which ours does not need."""
         return dist.is_initialized()
 
-    # ------------------------------------------------------------------------------------------ receiving
-
     def receive_weights(
         self,
         timeout: float | Unset | None = UNSET,
@@ -133,8 +131,6 @@ class DistributedTransport(TransportFacade):
                 f"the store's instruction for rank {self.rank} is {found!r}, which is not {HINT!r}: it was removed "
                 "from the store, and no weights were received."
             )
-
-    # -------------------------------------------------------------------------------------- initial weights
 
     def send_initial_weights(self, weights: Any) -> Any:
         """Send the first weights of "policy", as `send_weights` does, but without writing TorchRL's own keys."""

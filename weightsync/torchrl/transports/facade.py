@@ -72,8 +72,6 @@ class TransportFacade(abc.ABC):
         self._closed = False
         forget_after_fork(self)
 
-    # ------------------------------------------------------------------------------- what a transport gives
-
     def _endpoints(self) -> Mapping[int, Any]:
         """The workers that `send_weights` reaches: worker id to what `_lay_link` takes. Here one, with id 0.
 
@@ -113,8 +111,6 @@ class TransportFacade(abc.ABC):
     def check_connection(self) -> bool:
         """Whether the transport can be used now."""
 
-    # ------------------------------------------------------------------------------ for schemes that made it
-
     def link(self, model_id: str, peer: str) -> Link:
         """A link to the worker that this transport reaches.
 
@@ -140,8 +136,6 @@ class TransportFacade(abc.ABC):
     def over(self, receiver: WeightReceiver) -> Any:
         """None: use the scheme's receiver."""
         return None
-
-    # ------------------------------------------------------------------------------------------------------- sending
 
     def send_weights(
         self,
@@ -270,8 +264,6 @@ class TransportFacade(abc.ABC):
     def _seconds(self, timeout: float | Timeout | Unset | None) -> float | Timeout | None:
         return self.timeout if isinstance(timeout, Unset) else timeout
 
-    # ----------------------------------------------------------------------------------------------------- receiving
-
     def receive_weights(
         self,
         timeout: float | Unset | None = UNSET,
@@ -350,8 +342,6 @@ class TransportFacade(abc.ABC):
                 self._receivers[model_id] = receiver
             return self._receivers[model_id]
 
-    # -------------------------------------------------------------------------------------------- ending
-
     def close(self) -> None:
         """Close for good: links close, and what is outstanding is ABANDONED. Closing twice is allowed."""
         with self._lock:
@@ -381,8 +371,6 @@ class TransportFacade(abc.ABC):
     def _require_open(self, asked: str) -> None:
         if self._closed:
             raise StateError(type(self).__name__, "closed", asked, ["close"])
-
-    # -------------------------------------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}

@@ -109,8 +109,6 @@ class MPTransport(TransportFacade):
         with self._lock:
             self._channel, self._queues = None, {}
 
-    # ------------------------------------------------------------------------------------ generation B's queues
-
     def _queue(self, end: str) -> QueueChannel:
         """The queues as the sender's or the receiver's end sees them.
 
@@ -160,8 +158,6 @@ class MPTransport(TransportFacade):
     def _wait_seconds(self) -> float | None:
         return seconds(self.timeout)
 
-    # ---------------------------------------------------------------------------------------- the facade
-
     def _endpoints(self) -> Mapping[int, Any]:
         return {0: self._queue("sender") if self._form is Form.B else self.pipe_end()}
 
@@ -198,8 +194,6 @@ class MPTransport(TransportFacade):
                 return None
             watched: list[Waitable] = [*self._links(), channel]
             wait(waker, watched, deadline.nap)
-
-    # ----------------------------------------------------------------------------------------- the inbox
 
     def _unclaimed(self) -> Sequence[str]:
         """The models for which something arrived that have no receiver here."""

@@ -63,8 +63,6 @@ class SharedMemTransport(MPTransport):
         super()._begin()
         self._init_queues: Mapping[int, Any] = {}
 
-    # -------------------------------------------------------------------------------------- registration
-
     def register_pipe(self, pipe: Any) -> None:
         """Add a worker's pipe (in the trainer), or say which pipe to receive from (in a worker).
 
@@ -165,8 +163,6 @@ class SharedMemTransport(MPTransport):
         if not self._init_queues:
             raise StateError(type(self).__name__, "uninitialized", asked, ["register_weights"])
 
-    # ------------------------------------------------------------------------------------------- sending
-
     def send_weights(
         self,
         model_id: Any = UNSET,
@@ -264,8 +260,6 @@ class SharedMemTransport(MPTransport):
         else:
             self._policy_weights[model_id] = shared_copy(weights)
 
-    # ----------------------------------------------------------------------------------------- receiving
-
     def receive_weights(
         self,
         timeout: float | Unset | None = UNSET,
@@ -294,8 +288,6 @@ class SharedMemTransport(MPTransport):
     def check_ack(self, message: str = UPDATED) -> SyncReport:
         """Wait for the ack: see `TransportFacade.check_ack`. Without a pipe there is none: the report is empty."""
         return super().check_ack(message) if self._pipes else _nobody(POLICY)
-
-    # ---------------------------------------------------------------------------------------- the facade
 
     def check_connection(self) -> bool:
         """Whether all registered pipes are open."""

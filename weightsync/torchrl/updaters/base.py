@@ -61,8 +61,6 @@ class WeightUpdaterBase(abc.ABC):
         """Called by a collector once it is set up, with its arguments. Does nothing here."""
         return
 
-    # ------------------------------------------------------------------------------------------- pushing
-
     def push_weights(
         self,
         policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
@@ -143,8 +141,6 @@ class WeightUpdaterBase(abc.ABC):
             return self._sync_weights_with_worker(server_weights=weights)
         return self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
 
-    # -------------------------------------------------------------------------------------- to override
-
     @abc.abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> Any:
         """Hand the weights to one worker.
@@ -174,8 +170,6 @@ class WeightUpdaterBase(abc.ABC):
         """Whether this push leaves a worker out; asked once for each target. False here."""
         return False
 
-    # ------------------------------------------------------------------------------------------- hooks
-
     @property
     def post_hooks(self) -> list[Callable[[], None]]:
         """The hooks, in the order in which they run."""
@@ -193,8 +187,6 @@ class WeightUpdaterBase(abc.ABC):
         if not callable(hook):
             raise ConfigurationError(f"a post-hook is a function without arguments, not {hook!r}.")
         self._hooks.append(hook)
-
-    # -------------------------------------------------------------------------------------- collectors
 
     def register_collector(self, collector: Any) -> None:
         """Register the collector that uses this updater. Held weakly.
@@ -228,8 +220,6 @@ class WeightUpdaterBase(abc.ABC):
         """Call `increment_version` on the registered collector, if it still lives."""
         for collector in self._living():
             collector.increment_version()
-
-    # ------------------------------------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_pushes", "_registered")}

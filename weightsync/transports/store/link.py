@@ -51,8 +51,6 @@ class StoreLink(WakeableLink, Remarks):
         """Why the worker may never answer: see `Remarks`."""
         return self._worker.remark
 
-    # ------------------------------------------------------------------------------- called by the driver
-
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message for the writing thread: see `Link.send`."""
         self._require_open()

@@ -85,8 +85,6 @@ class StoreWorker:
             self._fail(error)
             raise
 
-    # ----------------------------------------------------------------------------- called by other threads
-
     @property
     def failed(self) -> TransportError | ProtocolError | None:
         """Why nothing more will be read or written."""
@@ -168,8 +166,6 @@ class StoreWorker:
         if self._door is not None:
             self._door.close()
         keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
-
-    # --------------------------------------------------------------------------------- the writing thread
 
     def _write(self) -> None:
         try:
@@ -334,8 +330,6 @@ class StoreWorker:
             if client is not None:
                 client.cut()
 
-    # --------------------------------------------------------------------------------- the reading thread
-
     def _read(self) -> None:
         client: Client | None = None
         try:
@@ -478,8 +472,6 @@ class StoreWorker:
             stream.skip(nbytes)
         else:
             self._group.skip(client, nbytes, self._rendezvous.in_flight)
-
-    # ------------------------------------------------------------------------------------------- the end
 
     def _lose(self, reason: str) -> None:
         """Called by the heartbeat: the peer or the store is silent."""
