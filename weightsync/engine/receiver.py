@@ -377,8 +377,7 @@ class WeightReceiver(Participant):
     def _transport(self) -> Any:
         """What TorchRL calls so: its transport class, over this receiver.
 
-        Raises:
-            ConfigurationError: there is no link, or the scheme has no such class.
+        Raises ConfigurationError: there is no link, or the scheme has no such class.
         """
         return self._scheme.transport_of(self, self._listening.endpoint)
 

@@ -383,8 +383,7 @@ class WeightSender(Participant):
     def _sends_to_nobody(self, wanted: Wanted) -> bool:
         """Whether there is no worker, and that is allowed.
 
-        Raises:
-            ConfigurationError: there are fewer workers than expected, or what is expected is no number.
+        Raises ConfigurationError: there are fewer workers than expected, or what is expected is no number.
         """
         data, expected = self._driver.data, expected_number(wanted.expected)
         expected = expected_number(self.expected_workers) if expected is None else expected

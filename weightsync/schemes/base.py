@@ -250,19 +250,14 @@ class WeightSyncScheme(abc.ABC):
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """How each worker is reached: worker id to what `lay_link` takes.
 
-        Raises:
-            ConfigurationError: it is not given, or contradictory. No link has been laid.
+        Raises ConfigurationError: it is not given, or contradictory. No link has been laid.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
         )
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """How the sender reaches us: what `listen` takes.
-
-        Raises:
-            ConfigurationError: it is not given.
-        """
+        """How the sender reaches us: what `listen` takes. Raises ConfigurationError: it is not given."""
         raise NotImplementedError(
             f"{type(self).__name__} does not override init_on_worker(): do so, or use create_receiver() and "
             "register_worker_transport()."

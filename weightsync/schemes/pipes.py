@@ -215,11 +215,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
 
 def _listed(pipes: Any) -> list[Any]:
-    """The pipes, one a worker.
-
-    Raises:
-        ConfigurationError: this is no list of them.
-    """
+    """The pipes, one a worker. Raises ConfigurationError: this is no list of them."""
     if not isinstance(pipes, Iterable) or isinstance(pipes, str | bytes | Mapping):
         raise ConfigurationError(
             f"pipes= is {pipes!r}: give a list with our end of one multiprocessing.Pipe() per worker. Nothing has "

@@ -75,16 +75,14 @@ class TransportFacade(abc.ABC):
     def _endpoints(self) -> Mapping[int, Any]:
         """The workers that `send_weights` reaches: worker id to what `_lay_link` takes. Here one, with id 0.
 
-        Raises:
-            ConfigurationError: the transport was not given a worker. Nothing was sent.
+        Raises ConfigurationError: the transport was not given a worker. Nothing was sent.
         """
         return {0: None}
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The sender's end of a link.
 
-        Raises:
-            ConfigurationError: the transport was not given a worker, or does not send. Nothing was sent.
+        Raises ConfigurationError: the transport was not given a worker, or does not send. Nothing was sent.
         """
         raise ConfigurationError(f"{type(self).__name__} does not send: use it at the worker's end.")
 

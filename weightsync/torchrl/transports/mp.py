@@ -112,8 +112,7 @@ class MPTransport(TransportFacade):
     def _queue(self, end: str) -> QueueChannel:
         """The queues as the sender's or the receiver's end sees them.
 
-        Raises:
-            ConfigurationError: there is no ``weight_queue``.
+        Raises ConfigurationError: there is no ``weight_queue``.
         """
         if self.weight_queue is None:
             raise ConfigurationError("MPTransport was given no weight_queue: pass a multiprocessing.Queue().")

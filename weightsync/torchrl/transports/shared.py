@@ -232,11 +232,7 @@ class SharedMemTransport(MPTransport):
         return _nobody(POLICY)
 
     def _require_buffers(self, worker_ids: Sequence[int]) -> None:
-        """Refuse a write to workers without a buffer of their own.
-
-        Raises:
-            ConfigurationError: nothing was written.
-        """
+        """Refuse a write to workers without a buffer of their own. Raises ConfigurationError: nothing was written."""
         if not self._per_worker:
             raise ConfigurationError(
                 f"The workers share their buffers: a send to {list(worker_ids)} would also change others. Register "
@@ -250,11 +246,7 @@ class SharedMemTransport(MPTransport):
             )
 
     def _published(self, model_id: str, weights: Any) -> None:
-        """Copy a version into the model's buffer; make one if it has none.
-
-        Raises:
-            LayoutError: it does not fit.
-        """
+        """Copy a version into the model's buffer; make one if it has none. Raises LayoutError: it does not fit."""
         if model_id in self._policy_weights:
             self._services.strategy.apply_weights(self._policy_weights[model_id], weights)
         else:

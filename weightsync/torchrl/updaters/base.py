@@ -151,7 +151,6 @@ class WeightUpdaterBase(abc.ABC):
 
         Args:
             worker_id: the worker; not passed if workers have no ids.
-            server_weights: what `_maybe_map_weights` returned.
         """
 
     def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
@@ -237,8 +236,7 @@ def _register_with_torchrl() -> None:
 def _taken(given: Any) -> Any:
     """The given weights: a module is extracted, a TensorDict or dict taken as it is.
 
-    Raises:
-        ConfigurationError: they are of another type.
+    Raises ConfigurationError: they are of another type.
     """
     if isinstance(given, TensorDictBase | Mapping):
         return given
@@ -253,8 +251,7 @@ def _taken(given: Any) -> Any:
 def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
     """The target workers; [None]: the one without an id.
 
-    Raises:
-        ConfigurationError: the list is empty, or has an unknown id.
+    Raises ConfigurationError: the list is empty, or has an unknown id.
     """
     if worker_ids is None:
         return [None] if known is None else list(known)
