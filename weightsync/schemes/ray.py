@@ -154,14 +154,17 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """TorchRL's transport to one actor; without an actor the first send raises.
 
         Args:
-            pipe_or_context: the actor; ``pipe``, ``remote_collector`` and ``remote_actor`` are other names for it.
+            pipe_or_context: the actor, or an object whose ``._actor`` is that; ``pipe``, ``remote_collector`` and
+                ``remote_actor`` are other names for it.
             worker_idx: the worker's id, for messages.
 
         Raises:
             ConfigurationError: several actors are given.
         """
-        given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
-        return torchrl_transport("RayTransport")(given, self._tensor_transport, worker_idx=worker_idx, key=self._key)
+        return self._transport(only_actor(pipe_or_context, pipe, remote_collector, remote_actor), worker_idx)
+
+    def _transport(self, actor: Any, worker_idx: int | None) -> Any:
+        return torchrl_transport("RayTransport")(actor, self._tensor_transport, worker_idx=worker_idx, key=self._key)
 
     def create_sender(self) -> ActorSender:
         """A sender without workers, whose copies carry the actors' handles."""

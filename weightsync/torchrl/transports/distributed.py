@@ -153,14 +153,6 @@ class DistributedTransport(TransportFacade):
             return self._buffer
         return found[1] if self._form is Form.A else found
 
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: the scheme's `connect` does it."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
-    ) -> None:
-        """Do nothing: the scheme's `connect` does it."""
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # A store is pickled as its address.

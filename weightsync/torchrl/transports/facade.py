@@ -48,6 +48,9 @@ class TransportFacade(abc.ABC):
         *("_senders", "_receivers", "_outstanding", "_reported", "_last", "_lock", "_services", "_closed"),
     )
 
+    #: Whether weights arrive at this end; if not, `receive_weights` returns None at once.
+    _receives = True
+
     def __init__(
         self,
         *,
@@ -288,6 +291,8 @@ class TransportFacade(abc.ABC):
             LayoutError: the weights do not fit ``weights`` or the model, which are unchanged; the sender was told.
             TransportError: the sender is gone.
         """
+        if not self._receives:
+            return None
         found = self._next(Deadline(self._default_wait() if isinstance(timeout, Unset) else timeout))
         if found is None:
             return None
@@ -317,6 +322,14 @@ class TransportFacade(abc.ABC):
                 raise StateError(type(self).__name__, "ready", "send_ack", ["receive_weights"])
             receiver = self._receivers[self._last]
         receiver.ack(message)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Do nothing: a link is laid with the first send, and the first weights travel like all others."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> Any:
+        """Do nothing: the first weights arrive like all others."""
 
     def _default_wait(self) -> float | None:
         return 1.0 if self._form is Form.A else None

@@ -145,9 +145,6 @@ class MPTransport(TransportFacade):
             )
         return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
 
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: the first weights are sent like all others."""
-
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> Any:

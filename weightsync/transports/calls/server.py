@@ -12,6 +12,7 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
+from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
 from weightsync.transports.calls.same_host import REACHES, reaches
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
@@ -234,7 +235,7 @@ class CallServer:
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
-            self.submit(parcel).add_done_callback(partial(_complete_like, waiting))
+            self.submit(parcel).add_done_callback(partial(complete_like, waiting))
         return self._shut
 
     def _shut(self) -> None:
@@ -265,11 +266,3 @@ def _marked(answer: Future[Frames]) -> Future[Frames]:
 
     answer.add_done_callback(over)
     return marked
-
-
-def _complete_like(waiting: Future[Frames], answer: Future[Frames]) -> None:
-    error = answer.exception()
-    if error is None:
-        waiting.set_result(answer.result())
-    else:
-        waiting.set_exception(error)
