@@ -20,7 +20,7 @@ from torch import nn
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedError, StateError, WorkerLostError
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.transports.buffers import NoRoom
-from weightsync.transports.store import group, receive_buffers
+from weightsync.transports.store import group, stream
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -315,7 +315,7 @@ def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_appli
 
     monkeypatch.setattr(group, "BUCKET_NBYTES", 64 * 1024)
     with monkeypatch.context() as patched:
-        patched.setattr(receive_buffers, "anonymous", none_left)
+        patched.setattr(stream, "anonymous", none_left)
         pair.sender.send_async()
         assert pair.receiver.receive(timeout=PATIENCE) is False
     with pytest.raises(RefusedError, match="could not be received: No memory for 161200 bytes"):
