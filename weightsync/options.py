@@ -40,6 +40,15 @@ class Verify(enum.Enum):
     LAYOUT = "layout"
 
 
+class OnStale(enum.Enum):
+    """What a worker of a group does at a step for which its weights are too old."""
+
+    #: Wait for a newer version.
+    BLOCK = "block"
+    #: Raise `StaleWeightsError`.
+    RAISE = "raise"
+
+
 class WireDtype(enum.Enum):
     """The floating dtype that weights are cast to before they are sent, if theirs is wider."""
 
@@ -78,4 +87,10 @@ def switch(value: bool, argument: str) -> bool:
     return value
 
 
-_ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify", WireDtype: "wire_dtype"}
+_ARGUMENTS = {
+    OnFailure: "on_failure",
+    OnPending: "on_pending",
+    Verify: "verify",
+    OnStale: "on_stale",
+    WireDtype: "wire_dtype",
+}
