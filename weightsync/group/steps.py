@@ -99,12 +99,19 @@ class Steps:
         limit = self._staleness.limit
         if limit is None or self._receiver.serves_here:  # the version of a step under way does not change
             return
-        while (behind := self._announced.version - (self._receiver.version or 0)) > limit:
+        if self._behind > limit:
+            with self._receiver.serving():
+                pass  # a version that has arrived, and was kept waiting by the step before, goes live
+        while (behind := self._behind) > limit:
             if self._staleness.on_stale is OnStale.RAISE:
                 raise StaleWeightsError(self._receiver.version, behind, limit)
             if self._stopped():
                 raise SenderClosed("the group was stopped while this worker waited for a newer version.")
             self._receiver.receive(_LOOK_SECONDS)
+
+    @property
+    def _behind(self) -> int:
+        return self._announced.version - (self._receiver.version or 0)
 
     def acts(self) -> None:
         """The version served acts: the next result names it."""
