@@ -102,8 +102,8 @@ def test_a_worker_process_begins_no_step_that_is_too_old(
     with group:
         group.wait_async()
         while not group._members.results:  # it is in its step, and cannot leave it before that result is taken
+            group._members.wait(Deadline(0.01))
             group._members.pump()
-            group._members.wait(Deadline(None))
         group.send_async()
         results = [result.value for result in group.results()]
 
