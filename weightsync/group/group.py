@@ -28,6 +28,7 @@ from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.schemes.shared import SharedMemWeightSyncScheme
+from weightsync.transports.process import forget_after_fork
 
 #: Seconds that a process whose link is lost has to die before it is killed.
 _LOST_SECONDS: Final = 5.0
@@ -125,6 +126,7 @@ class WorkerGroup:
         self._require(State.UNINITIALIZED, "start")
         self._state = State.READY
         atexit.register(self.close)
+        forget_after_fork(self)
         try:
             for member in self._members.by_index.values():
                 member.start()
@@ -189,18 +191,27 @@ class WorkerGroup:
                 they have started.
         """
         self._state = State.CLOSED
-        atexit.unregister(self.close)
         deadline = Deadline(timeout)
         lives = [member.running for member in self._members.by_index.values() if member.running is not None]
-        for life in lives:
-            life.channel.close()
-        self._scheme.close()
-        while self._first_pipes:
-            self._first_pipes.popitem()[1].close()
-        end_all([life.process for life in lives], deadline)
+        try:
+            for life in lives:
+                life.channel.close()
+            self._scheme.close()
+            end_all([life.process for life in lives], deadline)
+        finally:
+            for member in self._members.by_index.values():
+                member.release()
+            while self._first_pipes:
+                self._first_pipes.popitem()[1].close()
+            self._members.results.clear()
+            atexit.unregister(self.close)
+
+    def forget(self) -> None:
+        """In a forked child: the workers are the parent's."""
+        atexit.unregister(self.close)
+        self._state = State.CLOSED
         for member in self._members.by_index.values():
-            member.release()
-        self._members.results.clear()
+            member.running = None
 
     def __enter__(self) -> Self:
         self.start()

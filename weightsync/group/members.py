@@ -26,7 +26,9 @@ _LONGEST_DELAY: Final = 60.0
 class Life(enum.Enum):
     """Where a member is."""
 
-    #: Its process runs, or has just died.
+    #: Its process was started, and its function has not begun.
+    STARTING = "starting"
+    #: Its function runs, or its process has just died.
     RUNNING = "running"
     #: It failed, and is started again after a delay.
     WAITING = "waiting to be restarted"
@@ -95,7 +97,7 @@ class Member:
     def start(self) -> None:
         """Begin a life."""
         self.running = self._start(self.index, self.restarts)
-        self.life, self.untaken, self._last_word, self._reason = Life.RUNNING, 0, None, ""
+        self.life, self.untaken, self._last_word, self._reason = Life.STARTING, 0, None, ""
         self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
@@ -114,7 +116,8 @@ class Member:
             self._last_word = frame
             self.due = Deadline(_GRACE)
             self.life = Life.FINISHED if isinstance(frame, Finished) else self.life
-        elif self._last_word is None:
+        else:
+            self.life = Life.RUNNING
             self.begin_to_wait()
 
     def begin_to_wait(self) -> None:
@@ -139,7 +142,7 @@ class Member:
             if self.life is Life.WAITING and self.due.passed:
                 self.restarts += 1
                 self.start()
-        elif excused and self._last_word is None:
+        elif excused and self.life is Life.RUNNING:
             self.begin_to_wait()
         elif self.due.passed:
             self.give_up(self._overdue())
@@ -155,9 +158,9 @@ class Member:
     def _overdue(self) -> str:
         if self._last_word is not None:
             return f"it did not end within {_GRACE:g} s of its last word, and was killed"
-        if self._rules.deadline is None:
+        if self.life is Life.STARTING:
             return "it did not start in time, and was killed"
-        return f"it gave no result for {self._rules.deadline:g} s, and was killed"
+        return f"it gave no result for {self._rules.deadline} s, and was killed"
 
     def give_up(self, reason: str) -> None:
         """Kill it. It fails for this reason, unless it gave one itself."""

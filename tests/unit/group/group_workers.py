@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
+from multiprocessing.connection import Connection
 
 import torch
 from torch import nn
 
-from weightsync import StaleWeightsError, Worker
+from weightsync import StaleWeightsError, Worker, WorkerGroup
 
 
 def policy() -> nn.Module:
@@ -81,3 +83,16 @@ def hold_a_step(worker: Worker) -> None:
             worker.put((held, version, "stepped"))
     except StaleWeightsError as error:
         worker.put((held, error.version, "stale", error.behind, error.limit))
+
+
+def broken_model() -> nn.Module:
+    raise LookupError("no such checkpoint")
+
+
+def train_until_killed(pids: Connection) -> None:
+    """Be a trainer, in a process of its own, whose workers are forked."""
+    with WorkerGroup(put_for_ever, policy(), 2, ctx=multiprocessing.get_context("fork")) as group:
+        next(group.results())
+        group.send()
+        pids.send([process.pid for process in group.processes.values()])
+        time.sleep(600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import nn
 
 from weightsync import (
     ConfigurationError,
+    LayoutError,
     MultiProcessWeightSyncScheme,
     OutcomeKind,
     ResultTimeoutError,
@@ -29,6 +31,7 @@ from weightsync import (
     WorkerGroup,
     WorkerResult,
 )
+from weightsync.transports.process import ProcessWatch
 
 Make = Callable[..., WorkerGroup]
 
@@ -121,6 +124,14 @@ def test_a_result_names_both_versions_if_a_swap_came_in_between(make: Make, mode
             assert again.versions == made.versions  # made without a step of its own
 
 
+def test_a_send_that_fails_announces_nothing_that_workers_would_wait_for(make: Make) -> None:
+    with make(workers.act, max_staleness=0) as group:
+        with pytest.raises(LayoutError):
+            group.send({"another": torch.ones(1)})
+        assert group.version == 1
+        assert next(group.results()).versions == (1,)
+
+
 # ------------------------------------------------------------------------------------------------ failures
 
 
@@ -177,19 +188,6 @@ def test_a_worker_that_gives_no_result_within_its_deadline_is_killed_and_restart
         assert "gave no result for 0.5 s" in group.failures[0].reason
 
 
-def test_a_worker_that_waits_for_the_trainer_to_take_its_results_is_not_overdue(make: Make) -> None:
-    with make(workers.put_for_ever, capacity=1, deadline=0.02) as group:
-        assert group._members.by_index[0].life.value == "running"
-        while not group._members.results:
-            group._members.pump()
-        member = group._members.by_index[0]
-        for _ in range(5):
-            group._members.pump()
-            group._members.wait(member.due)  # passes each time
-        assert group.failures == ()
-        next(group.results())
-
-
 def test_results_have_a_deadline(make: Make) -> None:
     with make(workers.put_pids_and_hang) as group:
         next(group.results())
@@ -198,7 +196,40 @@ def test_results_have_a_deadline(make: Make) -> None:
         group.close(timeout=0.0)
 
 
+def test_a_model_that_cannot_be_made_in_a_worker_is_an_error_in_the_trainer(make: Make) -> None:
+    with make(workers.act, make_model=workers.broken_model) as group, pytest.raises(WorkerFailedError, match="no such"):
+        list(group.results())
+
+
 # --------------------------------------------------------------------------------------------------- the end
+
+
+def test_the_workers_of_a_trainer_that_is_killed_end(forkserver: ForkServerContext) -> None:
+    pids, far = forkserver.Pipe()
+    trainer = forkserver.Process(target=workers.train_until_killed, args=(far,))
+    trainer.start()
+    watches = [ProcessWatch(pid, 0) for pid in pids.recv()]
+    trainer.kill()
+    trainer.join()
+    for watch in watches:
+        poller = select.poll()
+        poller.register(watch, select.POLLIN)
+        assert poller.poll(60_000)
+        watch.close()
+    for end in (pids, far):
+        end.close()
+    trainer.close()
+
+
+def test_a_forked_child_of_the_trainer_does_not_end_the_workers(make: Make) -> None:
+    with make(workers.act) as group:
+        child = os.fork()
+        if child == 0:
+            group.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert group.send().ok
+        assert group.failures == ()
 
 
 def test_close_kills_what_does_not_end_and_the_processes_that_it_has_started(make: Make) -> None:
