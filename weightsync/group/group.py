@@ -23,7 +23,7 @@ from weightsync.group.members import Member, Members, Rules, Running, Waiting
 from weightsync.group.process import CopiedModel, WorkerProcess, end_all
 from weightsync.group.steps import Announced, Staleness
 from weightsync.group.worker import Job, MakeModel, Worker
-from weightsync.options import OnFailure, OnPending, OnStale, option
+from weightsync.options import OnFailure, OnPending, OnStale
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.schemes.pipes import PipeScheme
@@ -101,7 +101,7 @@ class WorkerGroup:
         self._scheme = SharedMemWeightSyncScheme() if scheme is None else _usable(scheme)
         self._rules = _rules(capacity, max_restarts, restart_delay, deadline)
         limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
-        self._staleness = Staleness(limit, option(OnStale, on_stale))
+        self._staleness = Staleness(limit, OnStale(on_stale))
         self._context: Any = multiprocessing.get_context("spawn") if ctx is None else ctx
         self._announced = Announced(self._context.RawValue("Q", 0))
         members = {
@@ -249,7 +249,7 @@ class WorkerGroup:
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `WeightSender.send`.
             StateError, ConfigurationError, LayoutError: nothing was sent.
         """
-        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         report = self._dispatch(weights, OnPending.SUPERSEDE, timeout)
         if report.version is not None:  # else there are no workers
             report = self.sender.wait_async(timeout=deadline.remaining, on_failure=OnFailure.REPORT)
@@ -272,9 +272,10 @@ class WorkerGroup:
             timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused.
 
         Raises:
-            As `WeightSender.send_async`.
+            StateError, ConfigurationError, LayoutError: nothing was sent.
+            SyncError: as `WeightSender.send_async`.
         """
-        return self._dispatch(weights, option(OnPending, on_pending), timeout)
+        return self._dispatch(weights, OnPending(on_pending), timeout)
 
     def wait_async(
         self,
@@ -292,7 +293,7 @@ class WorkerGroup:
             StateError: nothing is outstanding.
             WorkerFailedError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `send`.
         """
-        failing = option(OnFailure, on_failure)
+        failing = OnFailure(on_failure)
         self._require(State.READY, "wait_async")
         return self._judged(self.sender.wait_async(timeout=timeout, on_failure=OnFailure.REPORT), failing)
 
