@@ -30,14 +30,21 @@ if TYPE_CHECKING:
     from weightsync.errors import ModelPathError as ModelPathError
     from weightsync.errors import ProtocolError as ProtocolError
     from weightsync.errors import RefusedError as RefusedError
+    from weightsync.errors import ResultTimeoutError as ResultTimeoutError
     from weightsync.errors import SenderClosed as SenderClosed
+    from weightsync.errors import StaleWeightsError as StaleWeightsError
     from weightsync.errors import StateError as StateError
     from weightsync.errors import SyncError as SyncError
     from weightsync.errors import TransportError as TransportError
     from weightsync.errors import WeightSyncError as WeightSyncError
+    from weightsync.errors import WorkerFailedError as WorkerFailedError
     from weightsync.errors import WorkerLostError as WorkerLostError
+    from weightsync.group.group import WorkerGroup as WorkerGroup
+    from weightsync.group.group import WorkerResult as WorkerResult
+    from weightsync.group.worker import Worker as Worker
     from weightsync.options import OnFailure as OnFailure
     from weightsync.options import OnPending as OnPending
+    from weightsync.options import OnStale as OnStale
     from weightsync.options import Verify as Verify
     from weightsync.options import WireDtype as WireDtype
     from weightsync.protocol._tables import Delivery as Delivery
@@ -109,9 +116,16 @@ _HOMES = {
     "TransportError": "errors",
     "WeightSyncError": "errors",
     "WorkerLostError": "errors",
+    "ResultTimeoutError": "errors",
+    "StaleWeightsError": "errors",
+    "WorkerFailedError": "errors",
+    "WorkerGroup": "group.group",
+    "WorkerResult": "group.group",
+    "Worker": "group.worker",
     "Layout": "weights.layout",
     "OnFailure": "options",
     "OnPending": "options",
+    "OnStale": "options",
     "Verify": "options",
     "WireDtype": "options",
     "_resolve_model": "weights.model_path",

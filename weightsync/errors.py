@@ -6,6 +6,9 @@
         AckTimeoutError(TimeoutError)    .pending; the update can still be waited for
         WorkerLostError(ConnectionError) .lost
         RefusedError                     .refused, with the workers' own tracebacks
+      WorkerFailedError                  a worker of a group ended by an exception, or died: .remote_traceback
+      ResultTimeoutError(TimeoutError)   a group's workers gave no result in time
+      StaleWeightsError                  in a worker of a group: its weights are too old for a step
       ModelBusyError(TimeoutError)       in a worker: the model was in use until the timeout; nothing changed
       ConfigurationError(ValueError)     missing or contradictory arguments, unknown worker ids, unsupported types
       ModelPathError(AttributeError)     .part that did not resolve
@@ -155,6 +158,66 @@ class RefusedError(SyncError):
     def __init__(self, message: str, report: Any = None, refused: Mapping[int, str] | None = None) -> None:
         super().__init__(message, report)
         self.refused = dict(refused or {})
+
+
+class WorkerFailedError(WeightSyncError):
+    """A worker of a `WorkerGroup` has failed, and is not started again. The other workers go on.
+
+    What to do: read `remote_traceback`, and mend the function that the worker runs; or give the group `max_restarts`.
+
+    Attributes:
+        worker: its index.
+        reason: why it ended: its exception, or how its process died.
+        remote_traceback: the traceback of its exception; empty: it raised none.
+        version: the version that it served; None: unknown, or none.
+        restarts: how often it had been restarted.
+    """
+
+    def __init__(
+        self, worker: int, reason: str, remote_traceback: str = "", version: int | None = None, restarts: int = 0
+    ) -> None:
+        served = "" if version is None else f" while it served version {version}"
+        advice = "The other workers go on; max_restarts= of the group lets a worker be started again."
+        lines = [
+            f"worker {worker} failed{served}, after {restarts} restarts: {reason}",
+            remote_traceback.rstrip(),
+            advice,
+        ]
+        super().__init__("\n".join(line for line in lines if line))
+        self.worker = worker
+        self.reason = reason
+        self.remote_traceback = remote_traceback
+        self.version = version
+        self.restarts = restarts
+
+
+class ResultTimeoutError(WeightSyncError, TimeoutError):
+    """No worker of a `WorkerGroup` gave a result in time. The workers go on.
+
+    What to do: call `results()` again, with a longer timeout; or give the group a `deadline` for each worker.
+    """
+
+
+class StaleWeightsError(WeightSyncError):
+    """In a worker of a `WorkerGroup`: its weights are too old for a step. The step has not begun.
+
+    What to do: wait for a newer version (``on_stale="block"`` does), or give the group a larger ``max_staleness``.
+
+    Attributes:
+        version: the version that the worker serves; None: none.
+        behind: how many versions it is behind what the trainer has announced.
+        limit: the group's ``max_staleness``.
+    """
+
+    def __init__(self, version: int | None, behind: int, limit: int) -> None:
+        super().__init__(
+            f"this worker serves version {version}, which is {behind} behind what the trainer has announced; "
+            f"max_staleness is {limit}. No step has begun: wait for a newer version, or let the group wait by "
+            'on_stale="block".'
+        )
+        self.version = version
+        self.behind = behind
+        self.limit = limit
 
 
 class ModelBusyError(WeightSyncError, TimeoutError):

@@ -50,6 +50,15 @@ class Verify(Option):
     LAYOUT = "layout"
 
 
+class OnStale(Option):
+    """What a worker of a group does at a step for which its weights are too old."""
+
+    #: Wait for a newer version.
+    BLOCK = "block"
+    #: Raise `StaleWeightsError`.
+    RAISE = "raise"
+
+
 class WireDtype(Option):
     """The floating dtype that weights are cast to before they are sent, if theirs is wider."""
 
@@ -72,6 +81,7 @@ def switch(value: bool, argument: str) -> bool:
 _ARGUMENTS = {
     "OnFailure": "on_failure",
     "OnPending": "on_pending",
+    "OnStale": "on_stale",
     "Verify": "verify",
     "WireDtype": "wire_dtype",
 }

@@ -50,6 +50,7 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     )
     yield _families(manifest)
     yield _challenges(manifest)
+    yield _group(manifest)
     yield _inductive(manifest)
     yield _mutants(root)
     yield _graphs(root)
@@ -84,6 +85,16 @@ def _challenges(manifest: Manifest) -> tuple[str, str, str]:
     return (
         "challenges under a shared key (`tla/Challenge.tla`); the code under random attackers",
         "a message from somebody without the key that is accepted",
+        f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
+        f"{kinds[Purpose.REVERT]} rules removed",
+    )
+
+
+def _group(manifest: Manifest) -> tuple[str, str, str]:
+    kinds, states = _tally(manifest, ("Group",))
+    return (
+        "worker groups (`tla/Group.tla`); the code by `tests/unit/group`",
+        "a step with weights that are too old, a result that names other versions, a wait that never ends",
         f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
         f"{kinds[Purpose.REVERT]} rules removed",
     )

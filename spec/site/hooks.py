@@ -48,6 +48,7 @@ REFERENCE = {
     ),
     "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout")),
     "receiver": ("The worker's side", ("WeightReceiver",)),
+    "group": ("Worker groups", ("WorkerGroup", "Worker", "WorkerResult", "OnStale")),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
     "errors": ("Errors", ()),
     "torchrl": (

@@ -315,6 +315,11 @@ class WeightReceiver(Participant):
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 
+    @property
+    def serves_here(self) -> bool:
+        """Whether this thread is inside a forward of the model, or inside a `serving` block."""
+        return self._served.serving.mine()
+
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender removes this worker."""
         self._end(self._driver.close)

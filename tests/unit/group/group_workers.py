@@ -1,0 +1,98 @@
+"""What the workers of the tests' groups do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from multiprocessing.connection import Connection
+
+import torch
+from torch import nn
+
+from weightsync import StaleWeightsError, Worker, WorkerGroup
+
+
+def policy() -> nn.Module:
+    return nn.Linear(1, 1, bias=False)
+
+
+def act(worker: Worker) -> None:
+    """Act until stopped; each result is what the model computed, which is its weight."""
+    while not worker.stopped:
+        worker.put(worker.model(torch.ones(1)).item())
+
+
+def act_twice(worker: Worker) -> None:
+    """Put two results, and return."""
+    for _ in range(2):
+        worker.put(worker.model(torch.ones(1)).item())
+
+
+def fail_first(worker: Worker) -> None:
+    """Fail in the first life, by an exception (worker 0) or by a signal."""
+    worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
+    if worker.restarts == 0:
+        if worker.index == 0:
+            raise ValueError("a pole fell")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def put_pids_and_hang(worker: Worker) -> None:
+    """Say who we are and who our child is, ignore everything, and never return."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "600"])
+    worker.put((os.getpid(), child.pid))
+    while True:
+        time.sleep(600)
+
+
+def put_for_ever(worker: Worker) -> None:
+    """Fill the channel with large results, and look at nothing else."""
+    while True:
+        worker.put(bytes(1 << 20))
+
+
+def go_silent_first(worker: Worker) -> None:
+    """Put one result; in the first life nothing after that."""
+    worker.put(worker.restarts)
+    while worker.restarts == 0:
+        time.sleep(600)
+
+
+def step_over_swaps(worker: Worker) -> None:
+    """One result a pair of versions: acts with the first, waits for the next, and acts again."""
+    while not worker.stopped:
+        with worker.step() as first:
+            one = worker.model(torch.ones(1)).item()
+        while worker.version == first and not worker.stopped:
+            time.sleep(0.001)
+        worker.put((one, worker.model(torch.ones(1)).item()))
+        worker.put("no step since")
+
+
+def hold_a_step(worker: Worker) -> None:
+    """Hold one version in a step until the trainer has dispatched the next one, and then take another step."""
+    with worker.step() as held:
+        worker.put("holding")
+        worker.put("released")  # there is room for it only once the trainer has taken the first
+    try:
+        with worker.step() as version:
+            worker.put((held, version, "stepped"))
+    except StaleWeightsError as error:
+        worker.put((held, error.version, "stale", error.behind, error.limit))
+
+
+def broken_model() -> nn.Module:
+    raise LookupError("no such checkpoint")
+
+
+def train_until_killed(pids: Connection) -> None:
+    """Be a trainer, in a process of its own, whose workers are forked."""
+    with WorkerGroup(put_for_ever, policy(), 2, ctx=multiprocessing.get_context("fork")) as group:
+        next(group.results())
+        group.send()
+        pids.send([process.pid for process in group.processes.values()])
+        time.sleep(600)

@@ -1,0 +1,308 @@
+"""A worker group: results, back-pressure, failures, restarts, and an end whatever the workers do."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import islice
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import group_workers as workers
+import pytest
+import torch
+from torch import nn
+
+from weightsync import (
+    ConfigurationError,
+    LayoutError,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    ResultTimeoutError,
+    SharedMemWeightSyncScheme,
+    StateError,
+    WorkerFailedError,
+    WorkerGroup,
+    WorkerResult,
+)
+from weightsync.transports.process import ProcessWatch
+
+Make = Callable[..., WorkerGroup]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    model = workers.policy()
+    fill(model, 1.0)
+    return model
+
+
+@pytest.fixture
+def make(model: nn.Module, forkserver: ForkServerContext) -> Make:
+    return lambda run, count=1, **options: WorkerGroup(run, model, count, ctx=forkserver, **options)
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def sending_until_a_result(group: WorkerGroup) -> WorkerResult:
+    while True:
+        group.send()
+        with contextlib.suppress(ResultTimeoutError):
+            return next(group.results(timeout=0.0))
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_every_worker_acts_with_each_version_sent_and_its_results_name_it(
+    make: Make, model: nn.Module, scheme: type[Any]
+) -> None:
+    seen = defaultdict(set)
+    with make(workers.act, 2, scheme=scheme()) as group:
+        for version in range(1, 4):
+            if version > 1:
+                fill(model, version)
+                assert group.send().ok
+            assert group.version == version
+            for result in group.results():
+                assert result.value in result.versions
+                seen[result.worker].add(result.value)
+                if all(version in values for values in seen.values()) and len(seen) == 2:
+                    break
+    assert all({1.0, 2.0, 3.0} <= values for values in seen.values())
+
+
+def test_a_full_result_channel_does_not_delay_an_update(make: Make, model: nn.Module) -> None:
+    with make(workers.put_for_ever, capacity=1) as group:
+        next(group.results())
+        for _ in range(3):
+            group.send_async()
+        report = group.wait_async()
+
+        assert report.ok
+        assert report.version == 4
+        assert len(list(islice(group.results(), 3))) == 3
+
+
+def test_results_end_when_all_workers_have_returned(make: Make) -> None:
+    with make(workers.act_twice, 2) as group:
+        results = list(group.results())
+        assert sorted((result.worker, result.value) for result in results) == [(0, 1.0), (0, 1.0), (1, 1.0), (1, 1.0)]
+        assert len(group.send()) == 0  # nobody is left, and that is no failure
+
+
+def test_stop_lets_workers_return_and_gives_what_they_still_put(make: Make) -> None:
+    with make(workers.act, 2) as group:
+        next(group.results())
+        group.stop()
+        assert {result.value for result in group.results()} <= {1.0}
+        assert group.failures == ()
+
+
+def test_a_result_names_both_versions_if_a_swap_came_in_between(make: Make, model: nn.Module) -> None:
+    with make(workers.step_over_swaps, capacity=1) as group:
+        for _ in range(2):
+            made, again = sending_until_a_result(group), next(group.results())
+            assert len(made.versions) == 2
+            assert made.versions[0] < made.versions[1]
+            assert again.versions == made.versions  # made without a step of its own
+
+
+def test_a_send_that_fails_announces_nothing_that_workers_would_wait_for(make: Make) -> None:
+    with make(workers.act, max_staleness=0) as group:
+        with pytest.raises(LayoutError):
+            group.send({"another": torch.ones(1)})
+        assert group.version == 1
+        assert next(group.results()).versions == (1,)
+
+
+# ------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make: Make) -> None:
+    with make(workers.fail_first) as group:
+        results = group.results()
+        assert next(results).value == (0, 1.0)
+        with pytest.raises(WorkerFailedError, match=r"while it served version 1.*a pole fell") as caught:
+            next(results)
+        assert "in fail_first" in caught.value.remote_traceback
+        assert (caught.value.worker, caught.value.version, caught.value.restarts) == (0, 1, 0)
+        assert list(group.results()) == []  # it is told once
+        assert len(group.send()) == 0
+
+
+def test_a_dead_worker_is_restarted_with_the_newest_weights_before_its_first_step(make: Make, model: nn.Module) -> None:
+    with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
+        results, values = group.results(), []
+        for result in islice(results, 2):
+            values.append(result.value)
+        fill(model, 2.0)
+        group.send()
+        values += [result.value for result in results]
+
+        assert values == [(0, 1.0), (0, 1.0), (1, 2.0), (1, 2.0)]
+        reasons = {failure.worker: failure.reason for failure in group.failures}
+        assert reasons == {0: "ValueError: a pole fell", 1: "its process was ended by SIGKILL"}
+
+
+def test_a_worker_killed_amid_a_send_is_lost_in_the_report_and_no_failure_if_it_is_restarted(
+    make: Make, model: nn.Module
+) -> None:
+    with make(workers.act, 2, max_restarts=1, restart_delay=3600.0) as group:
+        assert {result.worker for result in islice(group.results(), 20)} <= {0, 1}
+        group.send()
+        os.kill(group.processes[1].pid, signal.SIGKILL)
+        report = group.send()
+        assert report[0].kind is OutcomeKind.APPLIED
+        assert report[1].kind is OutcomeKind.LOST
+
+
+def test_a_worker_killed_amid_a_send_and_not_restarted_is_raised_and_leaves_the_group(make: Make) -> None:
+    with make(workers.act, 2) as group:
+        group.send()
+        os.kill(group.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerFailedError, match="SIGKILL"):
+            group.send()
+        assert list(group.send().outcomes) == [0]
+
+
+def test_a_worker_that_gives_no_result_within_its_deadline_is_killed_and_restarted(make: Make) -> None:
+    with make(workers.go_silent_first, max_restarts=1, restart_delay=0.0, deadline=0.5) as group:
+        assert [result.value for result in group.results()] == [0, 1]
+        assert "gave no result for 0.5 s" in group.failures[0].reason
+
+
+def test_results_have_a_deadline(make: Make) -> None:
+    with make(workers.put_pids_and_hang) as group:
+        next(group.results())
+        with pytest.raises(ResultTimeoutError, match="worker 0 is running"):
+            next(group.results(timeout=0.0))
+        group.close(timeout=0.0)
+
+
+def test_a_model_that_cannot_be_made_in_a_worker_is_an_error_in_the_trainer(make: Make) -> None:
+    with make(workers.act, make_model=workers.broken_model) as group, pytest.raises(WorkerFailedError, match="no such"):
+        list(group.results())
+
+
+# --------------------------------------------------------------------------------------------------- the end
+
+
+def test_the_workers_of_a_trainer_that_is_killed_end(forkserver: ForkServerContext) -> None:
+    pids, far = forkserver.Pipe()
+    trainer = forkserver.Process(target=workers.train_until_killed, args=(far,))
+    trainer.start()
+    watches = [ProcessWatch(pid, 0) for pid in pids.recv()]
+    trainer.kill()
+    trainer.join()
+    for watch in watches:
+        poller = select.poll()
+        poller.register(watch, select.POLLIN)
+        assert poller.poll(60_000)
+        watch.close()
+    for end in (pids, far):
+        end.close()
+    trainer.close()
+
+
+def test_a_forked_child_of_the_trainer_does_not_end_the_workers(make: Make) -> None:
+    with make(workers.act) as group:
+        child = os.fork()
+        if child == 0:
+            group.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert group.send().ok
+        assert group.failures == ()
+
+
+def test_close_kills_what_does_not_end_and_the_processes_that_it_has_started(make: Make) -> None:
+    with make(workers.put_pids_and_hang, 2) as group:
+        pids = [pid for result in islice(group.results(), 2) for pid in result.value]
+        group.close(timeout=0.1)
+        assert all(is_dead(pid) for pid in pids)
+        group.close()
+        with pytest.raises(StateError, match="closed"):
+            group.send()
+
+
+def test_close_wakes_a_worker_that_waits_with_a_full_channel(make: Make) -> None:
+    group = make(workers.put_for_ever, 2, capacity=1)
+    group.start()
+    next(group.results())
+    processes = dict(group.processes)
+    codes = []
+    for process in processes.values():
+        # Their codes are read before `close` lets go of them.
+        process.close = lambda process=process: codes.append(process.exitcode)
+    group.close(timeout=60.0)
+
+    assert codes == [0, 0]  # they ended by themselves
+
+
+def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
+    with make(workers.act) as group:
+        next(group.results())
+        pid = group.processes[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        group.close(timeout=0.1)
+        assert is_dead(pid)
+
+
+@pytest.mark.untraced("counts descriptors, and a recording has one")
+def test_a_group_leaves_no_descriptor(make: Make) -> None:
+    with make(workers.act_twice):  # what is opened once for all
+        pass
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
+        list(group.results())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
+    group = make(lambda worker: None)
+    with pytest.raises(Exception, match="pickle"):
+        group.start()
+    assert group.processes == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "named"),
+    [
+        (0, {}, "num_workers"),
+        (1, {"capacity": 0}, "capacity"),
+        (1, {"max_restarts": -1}, "max_restarts"),
+        (1, {"restart_delay": -1.0}, "restart_delay"),
+        (1, {"max_staleness": -1}, "max_staleness"),
+        (1, {"on_stale": "panic"}, "on_stale"),
+        (1, {"scheme": "shared"}, "scheme"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(make: Make, count: int, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        make(workers.act, count, **options)
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_the_way_out(forkserver: ForkServerContext) -> None:
+    model = nn.Linear(1, 1)
+    model.act = lambda: None  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="make_model"):
+        WorkerGroup(workers.act, model, 1, ctx=forkserver)

@@ -1,0 +1,182 @@
+"""One member of a group through its lives, on a fake clock: deadlines, restarts, and their delays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from weightsync.clock import Timeout, replaced_by, seconds
+from weightsync.group.channel import Failed, Finished, Frame, Put, Started
+from weightsync.group.members import Life, Member, Rules, Running
+from weightsync.testing import FakeClock
+
+
+class Process:
+    """A process that lives until it is killed."""
+
+    def __init__(self) -> None:
+        self.dead = False
+
+    def kill(self) -> None:
+        self.dead = True
+
+    def close(self) -> None:
+        self.kill()
+
+    def how_it_ended(self) -> str:
+        return "its process was ended by SIGSEGV"
+
+
+class Channel:
+    """Says what it is told to."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.room = 0
+        self.stops = 0
+
+    def read(self) -> list[Frame]:
+        frames, self.frames = self.frames, []
+        return frames
+
+    def make_room(self) -> None:
+        self.room += 1
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def close(self) -> None:
+        pass
+
+
+class Lives:
+    """Starts lives, and keeps them."""
+
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+        self.channels: list[Channel] = []
+
+    def begin(self, index: int, restarts: int) -> Running:
+        assert restarts == len(self.processes)
+        self.processes.append(Process())
+        self.channels.append(Channel())
+        made: Any = (self.processes[-1], self.channels[-1])
+        return Running(*made)
+
+
+@pytest.fixture
+def clock() -> Iterator[FakeClock]:
+    with replaced_by(clock := FakeClock()):
+        yield clock
+
+
+@pytest.fixture
+def lives() -> Lives:
+    return Lives()
+
+
+def started(lives: Lives, **rules: Any) -> Member:
+    given = {"capacity": 1, "max_restarts": 3, "restart_delay": 1.0, "deadline": 10.0, **rules}
+    member = Member(0, Rules(**given), lives.begin)
+    member.start()
+    return member
+
+
+def says(member: Member, lives: Lives, *frames: Frame) -> None:
+    lives.channels[-1].frames += frames
+    member.read()
+
+
+def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives)
+    says(member, lives, Started())
+    clock.advance(9.0)
+    says(member, lives, Put((1,), b""))
+    clock.advance(9.0)
+    member.judge(excused=False)
+    assert not member.dead
+    clock.advance(2.0)
+    member.judge(excused=False)
+    assert member.dead
+    error = member.died()
+    assert error is not None
+    assert "gave no result for 10.0 s" in error.reason
+
+
+def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives)
+    says(member, lives, Started())
+    for _ in range(5):
+        clock.advance(11.0)
+        member.judge(excused=True)
+    assert not member.dead
+
+
+def test_a_worker_that_does_not_start_is_killed_whoever_waits_for_whom(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives, deadline=None)
+    clock.advance((seconds(Timeout.START) or 0) + 1)
+    member.judge(excused=True)
+    error = member.died()
+    assert error is not None
+    assert "did not start in time" in error.reason
+
+
+def test_a_worker_that_does_not_end_after_its_last_word_is_killed(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives)
+    says(member, lives, Started(), Finished())
+    assert member.over
+    clock.advance(11.0)
+    member.judge(excused=False)
+    assert member.dead
+    assert member.died() is None  # its function had returned: that is no failure
+    assert member.life is Life.FINISHED
+
+
+def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives, max_restarts=2)
+    for delay in (1.0, 2.0):
+        says(member, lives, Failed("ValueError: a pole fell", "Traceback", 3))
+        lives.processes[-1].kill()
+        assert member.died() is not None
+        clock.advance(delay - 0.5)
+        member.judge(excused=False)
+        assert member.life is Life.WAITING
+        clock.advance(0.5)
+        member.judge(excused=False)
+        assert member.life is Life.STARTING
+    lives.processes[-1].kill()
+    error = member.died()
+    assert error is not None
+    assert (member.life, error.restarts, error.reason) == (Life.FAILED, 2, "its process was ended by SIGSEGV")
+
+
+def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives, restart_delay=0.0)
+    lives.channels[0].frames.append(Put((1,), b""))
+    (former,) = member.read()
+    lives.processes[0].kill()
+    member.died()
+    member.judge(excused=False)
+    lives.channels[1].frames.append(Put((2,), b""))
+    (latter,) = member.read()
+
+    member.take(former)
+    assert (lives.channels[1].room, member.untaken) == (0, 1)
+    member.take(latter)
+    assert (lives.channels[1].room, member.untaken) == (1, 0)
+
+
+def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives)
+    member.stop()
+    lives.processes[0].kill()
+    member.died()
+    assert (lives.channels[0].stops, member.life) == (1, Life.FAILED)
+
+    waiting = started(other := Lives(), restart_delay=5.0)
+    other.processes[0].kill()
+    waiting.died()
+    waiting.stop()
+    assert waiting.life is Life.FINISHED

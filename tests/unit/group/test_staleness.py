@@ -1,0 +1,112 @@
+"""`max_staleness`: no step begins with a version that is further behind. The same rules as in tla/Group.tla."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
+
+import group_workers as workers
+import pytest
+from torch import nn
+
+from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup
+from weightsync.clock import Deadline
+from weightsync.group.steps import Announced, Staleness, Steps
+
+
+class Receiver:
+    """Serves what it is told to."""
+
+    def __init__(self) -> None:
+        self.version: int | None = 1
+        self.staged = 0
+        self.serves_here = False
+        self.waited = threading.Event()
+        self.go = threading.Event()
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[int | None]:
+        self.version, self.staged = self.staged or self.version, 0
+        yield self.version
+
+    def receive(self, timeout: float) -> bool:
+        self.waited.set()
+        return self.go.wait(timeout)
+
+
+def steps_of(
+    receiver: Receiver, limit: int | None, on_stale: OnStale = OnStale.RAISE, stopped: Callable[[], bool] = bool
+) -> tuple[Steps, Announced]:
+    announced = Announced(ctypes.c_uint64(0))
+    return Steps(receiver, announced, Staleness(limit, on_stale), stopped), announced  # type: ignore[arg-type]
+
+
+def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> None:
+    receiver = Receiver()
+    steps, announced = steps_of(receiver, limit=2)
+    announced.announce(3)
+    steps.begin()
+    announced.announce(4)
+    with pytest.raises(StaleWeightsError, match="serves version 1, which is 3 behind") as caught:
+        steps.begin()
+    assert (caught.value.version, caught.value.behind, caught.value.limit) == (1, 3, 2)
+    receiver.staged = 2
+    steps.begin()  # what has arrived goes live first
+    announced.announce(9)
+    receiver.serves_here = True  # a forward inside of a step belongs to it
+    steps.begin()
+
+
+def test_a_worker_that_blocks_goes_on_with_a_version_that_is_near_enough() -> None:
+    receiver = Receiver()
+    steps, announced = steps_of(receiver, 0, OnStale.BLOCK)
+    announced.announce(2)
+    thread = threading.Thread(target=steps.begin)
+    thread.start()
+    assert receiver.waited.wait(60)
+    assert thread.is_alive()
+    receiver.version = 2
+    receiver.go.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_worker_that_blocks_wakes_when_the_group_is_stopped() -> None:
+    steps, announced = steps_of(Receiver(), 0, OnStale.BLOCK, stopped=lambda: True)
+    announced.announce(2)
+    with pytest.raises(SenderClosed, match="stopped"):
+        steps.begin()
+
+
+def test_an_older_announcement_takes_nothing_back() -> None:
+    _, announced = steps_of(Receiver(), None)
+    announced.announce(3)
+    announced.announce(2)
+    assert announced.version == 3
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return workers.policy()
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+def test_a_worker_process_begins_no_step_that_is_too_old(
+    model: nn.Module, forkserver: ForkServerContext, on_stale: OnStale
+) -> None:
+    """The worker holds version 1 in a step while version 2 is dispatched, which it can serve only after that step."""
+    group = WorkerGroup(workers.hold_a_step, model, 1, ctx=forkserver, capacity=1, max_staleness=0, on_stale=on_stale)
+    with group:
+        group.wait_async()
+        while not group._members.results:  # it is in its step, and cannot leave it before that result is taken
+            group._members.wait(Deadline(0.01))
+            group._members.pump()
+        group.send_async()
+        results = [result.value for result in group.results()]
+
+    refused = [] if on_stale is OnStale.BLOCK else [(1, 1, "stale", 1, 0)]  # unless version 2 had arrived
+    assert results[:2] == ["holding", "released"]
+    assert results[2] in [(1, 2, "stepped"), *refused]

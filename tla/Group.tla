@@ -1,0 +1,210 @@
+------------------------------- MODULE Group -------------------------------
+(***************************************************************************)
+(* A worker group: the bound on staleness, the results and their channel,  *)
+(* and restarts.  weightsync/group.                                        *)
+(*                                                                         *)
+(* The trainer dispatches a version, announces it, waits for the answers,  *)
+(* and takes results only while it does not wait.  A worker passes a gate, *)
+(* takes a step with the version that it serves, and now and then puts a   *)
+(* result, for which there must be room in its channel.  A thread of the   *)
+(* worker receives meanwhile.                                              *)
+(*                                                                         *)
+(* Abstracted: one send at a time, to all workers, and the newest          *)
+(* supersedes; an update is applied or lost with its worker, as            *)
+(* AckProtocol.tla has it.                                                 *)
+(***************************************************************************)
+EXTENDS Integers, FiniteSets, Sequences
+
+CONSTANTS
+  Workers,
+  MaxVersion,
+  Limit,        \* max_staleness
+  Capacity,     \* results of a worker that may be on their way
+  MaxRestarts,
+  Careless      \* rules that are removed for the revert tests; {} otherwise
+
+AllRules == {
+  "GateAtStep",           \* the worker compares what it serves with what is announced, before each step
+  "AnnounceDispatched",   \* only what was dispatched is announced
+  "ReceiveInBackground",  \* a worker that waits for room in its channel receives all the same
+  "FreshFirst",           \* the function of a worker begins once it serves a version
+  "NameWhatActs",         \* a result names the version that is served once the step has begun, not at the gate
+  "RoomIsOfThisLife"      \* a result of a former life that is taken makes no room in the new channel
+}
+ASSUME Careless \subseteq AllRules
+
+VARIABLES
+  version,    \* the newest version dispatched
+  announced,  \* the newest version announced
+  owed,       \* workers that have not answered it; the trainer waits while there are any
+  mail,       \* <<w, v>>: updates on their way
+  acks,       \* <<w, v>>
+  pc,         \* pc[w]: where the worker is
+  served,     \* served[w]: 0: none
+  floor,      \* floor[w]: the oldest version that the step under way may have
+  made,       \* made[w]: the versions that the next result will name
+  truth,      \* truth[w]: those that it was made with
+  room,       \* room[w]: how many results it may put
+  life,       \* life[w]: how often it was restarted
+  results     \* results[w]: not taken yet, oldest first: [life, named]
+
+trainer == <<version, announced, owed>>
+worker == <<pc, served, floor, made, truth>>
+vars == <<trainer, mail, acks, worker, room, life, results>>
+
+Versions == 1..MaxVersion
+Follows(rule) == rule \notin Careless
+Alive == {w \in Workers : pc[w] # "dead"}
+
+Init ==
+  /\ version = 0 /\ announced = 0 /\ owed = {} /\ mail = {} /\ acks = {}
+  /\ pc = [w \in Workers |-> "starting"] /\ served = [w \in Workers |-> 0] /\ floor = [w \in Workers |-> 0]
+  /\ made = [w \in Workers |-> {}] /\ truth = [w \in Workers |-> {}]
+  /\ room = [w \in Workers |-> Capacity] /\ life = [w \in Workers |-> 0] /\ results = [w \in Workers |-> <<>>]
+
+-----------------------------------------------------------------------------
+(* The trainer *)
+
+Send ==
+  /\ version < MaxVersion
+  /\ version' = version + 1
+  /\ mail' = mail \cup {<<w, version + 1>> : w \in Alive}
+  /\ owed' = Alive
+  /\ UNCHANGED <<announced, acks, worker, room, life, results>>
+
+Announce ==
+  /\ announced < (IF Follows("AnnounceDispatched") THEN version ELSE MaxVersion)
+  /\ announced' = announced + 1
+  /\ UNCHANGED <<version, owed, mail, acks, worker, room, life, results>>
+
+Hear(w, v) ==
+  /\ <<w, v>> \in acks
+  /\ acks' = acks \ {<<w, v>>}
+  /\ owed' = IF v = version THEN owed \ {w} ELSE owed
+  /\ UNCHANGED <<version, announced, mail, worker, room, life, results>>
+
+Take(w) ==
+  /\ owed = {} /\ results[w] # <<>>
+  /\ results' = [results EXCEPT ![w] = Tail(@)]
+  /\ room' = IF Head(results[w]).life = life[w] \/ ~Follows("RoomIsOfThisLife") THEN [room EXCEPT ![w] = @ + 1] ELSE room
+  /\ UNCHANGED <<trainer, mail, acks, worker, life>>
+
+\* It is owed nothing more. What it has put can still be taken.
+Die(w) ==
+  /\ w \in Alive /\ life[w] < MaxRestarts
+  /\ pc' = [pc EXCEPT ![w] = "dead"] /\ served' = [served EXCEPT ![w] = 0]
+  /\ made' = [made EXCEPT ![w] = {}] /\ truth' = [truth EXCEPT ![w] = {}]
+  /\ mail' = {m \in mail : m[1] # w} /\ acks' = {m \in acks : m[1] # w}
+  /\ owed' = owed \ {w}
+  /\ UNCHANGED <<version, announced, floor, room, life, results>>
+
+\* It joins, and the newest version is sent to it.
+Restart(w) ==
+  /\ pc[w] = "dead"
+  /\ pc' = [pc EXCEPT ![w] = "starting"]
+  /\ life' = [life EXCEPT ![w] = @ + 1] /\ room' = [room EXCEPT ![w] = Capacity]
+  /\ mail' = mail \cup {<<w, v>> : v \in {version} \ {0}}
+  /\ UNCHANGED <<trainer, acks, served, floor, made, truth, results>>
+
+-----------------------------------------------------------------------------
+(* A worker *)
+
+\* Between two steps, or as one begins. What it overtakes is not applied any more.
+Receive(w, v) ==
+  /\ <<w, v>> \in mail
+  /\ pc[w] \in (IF Follows("ReceiveInBackground") THEN {"starting", "between", "begun", "putting"} ELSE {"starting", "between"})
+  /\ mail' = {m \in mail : m[1] # w \/ m[2] > v}
+  /\ served' = [served EXCEPT ![w] = v]
+  /\ acks' = acks \cup {<<w, v>>}
+  /\ UNCHANGED <<trainer, pc, floor, made, truth, room, life, results>>
+
+Begin(w) ==
+  /\ pc[w] = "starting"
+  /\ served[w] # 0 \/ ~Follows("FreshFirst")
+  /\ pc' = [pc EXCEPT ![w] = "between"]
+  /\ UNCHANGED <<trainer, mail, acks, served, floor, made, truth, room, life, results>>
+
+Gate(w) ==
+  /\ pc[w] = "between"
+  /\ announced - served[w] <= Limit \/ ~Follows("GateAtStep")
+  /\ pc' = [pc EXCEPT ![w] = "begun"]
+  /\ floor' = [floor EXCEPT ![w] = announced - Limit]
+  /\ made' = IF Follows("NameWhatActs") THEN made ELSE [made EXCEPT ![w] = @ \cup {served[w]}]
+  /\ UNCHANGED <<trainer, mail, acks, served, truth, room, life, results>>
+
+Act(w) ==
+  /\ pc[w] = "begun"
+  /\ pc' = [pc EXCEPT ![w] = "stepping"]
+  /\ truth' = [truth EXCEPT ![w] = @ \cup {served[w]}]
+  /\ made' = IF Follows("NameWhatActs") THEN [made EXCEPT ![w] = @ \cup {served[w]}] ELSE made
+  /\ UNCHANGED <<trainer, mail, acks, served, floor, room, life, results>>
+
+EndStep(w, next) ==
+  /\ pc[w] = "stepping"
+  /\ pc' = [pc EXCEPT ![w] = next]
+  /\ UNCHANGED <<trainer, mail, acks, served, floor, made, truth, room, life, results>>
+
+Put(w) ==
+  /\ pc[w] = "putting" /\ room[w] > 0
+  /\ pc' = [pc EXCEPT ![w] = "between"]
+  /\ room' = [room EXCEPT ![w] = @ - 1]
+  /\ results' = [results EXCEPT ![w] = Append(@, [life |-> life[w], named |-> made[w] = truth[w]])]
+  /\ made' = [made EXCEPT ![w] = {}] /\ truth' = [truth EXCEPT ![w] = {}]
+  /\ UNCHANGED <<trainer, mail, acks, served, floor, life>>
+
+-----------------------------------------------------------------------------
+
+Next ==
+  \/ Send \/ Announce
+  \/ \E w \in Workers, v \in Versions : Hear(w, v)
+  \/ \E w \in Workers : Take(w)
+  \/ \E w \in Workers : Die(w)
+  \/ \E w \in Workers : Restart(w)
+  \/ \E w \in Workers, v \in Versions : Receive(w, v)
+  \/ \E w \in Workers : Begin(w)
+  \/ \E w \in Workers : Gate(w)
+  \/ \E w \in Workers : Act(w)
+  \/ \E w \in Workers, next \in {"between", "putting"} : EndStep(w, next)
+  \/ \E w \in Workers : Put(w)
+
+\* What was dispatched is announced and answered, and workers go on. The trainer need not send, nor take results.
+Fair ==
+  /\ WF_vars(Announce)
+  /\ \A w \in Workers :
+       /\ SF_vars(\E v \in Versions : Receive(w, v)) /\ WF_vars(\E v \in Versions : Hear(w, v))
+       /\ WF_vars(Restart(w)) /\ WF_vars(Begin(w)) /\ WF_vars(Gate(w)) /\ WF_vars(Act(w))
+       /\ WF_vars(\E next \in {"between", "putting"} : EndStep(w, next)) /\ WF_vars(Put(w))
+Spec == Init /\ [][Next]_vars /\ Fair
+
+-----------------------------------------------------------------------------
+(* What holds *)
+
+\* No step begins with a version that is more than Limit behind what was announced by then, nor with none.
+NeverTooStale == \A w \in Workers : pc[w] = "stepping" => served[w] >= floor[w]
+NoStepWithoutWeights == \A w \in Workers : pc[w] = "stepping" => served[w] # 0
+
+\* Each result names the versions that it was made with.
+ResultsNameTheirVersions == \A w \in Workers : \A i \in DOMAIN results[w] : results[w][i].named
+
+\* No more results of a life are on their way than its channel has room for.
+ChannelIsBounded ==
+  \A w \in Workers : Cardinality({i \in DOMAIN results[w] : results[w][i].life = life[w]}) <= Capacity
+
+\* The trainer's wait ends, also when it takes no results meanwhile.
+EverySendEnds == owed # {} ~> owed = {}
+
+\* A worker that waits for a newer version gets it, also when the trainer sends nothing more.
+NobodyWaitsForEver == \A w \in Workers : pc[w] = "between" ~> pc[w] # "between"
+
+-----------------------------------------------------------------------------
+(* Canaries *)
+
+\* A worker has to wait at its gate.
+NobodyIsStale == \A w \in Workers : pc[w] = "between" => announced - served[w] <= Limit
+
+\* A result is made with two versions.
+OneVersionEach == \A w \in Workers : Cardinality(truth[w]) <= 1
+
+\* The trainer waits while a worker waits for room.
+NobodyWaitsForRoom == \A w \in Workers : ~(owed # {} /\ pc[w] = "putting" /\ room[w] = 0)
+=============================================================================

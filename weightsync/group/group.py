@@ -1,0 +1,453 @@
+"""`WorkerGroup`: workers that act with the model, started, fed with weights, restarted and ended by the trainer."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import pickle
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from types import TracebackType
+from typing import Any, Final, Self
+
+from torch import nn
+
+from weightsync.clock import Deadline, Timeout
+from weightsync.engine.copies import require_whole
+from weightsync.engine.sender import WeightSender
+from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, WorkerFailedError
+from weightsync.group.channel import TrainerEnd
+from weightsync.group.members import Member, Members, Rules, Running, Waiting
+from weightsync.group.process import CopiedModel, WorkerProcess, end_all
+from weightsync.group.steps import Announced, Staleness
+from weightsync.group.worker import Job, MakeModel, Worker
+from weightsync.options import OnFailure, OnPending, OnStale
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.schemes.pipes import PipeScheme
+from weightsync.schemes.shared import SharedMemWeightSyncScheme
+from weightsync.transports.process import forget_after_fork
+
+#: Seconds that a process whose link is lost has to die before it is killed.
+_LOST_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """What a worker has put.
+
+    Attributes:
+        worker: its index.
+        versions: the versions that it was made with, oldest first. Several, if a new one went live in between.
+        value: the item.
+    """
+
+    worker: int
+    versions: tuple[int, ...]
+    value: Any
+
+
+class WorkerGroup:
+    """Worker processes that act with copies of a model while the trainer trains it.
+
+    A worker receives weights in the background, so that `send()` cannot deadlock with a full result channel. Use the
+    group in a ``with`` block, and from one thread.
+
+    Args:
+        run: ``run(worker)`` is called in each worker, with a `Worker`. It and what it needs must be picklable, unless
+            ``ctx`` forks. When it returns, the worker is finished.
+        model: the trainer's model. What `send` sends, unless it is given other weights.
+        num_workers: how many workers, at least 1.
+        make_model: makes a worker's model, in the worker. Default: a copy of ``model``, on the CPU.
+        scheme: a new `SharedMemWeightSyncScheme` (default) or `MultiProcessWeightSyncScheme`. The group closes it.
+        model_id: the name of the model.
+        capacity: how many results of a worker may be on their way. `Worker.put` waits for more.
+        max_restarts: how often each worker is started again after it raised or died. It has fresh weights before
+            ``run`` is called again.
+        restart_delay: seconds before a worker's first restart; doubled each time, up to 60.
+        deadline: seconds for which a worker may put nothing. One that takes longer is killed, and counts as failed.
+            Time in which it waits for the trainer does not count, nor does the time in which it starts. None: no limit.
+        max_staleness: how many versions a worker may be behind the newest one dispatched when it begins a step. None:
+            no limit. 0: each step begins with the newest.
+        on_stale: "block" (default): the worker waits for a newer version. "raise": its step raises
+            `StaleWeightsError`.
+        ctx: a multiprocessing context; default: that of "spawn".
+
+    Raises:
+        ConfigurationError: an argument is out of range, or the model cannot be copied. Nothing was started.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Worker], object],
+        model: nn.Module,
+        num_workers: int,
+        *,
+        make_model: MakeModel | None = None,
+        scheme: PipeScheme | None = None,
+        model_id: str = "policy",
+        capacity: int = 2,
+        max_restarts: int = 0,
+        restart_delay: float = 1.0,
+        deadline: float | None = None,
+        max_staleness: int | None = None,
+        on_stale: OnStale | str = OnStale.BLOCK,
+        ctx: BaseContext | None = None,
+    ) -> None:
+        self._run, self._model, self._model_id = run, model, model_id
+        self._make_model = CopiedModel(model) if make_model is None else make_model
+        self._scheme = SharedMemWeightSyncScheme() if scheme is None else _usable(scheme)
+        self._rules = _rules(capacity, max_restarts, restart_delay, deadline)
+        limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
+        self._staleness = Staleness(limit, OnStale(on_stale))
+        self._context: Any = multiprocessing.get_context("spawn") if ctx is None else ctx
+        self._announced = Announced(self._context.RawValue("Q", 0))
+        members = {
+            index: Member(index, self._rules, self._begin_life)
+            for index in range(_least_one(num_workers, "num_workers"))
+        }
+        self._members = Members(members, self._rules.capacity, self._is_stale)
+        self._state = State.UNINITIALIZED
+        #: Our ends of the workers' pipes, until the sender has them.
+        self._first_pipes: dict[int, Any] = {}
+
+    # ------------------------------------------------------------------------------------- starting and ending
+
+    def start(self) -> None:
+        """Start the workers, and send them the model's weights. Never waits; a ``with`` block begins with this.
+
+        Raises:
+            StateError: it was started already, or is closed.
+            Exception: a process could not be started, for example because ``run`` cannot be pickled. The group is
+                closed.
+        """
+        self._require(State.UNINITIALIZED, "start")
+        self._state = State.READY
+        atexit.register(self.close)
+        forget_after_fork(self)
+        try:
+            for member in self._members.by_index.values():
+                member.start()
+            processes = [process for _, process in sorted(self.processes.items())]
+            pipes = [pipe for _, pipe in sorted(self._first_pipes.items())]
+            self._scheme.init_on_sender(self._model_id, model=self._model, pipes=pipes, processes=processes)
+            self._first_pipes.clear()
+            self._dispatch(None, OnPending.RAISE, Timeout.DEFAULT)
+        except BaseException:
+            self.close(timeout=0)
+            raise
+
+    def _begin_life(self, index: int, restarts: int) -> Running:
+        ours, theirs = self._context.Pipe()
+        near, far = socket.socketpair()
+        with theirs, far:
+            job = Job(
+                self._run,
+                index,
+                restarts,
+                self._make_model,
+                self._scheme,
+                self._model_id,
+                theirs,
+                far,
+                self._rules.capacity,
+                self._announced,
+                self._staleness,
+            )
+            channel = TrainerEnd(near)
+            try:
+                process = WorkerProcess(self._context, job)
+            except BaseException:
+                channel.close()
+                ours.close()
+                raise
+        if self._scheme.initialized_on_sender:
+            self.sender.add_worker(index, ours, process=process.process)
+        else:
+            self._first_pipes[index] = ours
+        return Running(process, channel)
+
+    def stop(self) -> None:
+        """Ask all workers to return: `Worker.stopped` is True from now on. Never waits; none is restarted any more.
+
+        `results` gives what they still put, and ends when all have returned.
+
+        Raises:
+            StateError: the group is not started, or closed.
+        """
+        self._require(State.READY, "stop")
+        for member in self._members.by_index.values():
+            member.stop()
+
+    def close(self, timeout: float | Timeout | None = 10.0) -> None:
+        """End all workers, and let go of everything. Closing twice is allowed.
+
+        Results that were not taken are dropped. A worker that waits in `put`, or at a step, wakes at once.
+
+        Args:
+            timeout: seconds that the workers have to return. Those that have not are killed, with all processes that
+                they have started.
+        """
+        self._state = State.CLOSED
+        deadline = Deadline(timeout)
+        lives = [member.running for member in self._members.by_index.values() if member.running is not None]
+        try:
+            for life in lives:
+                life.channel.close()
+            self._scheme.close()
+            end_all([life.process for life in lives], deadline)
+        finally:
+            for member in self._members.by_index.values():
+                member.release()
+            while self._first_pipes:
+                self._first_pipes.popitem()[1].close()
+            self._members.results.clear()
+            atexit.unregister(self.close)
+
+    def forget(self) -> None:
+        """In a forked child: the workers are the parent's."""
+        atexit.unregister(self.close)
+        self._state = State.CLOSED
+        for member in self._members.by_index.values():
+            member.running = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def send(
+        self,
+        weights: Any = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Send weights as the next version, and wait until every worker has answered or is lost.
+
+        An update that is still outstanding is superseded. A worker that died and is to be restarted is LOST in the
+        report, and no failure: it gets the newest version when it starts.
+
+        Args:
+            weights: None: the model's; otherwise as for `WeightSender.send`.
+            timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            on_failure: "raise", or "report": return the report whatever is in it.
+
+        Returns:
+            The outcome of each worker. Those that are finished are not among them.
+
+        Raises:
+            WorkerFailedError: a worker has failed, and is not restarted. It is raised once; the others go on.
+            AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `WeightSender.send`.
+            StateError, ConfigurationError, LayoutError: nothing was sent.
+        """
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
+        report = self._dispatch(weights, OnPending.SUPERSEDE, timeout)
+        if report.version is not None:  # else there are no workers
+            report = self.sender.wait_async(timeout=deadline.remaining, on_failure=OnFailure.REPORT)
+        return self._judged(report, failing)
+
+    def send_async(
+        self,
+        weights: Any = None,
+        *,
+        on_pending: OnPending | str = OnPending.SUPERSEDE,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+    ) -> SyncReport:
+        """Send weights as the next version and return at once; `wait_async` returns the outcomes.
+
+        The latest wins: a worker that is slow to take an update is given the newest one next.
+
+        Args:
+            weights: as for `send`.
+            on_pending: what to do if an update is outstanding; default: supersede it.
+            timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused.
+
+        Raises:
+            StateError, ConfigurationError, LayoutError: nothing was sent.
+            SyncError: as `WeightSender.send_async`.
+        """
+        return self._dispatch(weights, OnPending(on_pending), timeout)
+
+    def wait_async(
+        self,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Wait until every worker has answered the outstanding update, or is lost.
+
+        Args:
+            timeout: as for `send`.
+            on_failure: as for `send`.
+
+        Raises:
+            StateError: nothing is outstanding.
+            WorkerFailedError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `send`.
+        """
+        failing = OnFailure(on_failure)
+        self._require(State.READY, "wait_async")
+        return self._judged(self.sender.wait_async(timeout=timeout, on_failure=OnFailure.REPORT), failing)
+
+    def _dispatch(self, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
+        self._require(State.READY, "send")
+        self._members.pump()
+        self._forget_gone()
+        report = self.sender.send_async(weights, on_pending=pending, timeout=timeout, allow_empty=True)
+        if report.version is not None:
+            self._announced.announce(report.version)  # once it is on its way: a worker may wait for it from now on
+        return report
+
+    def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
+        lost = [worker for worker, outcome in report.outcomes.items() if outcome.kind is OutcomeKind.LOST]
+        self._await_deaths(lost)
+        if failing is OnFailure.REPORT:
+            return report
+        self._raise_failed()
+        if _kinds_of_failures(report) - {OutcomeKind.LOST}:  # who is lost has finished, is restarted, or was told of
+            report.raise_on_failure()
+        return report
+
+    def _await_deaths(self, lost: list[int]) -> None:
+        """A worker whose link is lost is about to die, or of no more use."""
+        deadline = Deadline(_LOST_SECONDS)
+        lives = {index: self._members.by_index[index].running for index in lost}
+        while any(life is not None and not life.process.dead for life in lives.values()):
+            if deadline.passed:
+                for index, life in lives.items():
+                    if life is self._members.by_index[index].running:
+                        self._members.by_index[index].give_up("its link is lost, and it was killed")
+            self._members.wait(deadline)
+        self._members.pump()
+
+    # ------------------------------------------------------------------------------------------------- results
+
+    def results(self, timeout: float | Timeout | None = Timeout.START) -> Iterator[WorkerResult]:
+        """Take the workers' results, in the order in which they come. Ends when all workers are finished.
+
+        Args:
+            timeout: seconds to wait for each; None: for ever; default: five times `WEIGHTSYNC_TIMEOUT` or 60, since
+                workers may still be starting.
+
+        Raises:
+            ResultTimeoutError: none came in time. The workers go on, and so may the caller, by another `results`.
+            WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had come
+                by then; the others go on.
+            StateError: the group is not started, or closed.
+        """
+        while (result := self._next(Deadline(timeout))) is not None:
+            yield result
+
+    def _next(self, deadline: Deadline) -> WorkerResult | None:
+        """The next result; None: all workers are finished."""
+        while True:
+            self._require(State.READY, "results")
+            self._members.pump()
+            if self._members.results:
+                return _taken(self._members.results.popleft())
+            self._raise_failed()
+            if self._members.over:
+                return None
+            if deadline.passed:
+                lives = ", ".join(f"{index} is {each.life.value}" for index, each in self._members.by_index.items())
+                raise ResultTimeoutError(
+                    f"no worker gave a result in time (worker {lives}). results() may be called again."
+                )
+            self._members.wait(deadline)
+
+    def _raise_failed(self) -> None:
+        """Raise for a worker that failed and is not restarted. Once told of, it is no longer among the workers."""
+        if self._members.untold:
+            error = self._members.untold.popleft()
+            self._forget_gone()
+            raise error
+
+    def _forget_gone(self) -> None:
+        """Take those that are finished, or have failed and were told of, from the sender's workers."""
+        self.sender.poll()  # reads their goodbyes
+        untold = {error.worker for error in self._members.untold}
+        for index, member in self._members.by_index.items():
+            if member.over and index not in untold and index in self.sender.worker_ids:
+                self.sender.remove_worker(index)
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def sender(self) -> WeightSender:
+        """The sender of the weights.
+
+        Raises:
+            StateError: the group is not started.
+        """
+        return self._scheme.get_sender()
+
+    @property
+    def version(self) -> int:
+        """The newest version sent."""
+        return self._announced.version
+
+    @property
+    def failures(self) -> tuple[WorkerFailedError, ...]:
+        """Each failure of a worker so far, also of those that were restarted, oldest first."""
+        return tuple(self._members.failures)
+
+    @property
+    def processes(self) -> dict[int, Any]:
+        """The workers' processes, by index, as far as they run."""
+        lives = {index: member.running for index, member in self._members.by_index.items()}
+        return {index: life.process.process for index, life in lives.items() if life is not None}
+
+    def _is_stale(self, index: int) -> bool:
+        """Whether a worker waits for newer weights at its next step, as far as its acks tell."""
+        if not self._scheme.initialized_on_sender:
+            return False
+        limit, entry = self._staleness.limit, self.sender.workers.get(index)
+        return limit is not None and entry is not None and self._announced.version - entry.served > limit
+
+    def _require(self, state: State, asked: str) -> None:
+        if self._state is not state:
+            allowed = {State.UNINITIALIZED: ["start"], State.READY: ["send", "results", "close"]}.get(self._state, [])
+            raise StateError("worker group", self._state.value, asked, allowed)
+
+
+def _taken(waiting: Waiting) -> WorkerResult:
+    waiting.member.take(waiting)
+    return WorkerResult(waiting.member.index, waiting.put.versions, pickle.loads(waiting.put.pickled))
+
+
+def _kinds_of_failures(report: SyncReport) -> set[OutcomeKind]:
+    """The kinds of outcomes that are failures, in this update and in those before it that it reports."""
+    before = set() if report.previous is None else _kinds_of_failures(report.previous)
+    return before | {report.outcomes[worker].kind for worker in report.failed}
+
+
+def _least_one(value: int, argument: str) -> int:
+    number = require_whole(value, argument, "a number, 1 or more")
+    if number < 1:
+        raise ConfigurationError(f"{argument}= is {number}: give 1 or more. Nothing was started.")
+    return number
+
+
+def _usable(scheme: PipeScheme) -> PipeScheme:
+    if not isinstance(scheme, PipeScheme) or scheme.initialized_on_sender:
+        raise ConfigurationError(
+            f"scheme= is {scheme!r}: give a new SharedMemWeightSyncScheme or MultiProcessWeightSyncScheme, which the "
+            "group initialises. Nothing was started."
+        )
+    return scheme
+
+
+def _rules(capacity: int, max_restarts: int, restart_delay: float, deadline: float | None) -> Rules:
+    for argument, seconds in (("restart_delay", restart_delay), ("deadline", deadline)):
+        if seconds is not None and not seconds >= 0:
+            raise ConfigurationError(f"{argument}= is {seconds}: give seconds, 0 or more. Nothing was started.")
+    restarts = require_whole(max_restarts, "max_restarts", "how often each worker is restarted, 0 or more")
+    return Rules(_least_one(capacity, "capacity"), restarts, restart_delay, deadline)

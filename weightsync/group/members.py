@@ -1,0 +1,261 @@
+"""The members of a group: each is one worker through all its lives. Nothing here waits but `wait`."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import select
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from weightsync.clock import Deadline, Timeout
+from weightsync.errors import WorkerFailedError
+from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
+from weightsync.group.process import WorkerProcess
+
+logger = logging.getLogger("weightsync")
+
+#: Seconds that a worker has to end after its last word.
+_GRACE: Final = 10.0
+#: The longest delay before a restart, in seconds.
+_LONGEST_DELAY: Final = 60.0
+
+
+class Life(enum.Enum):
+    """Where a member is."""
+
+    #: Its process was started, and its function has not begun.
+    STARTING = "starting"
+    #: Its function runs, or its process has just died.
+    RUNNING = "running"
+    #: It failed, and is started again after a delay.
+    WAITING = "waiting to be restarted"
+    #: Its function has returned.
+    FINISHED = "finished"
+    #: It failed, and is not started again.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a group was told about its workers.
+
+    Attributes:
+        capacity: how many results of a worker may be on their way.
+        max_restarts: how often each is restarted.
+        restart_delay: seconds before its first restart; doubled each time.
+        deadline: seconds that it may go without giving a result; None: as long as it likes.
+    """
+
+    capacity: int
+    max_restarts: int
+    restart_delay: float
+    deadline: float | None
+
+
+class Running(NamedTuple):
+    """One life of a worker."""
+
+    process: WorkerProcess
+    channel: TrainerEnd
+
+
+class Waiting(NamedTuple):
+    """A result that the trainer has not taken yet."""
+
+    member: Member
+    life: Running
+    put: Put
+
+
+class Member:
+    """One worker.
+
+    Args:
+        index: its id.
+        rules: the group's.
+        start: starts a life of it.
+    """
+
+    def __init__(self, index: int, rules: Rules, start: Callable[[int, int], Running]) -> None:
+        self.index = index
+        self.restarts = 0
+        self._rules = rules
+        self._start = start
+        self.life = Life.WAITING
+        #: Its process and channel; None: it has none now.
+        self.running: Running | None = None
+        #: How many of its results wait for the trainer.
+        self.untaken = 0
+        self._last_word: Failed | Finished | None = None
+        self._reason = ""
+        #: When it is restarted, or has to have said its first word, the next result, or to be dead after its last.
+        self.due = Deadline(0.0)
+
+    def start(self) -> None:
+        """Begin a life."""
+        self.running = self._start(self.index, self.restarts)
+        self.life, self.untaken, self._last_word, self._reason = Life.STARTING, 0, None, ""
+        self.due = Deadline(Timeout.START)
+
+    def read(self) -> list[Waiting]:
+        """Read what it has said, and return its new results."""
+        if self.running is None:
+            return []
+        frames = self.running.channel.read()
+        for frame in frames:
+            self._hear(frame)
+        results = [Waiting(self, self.running, frame) for frame in frames if isinstance(frame, Put)]
+        self.untaken += len(results)
+        return results
+
+    def _hear(self, frame: Frame) -> None:
+        if isinstance(frame, Failed | Finished):
+            self._last_word = frame
+            self.due = Deadline(_GRACE)
+            self.life = Life.FINISHED if isinstance(frame, Finished) else self.life
+        else:
+            self.life = Life.RUNNING
+            self.begin_to_wait()
+
+    def begin_to_wait(self) -> None:
+        """Count the deadline for its next result from now."""
+        if self._last_word is None:
+            self.due = Deadline(self._rules.deadline)
+
+    def take(self, waiting: Waiting) -> None:
+        """One of its results was taken: it may put another one."""
+        if waiting.life is self.running:
+            self.untaken -= 1
+            waiting.life.channel.make_room()
+            self.begin_to_wait()
+
+    def judge(self, excused: bool) -> None:
+        """Move on as far as time tells.
+
+        Args:
+            excused: whether it waits for the trainer, so that its deadline does not count.
+        """
+        if self.running is None:
+            if self.life is Life.WAITING and self.due.passed:
+                self.restarts += 1
+                self.start()
+        elif excused and self.life is Life.RUNNING:
+            self.begin_to_wait()
+        elif self.due.passed:
+            self.give_up(self._overdue())
+
+    def stop(self) -> None:
+        """Ask it to return; it is not restarted any more."""
+        self._rules = replace(self._rules, max_restarts=0)
+        if self.running is not None:
+            self.running.channel.stop()
+        elif self.life is Life.WAITING:
+            self.life = Life.FINISHED
+
+    def _overdue(self) -> str:
+        if self._last_word is not None:
+            return f"it did not end within {_GRACE:g} s of its last word, and was killed"
+        if self.life is Life.STARTING:
+            return "it did not start in time, and was killed"
+        return f"it gave no result for {self._rules.deadline} s, and was killed"
+
+    def give_up(self, reason: str) -> None:
+        """Kill it. It fails for this reason, unless it gave one itself."""
+        if self.running is not None:
+            self._reason = self._reason or reason
+            self.due = Deadline(_GRACE)
+            self.running.process.kill()
+
+    @property
+    def dead(self) -> bool:
+        """Whether its process is dead, which is not yet judged."""
+        return self.running is not None and self.running.process.dead
+
+    def died(self) -> WorkerFailedError | None:
+        """Its process is dead, and its last words were read. Returns the error of that life, if it failed."""
+        word, how = self._last_word, self._reason
+        if self.running is not None and not how:
+            how = self.running.process.how_it_ended()
+        self.release()
+        if isinstance(word, Finished):
+            return None
+        trace, version = ("", None) if word is None else (word.remote_traceback, word.version)
+        error = WorkerFailedError(self.index, how if word is None else word.reason, trace, version, self.restarts)
+        if self.restarts < self._rules.max_restarts:
+            delay = min(self._rules.restart_delay * 2**self.restarts, _LONGEST_DELAY)
+            self.life, self.due = Life.WAITING, Deadline(delay)
+            logger.warning("worker %d is restarted in %g s: %s", self.index, delay, error)
+        else:
+            self.life = Life.FAILED
+        return error
+
+    def release(self) -> None:
+        """Let go of its process, which is killed if it lives, and of its channel."""
+        if self.running is not None:
+            self.running.channel.close()
+            self.running.process.close()
+            self.running = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.life is Life.FINISHED or self.life is Life.FAILED
+
+
+class Members:
+    """All members.
+
+    Args:
+        members: by index.
+        capacity: how many results of each may be untaken.
+        is_stale: whether a worker waits for newer weights.
+    """
+
+    def __init__(self, members: Mapping[int, Member], capacity: int, is_stale: Callable[[int], bool]) -> None:
+        self.by_index = dict(members)
+        self._capacity = capacity
+        self._is_stale = is_stale
+        #: Results that have come and were not taken.
+        self.results: deque[Waiting] = deque()
+        #: Each life that failed, in the order in which they did.
+        self.failures: list[WorkerFailedError] = []
+        #: Failures of workers that are not restarted, of which the trainer does not know yet.
+        self.untold: deque[WorkerFailedError] = deque()
+
+    def pump(self) -> None:
+        """Read all that has come, notice who died, and restart who is due."""
+        for member in self.by_index.values():
+            dead = member.dead  # looked up first: what a dead worker has said is then read to its end
+            self.results += member.read()
+            if dead:
+                self._failed(member, member.died())
+            else:
+                member.judge(member.untaken >= self._capacity or self._is_stale(member.index))
+
+    def _failed(self, member: Member, error: WorkerFailedError | None) -> None:
+        if error is not None:
+            self.failures.append(error)
+            if member.life is Life.FAILED:
+                self.untold.append(error)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return all(member.over for member in self.by_index.values())
+
+    def wait(self, deadline: Deadline) -> None:
+        """Sleep until something has come, a process is dead, or a deadline has passed."""
+        poller = select.poll()
+        naps = [deadline.nap]
+        for member in self.by_index.values():
+            if member.running is not None:
+                poller.register(member.running.process, select.POLLIN)
+                if not member.running.channel.ended:
+                    poller.register(member.running.channel, select.POLLIN)
+            if not member.over or member.running is not None:
+                naps.append(member.due.nap)
+        limits = [nap for nap in naps if nap is not None]
+        poller.poll(min(limits) * 1000 + 1 if limits else None)

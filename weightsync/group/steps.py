@@ -1,0 +1,149 @@
+"""A worker's steps: none begins with weights that are too old, and each result names the versions of its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.serving_lock import Hook
+from weightsync.errors import SenderClosed, StaleWeightsError
+from weightsync.options import OnStale
+
+#: Seconds after which a worker that waits for a newer version looks again whether it still has to.
+_LOOK_SECONDS: Final = 0.1
+
+
+class Announced:
+    """The newest version that the trainer has announced: one number in memory that it shares with its workers.
+
+    It is announced once it has been dispatched, so that a worker which waits for it waits for something on its way.
+    A number in shared memory, and no message: a worker sees it at its next step however much lies unread in its pipe.
+
+    Args:
+        number: a 64-bit value of `multiprocessing`'s. The trainer alone writes it.
+    """
+
+    def __init__(self, number: ctypes.c_uint64) -> None:
+        self._number = number
+
+    @property
+    def version(self) -> int:
+        """The version; 0: none was announced."""
+        return self._number.value
+
+    def announce(self, version: int) -> None:
+        """In the trainer: this version is dispatched."""
+        self._number.value = max(version, self._number.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How far behind a worker may be when it begins a step, and what it does if it is further behind."""
+
+    limit: int | None
+    on_stale: OnStale
+
+
+class Steps:
+    """The steps of one worker.
+
+    A step is an outermost forward of the model, or a block of `step`. Nested ones belong to the outer one, whose
+    version cannot change any more.
+
+    Args:
+        receiver: the worker's; a background thread receives for it.
+        announced: what the trainer has announced.
+        staleness: how old a version may be.
+        stopped: whether the worker is to return.
+    """
+
+    def __init__(
+        self, receiver: WeightReceiver, announced: Announced, staleness: Staleness, stopped: Callable[[], bool]
+    ) -> None:
+        self._stopped = stopped
+        self._receiver = receiver
+        self._announced = announced
+        self._staleness = staleness
+        self._lock = threading.Lock()
+        self._versions: list[int] = []
+        self._is_old = False  # the result that these versions belong to was put
+
+    def guard(self, model: nn.Module) -> None:
+        """Count the outermost forwards of the model as steps."""
+        model.register_forward_pre_hook(_Begins(self), prepend=True)  # before a staged version is swapped in
+        model.register_forward_pre_hook(_Acts(self))  # after that
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[int | None]:
+        """Begin a step, and keep one version in all of it: see `Worker.step`."""
+        self.begin()
+        with self._receiver.serving() as version:
+            self.acts()
+            yield version
+
+    def begin(self) -> None:
+        """Wait, or raise, if the version served is too old.
+
+        Raises:
+            StaleWeightsError: it is, and `OnStale.RAISE` was chosen.
+            SenderClosed: the group was stopped or closed while it waited.
+            TransportError: the trainer is gone.
+        """
+        limit = self._staleness.limit
+        if limit is None or self._receiver.serves_here:  # the version of a step under way does not change
+            return
+        if self._behind > limit:
+            with self._receiver.serving():
+                pass  # a version that has arrived, and was kept waiting by the step before, goes live
+        while (behind := self._behind) > limit:
+            if self._staleness.on_stale is OnStale.RAISE:
+                raise StaleWeightsError(self._receiver.version, behind, limit)
+            if self._stopped():
+                raise SenderClosed("the group was stopped while this worker waited for a newer version.")
+            self._receiver.receive(_LOOK_SECONDS)
+
+    @property
+    def _behind(self) -> int:
+        return self._announced.version - (self._receiver.version or 0)
+
+    def acts(self) -> None:
+        """The version served acts: the next result names it."""
+        version = self._receiver.version
+        with self._lock:
+            if self._is_old:
+                self._versions, self._is_old = [], False
+            if version is not None and version not in self._versions:
+                self._versions.append(version)
+
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the steps since the last call, oldest first; where there were none, those of the last."""
+        with self._lock:
+            self._is_old = True
+            return tuple(self._versions)
+
+
+class _Begins(Hook):
+    """Before a forward, and before a staged version goes live for it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __call__(self, *_: Any) -> None:
+        self._steps.begin()
+
+
+class _Acts(Hook):
+    """Before a forward, whose version is settled."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __call__(self, *_: Any) -> None:
+        self._steps.acts()
