@@ -49,6 +49,7 @@ REFERENCE = {
     "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "Timeout")),
     "receiver": ("The worker's side", ("WeightReceiver",)),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
+    "events": ("Events", ("SyncEvent", "EventKind", "SyncRole", "SyncPhase", "Subscription")),
     "errors": ("Errors", ()),
     "torchrl": (
         "TorchRL's transports and updaters",

@@ -11,8 +11,10 @@ from typing import Any
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
 from weightsync.engine.copies import Participant, pipes_travel
+from weightsync.engine.events import Events
 from weightsync.engine.listening import BackgroundReader, Listening
 from weightsync.engine.manual_ack import UPDATED, ManualAck
+from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
 from weightsync.engine.served_model import ServedModel
@@ -47,6 +49,10 @@ class WeightReceiver(Participant):
         self._served = ServedModel(self._scheme, self._driver, self._listening, self._context)
         self._applier = Applier(self._driver, self._served, self._listening)
         self._manual = ManualAck(self._driver, self._served, self._listening, self._applier)
+
+    def report_to(self, events: Events, worker: Callable[[], int | None]) -> None:
+        """Emit this receiver's events to ``events`` from now on, with the id that ``worker`` gives."""
+        ReceiverObserver(self._driver, events, worker)
 
     # --------------------------------------------------------------------------------- the model and the links
 

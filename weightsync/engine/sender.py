@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, require_worker_id
+from weightsync.engine.events import Events
+from weightsync.engine.observing import SenderObserver
 from weightsync.engine.outgoing import OutgoingWeights
 from weightsync.engine.packer import Packed
 from weightsync.engine.recorded_drivers import sender_driver
@@ -59,6 +61,10 @@ class WeightSender(Participant):
         self._reporter = Reporter(self._driver)
         #: The least number of workers that a send needs; None: one.
         self.expected_workers: int | None = None
+
+    def report_to(self, events: Events) -> None:
+        """Emit this sender's events to ``events`` from now on."""
+        SenderObserver(self._driver, events)
 
     # ------------------------------------------------------------------------------------------------ workers
 
@@ -426,13 +432,14 @@ class WeightSender(Participant):
         return packed
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, pack_s: float) -> int:
+        packed.pack_s = pack_s
         try:
             version = self._driver.dispatch(event, packed)
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
             raise self._reporter.all_ended(error) from None
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(pack_s, packed)
+        self._reporter.dispatched(packed)
         return version
 
     def _wait(self, deadline: Deadline) -> SyncReport:

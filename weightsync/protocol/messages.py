@@ -86,6 +86,8 @@ class Update:
     form: WeightsForm = WeightsForm.FLAT
     #: None: the payload follows inline.
     slot: SlotRef | None = None
+    #: The W3C trace context of the send: a ``traceparent``, or that, a newline and a ``tracestate``. Empty: none.
+    trace_context: str = ""
 
 
 def slot_digest(seal: bytes, incarnation: int, version: int, layout_digest: bytes, extras: bytes) -> bytes:
