@@ -116,15 +116,15 @@ class Spans:
         worker = event.worker
         if worker is None:
             return
-        open_version = self._workers[worker][0] if worker in self._workers else None
-        if event.version is not None and open_version is None and event.outcome is not None:
+        if event.version is not None and event.outcome is not None and worker not in self._workers:
             # It was lost before the send: no update was dispatched to it.
             self._workers[worker] = event.version, self._start("weightsync.worker", event, event.time)
-        elif event.version is not None and event.version != open_version:
+        version = self._workers[worker][0] if worker in self._workers else None
+        if version is None or event.version not in (None, version):
             return
         self._end_worker(worker, event, event.reason or _ENDINGS[event.kind])
         if not self._workers:
-            self._end_sends(event)
+            self._end_sends(event, before=version + 1)
 
     def _applied(self, event: SyncEvent) -> None:
         """In the worker: the span of a version that is live, or was refused."""
@@ -152,12 +152,9 @@ class Spans:
             _finish(span, event, reason)
 
     def _end_sends(self, event: SyncEvent, before: int | None = None) -> None:
-        """End the sends whose workers all have an outcome: all, or those before a version."""
+        """End the sends of all versions, or of those before one."""
         with self._lock:
-            newest = event.version if event.version is not None else max(self._sends, default=0)
-            over = [
-                version for version in self._sends if (version < before if before is not None else version <= newest)
-            ]
+            over = [version for version in self._sends if before is None or version < before]
             ended = [self._sends.pop(version) for version in over]
         for span in ended:
             span.end(end_time=_nanoseconds(event.time))
