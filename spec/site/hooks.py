@@ -50,6 +50,7 @@ REFERENCE = {
     "receiver": ("The worker's side", ("WeightReceiver",)),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
     "events": ("Events", ("SyncEvent", "EventKind", "SyncRole", "SyncPhase", "Subscription")),
+    "telemetry": ("OpenTelemetry and Prometheus", ()),
     "errors": ("Errors", ()),
     "torchrl": (
         "TorchRL's transports and updaters",
@@ -70,7 +71,11 @@ REFERENCE = {
     ),
     "testing": ("Testing", ()),
 }
-_MODULES = {"errors": "weightsync.errors", "testing": "weightsync.testing"}
+_MODULES = {
+    "errors": ("weightsync.errors",),
+    "telemetry": ("weightsync.telemetry.otel", "weightsync.telemetry.prometheus"),
+    "testing": ("weightsync.testing",),
+}
 _LINK = re.compile(r"(\[[^\]]*\])\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -94,8 +99,8 @@ def reference(name: str) -> str:
     """A page of the API reference, for mkdocstrings to fill."""
     title, names = REFERENCE[name]
     lines = [f"# {title}", ""]
-    if name in _MODULES:
-        lines += [f"::: {_MODULES[name]}", ""]
+    for module in _MODULES.get(name, ()):
+        lines += [f"::: {module}", ""]
     return "\n".join([*lines, *(f"::: {_home(each)}\n" for each in names)])
 
 

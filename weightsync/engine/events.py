@@ -22,7 +22,7 @@ CAPACITY: Final = 4096
 #: The thread ends after so many seconds without an event; the next event starts another.
 _IDLE_S: Final = 5.0
 #: How many seconds `Events.close` waits for the callbacks to take what is queued.
-_CLOSING_S: Final = 1.0
+_CLOSING_S: Final = 5.0
 
 
 class EventKind(enum.Enum):
@@ -243,7 +243,7 @@ class Events:
             return True
 
     def close(self) -> None:
-        """End the thread, once the callbacks have taken what is queued; what they have not after 1 s is dropped."""
+        """End the thread, once the callbacks have taken what is queued; what they have not after 5 s is dropped."""
         self._closed = True
         thread = self._thread
         if thread is None or thread is threading.current_thread():

@@ -533,7 +533,7 @@ class WeightSyncScheme(abc.ABC):
 
         Callbacks run one after another in a daemon thread, behind a queue of 4096 events. None of them can delay a
         sync or make it fail: if the queue is full, events are dropped, counted and logged; what a callback raises is
-        logged and counted. The thread ends when the scheme is closed, which waits at most 1 s for the callbacks. A
+        logged and counted. The thread ends when the scheme is closed, which waits at most 5 s for the callbacks. A
         copy, a pickled scheme and a forked child have no callbacks.
 
         Args:

@@ -39,9 +39,9 @@ _ENDINGS: Final = {
 def trace_scheme(scheme: WeightSyncScheme, tracer_provider: TracerProvider | None = None) -> Subscription:
     """Make spans of what a scheme does, on each side that this process has.
 
-    In the trainer, ``weightsync.send`` lasts from the extraction of the weights until every worker has an outcome. It
-    is a child of the span that is current in the thread that sends. Below it, ``weightsync.worker`` lasts from the
-    dispatch to one worker until its outcome. In the worker, ``weightsync.apply`` lasts from the arrival of the update
+    In the trainer, ``send weights`` lasts from the extraction of the weights until every worker has an outcome. It
+    is a child of the span that is current in the thread that sends. Below it, ``update worker`` lasts from the
+    dispatch to one worker until its outcome. In the worker, ``apply weights`` lasts from the arrival of the update
     until the version is live. Its parent is the send, whose W3C trace context travels in the update. Only the start of
     a send's span runs in the thread that sends.
 
@@ -77,7 +77,7 @@ class Spans:
     def begin(self, model_id: str, version: int, pack_s: float) -> str:
         """Begin the span of a send; returns the trace context that its updates carry."""
         span = self._tracer.start_span(
-            "weightsync.send",
+            "send weights",
             start_time=_nanoseconds(wall_time() - pack_s),
             attributes={"weightsync.model_id": model_id, "weightsync.version": version, "weightsync.pack_s": pack_s},
         )
@@ -108,7 +108,7 @@ class Spans:
         assert event.version is not None
         self._end_worker(event.worker, event, "a newer version was sent")
         self._end_sends(event, before=event.version)
-        span = self._start("weightsync.worker", event, event.time)
+        span = self._start("update worker", event, event.time)
         span.set_attribute("weightsync.nbytes", event.nbytes)
         self._workers[event.worker] = event.version, span
 
@@ -118,7 +118,7 @@ class Spans:
             return
         if event.version is not None and event.outcome is not None and worker not in self._workers:
             # It was lost before the send: no update was dispatched to it.
-            self._workers[worker] = event.version, self._start("weightsync.worker", event, event.time)
+            self._workers[worker] = event.version, self._start("update worker", event, event.time)
         version = self._workers[worker][0] if worker in self._workers else None
         if version is None or event.version not in (None, version):
             return
@@ -130,7 +130,7 @@ class Spans:
         """In the worker: the span of a version that is live, or was refused."""
         if event.kind not in (EventKind.REPLY, EventKind.REFUSED) or event.version is None:
             return
-        span = self._start("weightsync.apply", event, event.time - event.seconds.get(SyncPhase.APPLY, 0.0))
+        span = self._start("apply weights", event, event.time - event.seconds.get(SyncPhase.APPLY, 0.0))
         _finish(span, event, event.reason)
 
     def _start(self, name: str, event: SyncEvent, at: float) -> Span:

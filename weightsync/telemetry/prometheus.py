@@ -119,8 +119,10 @@ class Metrics(Collector):
                 del serving[worker]
                 self._served.remove(model, event.role.value, _label(worker))
                 self._staleness.remove(model, _label(worker))
-            case EventKind.CLOSED:
+            case EventKind.CLOSED:  # the next sender of this model counts from 1; the last values stay on the page
+                del self._serving[model]
                 self._newest.pop(model, None)
+                serving = {}
         self._workers.labels(model).set(len(serving))
         for each, version in serving.items():
             self._staleness.labels(model, _label(each)).set(self._newest.get(model, 0) - version)

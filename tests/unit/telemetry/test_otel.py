@@ -67,7 +67,7 @@ def traced(setup: WorkerSetup, make: Callable[..., nn.Module] = small) -> None:
 def spans(setup: WorkerSetup) -> list[tuple[str, int, int, str, int]]:
     """Close; then name, trace, parent, status and version of the spans that this process has exported."""
     setup.scheme.close()
-    found = setup.kept["exported"].named("weightsync.apply")
+    found = setup.kept["exported"].named("apply weights")
     return [
         (s.name, s.context.trace_id, s.parent.span_id, s.status.status_code.name, s.attributes["weightsync.version"])
         for s in found
@@ -104,10 +104,10 @@ def test_a_send_is_one_tree_of_spans_over_two_processes_with_a_worker_that_was_k
     scheme.close()
 
     assert report[1].kind is OutcomeKind.LOST
-    first, second = exported.named("weightsync.send")
+    first, second = exported.named("send weights")
     assert first.parent.span_id == step.get_span_context().span_id
     assert [span.attributes["weightsync.version"] for span in (first, second)] == [1, 2]
-    below = exported.named("weightsync.worker")
+    below = exported.named("update worker")
     assert sorted(
         (
             span.parent.span_id,
@@ -125,7 +125,7 @@ def test_a_send_is_one_tree_of_spans_over_two_processes_with_a_worker_that_was_k
         ]
     )
     assert applied == [
-        ("weightsync.apply", send.context.trace_id, send.context.span_id, "UNSET", version)
+        ("apply weights", send.context.trace_id, send.context.span_id, "UNSET", version)
         for version, send in ((1, first), (2, second))
     ]
     for send in (first, second):
@@ -143,7 +143,7 @@ def test_a_worker_that_refuses_has_spans_with_an_error_on_both_sides(crew: Crew,
         scheme.get_sender().send(timeout=PATIENCE, on_failure="report")
         worker.answer()
         [(_, trace_id, parent, status, _)] = worker.do(spans)
-    [send], [below] = exported.named("weightsync.send"), exported.named("weightsync.worker")
+    [send], [below] = exported.named("send weights"), exported.named("update worker")
 
     assert (trace_id, parent, status) == (send.context.trace_id, send.context.span_id, "ERROR")
     assert below.attributes["weightsync.outcome"] == "refused"
@@ -162,11 +162,11 @@ def test_a_version_that_times_out_keeps_its_spans_open_until_it_is_given_up(expo
     context = made.begin("policy", 1, 0.0)
     made.take(event(EventKind.DISPATCH, 1, trace_context=context))
     made.take(event(EventKind.TIMED_OUT, 1, outcome=OutcomeKind.TIMED_OUT))
-    assert exported.named("weightsync.worker") == exported.named("weightsync.send") == []
+    assert exported.named("update worker") == exported.named("send weights") == []
 
     made.take(event(EventKind.ABANDONED, 1, outcome=OutcomeKind.ABANDONED, reason="given up by the caller"))
 
-    [send], [below] = exported.named("weightsync.send"), exported.named("weightsync.worker")
+    [send], [below] = exported.named("send weights"), exported.named("update worker")
     assert [each.name for each in below.events] == ["the deadline has passed"]
     assert below.status.description == "given up by the caller"
     assert send.end_time == below.end_time
@@ -176,12 +176,12 @@ def test_spans_whose_events_were_dropped_end_with_the_next_version_and_at_the_cl
     made = Spans(exported.provider.get_tracer("test"))
     for version in (1, 2):
         made.take(event(EventKind.DISPATCH, version, trace_context=made.begin("policy", version, 0.0)))
-    assert [span.attributes["weightsync.version"] for span in exported.named("weightsync.send")] == [1]
+    assert [span.attributes["weightsync.version"] for span in exported.named("send weights")] == [1]
 
     made.take(event(EventKind.CLOSED, None, None))
 
-    assert [span.attributes["weightsync.version"] for span in exported.named("weightsync.send")] == [1, 2]
-    assert len(exported.named("weightsync.worker")) == 2
+    assert [span.attributes["weightsync.version"] for span in exported.named("send weights")] == [1, 2]
+    assert len(exported.named("update worker")) == 2
 
 
 def test_a_loss_beside_a_send_that_has_just_begun_does_not_end_it(exported: Exported) -> None:
@@ -189,7 +189,7 @@ def test_a_loss_beside_a_send_that_has_just_begun_does_not_end_it(exported: Expo
     made.begin("policy", 1, 0.0)
     made.take(event(EventKind.LOST, None))
 
-    assert exported.named("weightsync.send") == []
+    assert exported.named("send weights") == []
 
 
 def test_a_target_that_was_lost_before_has_a_span_too(exported: Exported) -> None:
@@ -197,7 +197,7 @@ def test_a_target_that_was_lost_before_has_a_span_too(exported: Exported) -> Non
     context = made.begin("policy", 1, 0.0)
     made.take(event(EventKind.LOST, 1, 5, outcome=OutcomeKind.LOST, reason="it died", trace_context=context))
 
-    [send], [below] = exported.named("weightsync.send"), exported.named("weightsync.worker")
+    [send], [below] = exported.named("send weights"), exported.named("update worker")
     assert (below.parent.span_id, below.status.description) == (send.context.span_id, "it died")
 
 

@@ -152,6 +152,23 @@ def test_a_worker_that_does_not_answer_is_further_behind_with_each_version(count
     assert sample(page, "weightsync_phase_seconds_sum", model="policy", role="trainer", phase="pack") == 3
 
 
+def test_the_next_sender_of_a_model_counts_from_1_and_the_last_values_stay_until_then(counted: Counted) -> None:
+    for version in (1, 2):
+        counted.metrics.take(event(EventKind.DISPATCH, version))
+        counted.metrics.take(event(EventKind.REPLY, version, outcome=OutcomeKind.APPLIED))
+    counted.metrics.take(event(EventKind.CLOSED, worker=None))
+    closed = counted.page()
+    counted.metrics.take(event(EventKind.JOINED))
+    counted.metrics.take(event(EventKind.DISPATCH, 1))
+    again = counted.page()
+
+    names = ("weightsync_sent_version", "weightsync_workers")
+    assert [sample(closed, name, model="policy") for name in names] == [2, 0]
+    assert sample(closed, "weightsync_staleness_versions", model="policy", worker=0) == 0
+    assert [sample(again, name, model="policy") for name in names] == [1, 1]
+    assert sample(again, "weightsync_staleness_versions", model="policy", worker=0) == 1
+
+
 def test_a_worker_has_metrics_of_its_own(counted: Counted) -> None:
     told: Any = {"role": SyncRole.WORKER, "worker": 7}
     counted.metrics.take(event(EventKind.REPLY, 4, outcome=OutcomeKind.APPLIED, seconds={SyncPhase.APPLY: 0.5}, **told))
