@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from weightsync.cli._app import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 #: Seconds in which a page's program must end.
@@ -147,6 +149,19 @@ def test_the_index_names_every_page() -> None:
 
 def test_the_readme_leads_to_the_index() -> None:
     assert "docs/README.md" in links(ROOT / "README.md")
+
+
+def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
+    text = (DOCS / "observability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `weightsync (\w+).*?` \|.*\| 0(.*) \|$", text, re.MULTILINE)
+
+    assert {name for name, _ in rows} == COMMANDS.keys()
+    for name, codes in rows:
+        _, _, told = (
+            (ROOT / "weightsync" / "cli" / f"{name}.py").read_text(encoding="utf-8").partition("exit code is 0")
+        )
+        missing = [code for code in re.findall(r"\b(\d+):? ?", codes) if not re.search(rf"\b{code}\b", told)]
+        assert (told != "", missing) == (True, []), name
 
 
 # ------------------------------------------------------------------------------------------------- identifiers
