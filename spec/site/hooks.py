@@ -76,6 +76,8 @@ _MODULES = {
     "telemetry": ("weightsync.telemetry.otel", "weightsync.telemetry.prometheus"),
     "testing": ("weightsync.testing",),
 }
+#: Pages that README names: a relative link would lead nowhere on a package index, which shows README alone.
+_NAMED = re.compile(r"`((?:docs|spec|tla)/[\w/.-]+\.md|[A-Z]+\.md)`")
 _LINK = re.compile(r"(\[[^\]]*\])\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -83,6 +85,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the project's pages and the API reference."""
     for source, place in PROJECT.items():
         text = (ROOT / source).read_text(encoding="utf-8")
+        text = _NAMED.sub(r"[\1](\1)", text) if source == "README.md" else text
         files.append(File.generated(config, place, content=_linked(text, source)))
     for name in REFERENCE:
         files.append(File.generated(config, f"reference/{name}.md", content=reference(name)))

@@ -147,8 +147,13 @@ def test_the_index_names_every_page() -> None:
     assert {path for path in DOCS.rglob("*.md") if path.name != "README.md"} - named == set()
 
 
-def test_the_readme_leads_to_the_index() -> None:
-    assert "docs/README.md" in links(ROOT / "README.md")
+def test_the_readme_names_files_in_place_of_links_which_lead_nowhere_on_a_package_index() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/.-]+\.(?:md|toml)|docs/\w+/)`", text)
+
+    assert links(ROOT / "README.md") == []
+    assert "docs/README.md" in named
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
