@@ -26,6 +26,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
+from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER
 from weightsync.transports.calls.same_host import Place
 from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
 from weightsync.transports.calls.without_receiver import another_model, rejection
@@ -36,14 +37,16 @@ from weightsync.transports.sealing import is_envelope
 
 logger = logging.getLogger("weightsync")
 
-#: Seconds that a call waits for those that were begun before it, in actors whose calls overtake each other.
-PATIENCE_FOR_ORDER: Final = 15.0
 #: Seconds that an async actor's event loop is held while another thread serves.
 PATIENCE_OF_LOOP: Final = 1.0
 #: Seconds between two looks at what another thread may have done.
 STEP: Final = 0.05
 
 Answer = concurrent.futures.Future[Frames]
+
+
+class _CameEarly(Exception):
+    """Calls that were begun before this one have not arrived, and cannot as long as it blocks the event loop."""
 
 
 class ActorServer:
@@ -121,6 +124,8 @@ class ActorServer:
         """
         try:
             return self._decided(parcel, lost)
+        except _CameEarly as early:
+            return [EARLY + str(early).encode()]
         except BaseException:
             self._unanswered.pop(parcel.link, None)
             self._call_server.drop(parcel)
@@ -135,6 +140,9 @@ class ActorServer:
         self._call_server.skip(parcel, lost)
         try:
             self._decide(parcel, answers[-1])
+        except _CameEarly:
+            self._unanswered[parcel.link] = answers[:-1]
+            raise
         except (ConfigurationError, ModelPathError, LayoutError) as error:
             # A model, or its data, may be made after the trainer's handshake, which is every link's first call: the
             # handshake is then answered with the first weights.
@@ -160,17 +168,17 @@ class ActorServer:
 
     def _require_known(self, parcel: Parcel) -> None:
         """Refuse a link whose first call this actor has not seen: it was restarted since."""
-        patience = Deadline(0.0 if _in_order() else PATIENCE_FOR_ORDER)
+        patience = Deadline(0.0 if _in_order() else _patience_for_order())
         while parcel.number and not self._call_server.knows(parcel.link):
             if patience.passed:
-                raise TransportError(
+                raise _too_early(
                     f"this actor does not know the sender that calls for {self.model_id!r}: the actor was restarted. "
                     "add_worker() makes a new handshake."
                 )
             threading.Event().wait(STEP)
 
     def _decide(self, parcel: Parcel, answer: Answer) -> None:
-        ordered, loop = Deadline(PATIENCE_FOR_ORDER), Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
+        ordered, loop = Deadline(_patience_for_order()), Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
         timeout = 0.0
         while not answer.done():
             self._drive(answer, timeout)
@@ -179,9 +187,7 @@ class ActorServer:
                 return
             if self._call_server.awaits_turn(parcel):
                 if ordered.passed:
-                    raise TransportError(
-                        f"calls for {self.model_id!r} that were begun before this one have not arrived."
-                    )
+                    raise _too_early(f"calls for {self.model_id!r} that were begun before this one have not arrived.")
             elif loop.passed:
                 raise StateError(
                     "receiver", "serving", "an update on the event loop", [], "Leave serving() before you await."
@@ -208,6 +214,15 @@ def _on_a_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _patience_for_order() -> float:
+    return STEP if _on_a_loop() else PATIENCE_FOR_ORDER
+
+
+def _too_early(reason: str) -> Exception:
+    """What ends a call whose predecessors have not arrived. On an event loop its sender repeats it for a while."""
+    return _CameEarly(reason) if _on_a_loop() else TransportError(reason)
 
 
 def _in_order() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Protocol
+from typing import Final, Protocol
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
@@ -21,6 +21,13 @@ Answers = Future[Sequence[Message]]
 
 class GivenUp(TransportError):
     """The other end has closed the link. Every call of that link ends."""
+
+
+#: Seconds that a call waits for those that were begun before it, where calls overtake each other.
+PATIENCE_FOR_ORDER: Final = 15.0
+#: A frame in place of answers, followed by the reason: the call came before calls that were begun earlier, in a thread
+#: that must not wait for them. It is to be repeated.
+EARLY: Final = b"WSYE"
 
 
 class CallClient(Protocol):
