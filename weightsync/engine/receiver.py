@@ -11,15 +11,14 @@ from typing import Any
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
 from weightsync.engine.copies import Participant, pipes_travel
+from weightsync.engine.driver import Shield
 from weightsync.engine.events import Events
 from weightsync.engine.listening import BackgroundReader, Listening
 from weightsync.engine.manual_ack import UPDATED, ManualAck
 from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
-from weightsync.engine.served_model import ServedModel
-from weightsync.engine.serving_lock import PATIENCE
-from weightsync.engine.signals import Shield
+from weightsync.engine.serving_lock import PATIENCE, ServedModel
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -53,8 +52,6 @@ class WeightReceiver(Participant):
     def report_to(self, events: Events, worker: Callable[[], int | None]) -> None:
         """Emit this receiver's events to ``events`` from now on, with the id that ``worker`` gives."""
         ReceiverObserver(self._driver, events, worker)
-
-    # --------------------------------------------------------------------------------- the model and the links
 
     def register_model(self, model: Any = None, *, model_ref: Any = None) -> None:
         """Set the model that weights are applied to.
@@ -111,8 +108,6 @@ class WeightReceiver(Participant):
             TransportError: the sender is gone.
         """
         self._listening.check()
-
-    # ------------------------------------------------------------------------------------ receiving and applying
 
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Apply the newest version that has arrived, and answer for it.
@@ -213,8 +208,6 @@ class WeightReceiver(Participant):
             self._driver.take(pure.Invalidate())
             raise
 
-    # ------------------------------------------------------------------------------------------- manual acks
-
     def take_update(self, timeout: float | None = 0.0) -> Any:
         """The weights of an update that has arrived and was not taken yet; needs no registered model.
 
@@ -289,8 +282,6 @@ class WeightReceiver(Participant):
         warn_renamed("WeightReceiver.refuse()", "nack()")
         self.nack(error, timeout=timeout)
 
-    # ----------------------------------------------------------------------------------------------- serving
-
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
         """Keep the version served: no other goes live inside the block. Yields that version.
@@ -330,8 +321,6 @@ class WeightReceiver(Participant):
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 
-    # ------------------------------------------------------------------------------------------------ ending
-
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender removes this worker."""
         self._end(self._driver.close)
@@ -353,8 +342,6 @@ class WeightReceiver(Participant):
             self._listening.stop()
             close()
             self._served.staged = None
-
-    # ----------------------------------------------------------------------------------------------- reading
 
     @property
     def model(self) -> Any:
@@ -396,8 +383,7 @@ class WeightReceiver(Participant):
     def _transport(self) -> Any:
         """What TorchRL calls so: its transport class, over this receiver.
 
-        Raises:
-            ConfigurationError: there is no link, or the scheme has no such class.
+        Raises ConfigurationError: there is no link, or the scheme has no such class.
         """
         return self._scheme.transport_of(self, self._listening.endpoint)
 
@@ -425,8 +411,6 @@ class WeightReceiver(Participant):
             ConfigurationError: no model is registered.
         """
         return self._served.destination().digest()
-
-    # ------------------------------------------------------------------------------------------------ copies
 
     def _carried(self) -> tuple[str | None, Any]:
         return self._served.path, (self._listening.endpoint if pipes_travel() else None)

@@ -50,11 +50,7 @@ class _CameEarly(Exception):
 
 
 class ActorServer:
-    """Passes the calls for one model in this process to its receiver, and returns the answers.
-
-    Args:
-        model_id: the model.
-    """
+    """Passes the calls for one model in this process to its receiver, and returns the answers."""
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
@@ -111,10 +107,6 @@ class ActorServer:
 
         It waits while a forward pass serves the version (`WeightReceiver.serving`), so that none sees two versions.
 
-        Args:
-            parcel: the call's message and payload.
-            lost: numbers of calls of the same link that will never arrive.
-
         Raises:
             TransportError: its link is closed, or unknown here though this is not its first call; or calls begun
                 before it have not arrived. Whatever is raised, the link is closed here.
@@ -155,8 +147,7 @@ class ActorServer:
     def _rejected(self, parcel: Parcel, error: WeightSyncError) -> Frames:
         """Reject a link for whose model there is nothing here, if there are other models.
 
-        Raises:
-            WeightSyncError: the error given: there are none, or the answer would have to be sealed.
+        Raises WeightSyncError: the error given: there are none, or the answer would have to be sealed.
         """
         others = [model_id for model_id, server in _servers.items() if server is not self and server.serves]
         if not others or is_envelope(parcel.frame):
@@ -241,30 +232,17 @@ def actor_server_of(model_id: str) -> ActorServer:
 
 
 class ActorSender(WeightSender):
-    """A sender to actors: a copy carries their handles, and makes its own handshakes with its first send.
-
-    Args:
-        scheme: the scheme that sets it up.
-    """
+    """A sender to actors: a copy carries their handles, and makes its own handshakes with its first send."""
 
     def _carried(self) -> dict[int, Any]:
         return dict(self._workers.endpoints)
 
 
 class ActorReceiver(WeightReceiver):
-    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`.
-
-    Args:
-        scheme: the scheme that sets it up.
-    """
+    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`."""
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
-        """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
-
-        Args:
-            pipe_or_context: ignored: a process holds one actor.
-            pipe: the same.
-        """
+        """Listen for senders' calls: see `WeightReceiver.register_worker_transport`."""
         super().register_worker_transport(pipe_or_context, pipe=pipe)
         actor_server_of(self.model_id).receiver = self
 

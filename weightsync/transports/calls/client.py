@@ -38,8 +38,7 @@ class CallClient(Protocol):
 
         The payload's first ``message.nbytes`` bytes stay unchanged until the future is done.
 
-        Raises:
-            TransportError: the worker cannot be reached. It will never see this message.
+        Raises TransportError: the worker cannot be reached. It will never see this message.
         """
 
     def close(self) -> None:
@@ -47,13 +46,7 @@ class CallClient(Protocol):
 
 
 class CallLink(WakeableLink, Remarks):
-    """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract.
-
-    Args:
-        call_client: begins the calls.
-        peer: the name of the other end, for messages to people.
-        remark: gives the link's `Remarks.remark`.
-    """
+    """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract."""
 
     delivery = Delivery.ORDERED
 

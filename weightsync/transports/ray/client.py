@@ -45,12 +45,7 @@ class _Call:
 
 
 class _RayCallClient:
-    """What the call clients of actors share: one put per version, the session's end, how a call ends.
-
-    Args:
-        peer: the other end, for messages.
-        rows: where its sender's row is found.
-    """
+    """What the call clients of actors share: one put per version, the session's end, how a call ends."""
 
     def __init__(self, peer: str, rows: ObjectCaches) -> None:
         self._peer = peer
@@ -138,12 +133,7 @@ class ActorCallClient(_RayCallClient):
     """Carries messages to an actor that has our receiver, and returns the receiver's own answers.
 
     Args:
-        call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
-        model_id: the model.
-        peer: the other end, for messages.
-        rows: where its sender's row is found.
         key: shared with the worker; None: its answers are believed as they come.
-        actor: the actor's id, as it knows it itself: what is sealed for one actor is believed by no other.
     """
 
     def __init__(  # noqa: PLR0917 - the first four are those of every call client
@@ -231,8 +221,6 @@ class PlainActorCallClient(_RayCallClient):
     """Carries versions to an actor without our receiver: all that is known is that its method returned.
 
     Args:
-        call: calls the actor's method with a reference to the weights.
-        peer: the other end, for messages.
         rows: where its sender's row is found; it presents weights as the method takes them.
     """
 
@@ -269,8 +257,7 @@ class PlainActorCallClient(_RayCallClient):
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     """Ask an actor for which models receivers of ours listen in it. An actor that cannot be asked has none.
 
-    Raises:
-        TransportError: Ray accepted no call.
+    Raises TransportError: Ray accepted no call.
     """
     found: Future[Sequence[str]] = Future()
 
@@ -299,11 +286,7 @@ def lost_call(peer: str, error: BaseException) -> TransportError:
 
 
 class CalledThrough:
-    """Calls functions in an actor whose class is not ours, in Ray's own way.
-
-    Args:
-        actor: the actor's handle.
-    """
+    """Calls functions in an actor whose class is not ours, in Ray's own way."""
 
     def __init__(self, actor: Any) -> None:
         # A call that Ray repeated would be another message.
