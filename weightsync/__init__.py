@@ -19,6 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightsync.clock import Timeout as Timeout
+    from weightsync.engine.events import EventKind as EventKind
+    from weightsync.engine.events import Subscription as Subscription
+    from weightsync.engine.events import SyncEvent as SyncEvent
+    from weightsync.engine.events import SyncPhase as SyncPhase
+    from weightsync.engine.events import SyncRole as SyncRole
     from weightsync.engine.receiver import WeightReceiver as WeightReceiver
     from weightsync.engine.sender import WeightSender as WeightSender
     from weightsync.errors import AckTimeoutError as AckTimeoutError
@@ -129,6 +134,11 @@ _HOMES = {
     "Verify": "options",
     "WireDtype": "options",
     "_resolve_model": "weights.model_path",
+    "EventKind": "engine.events",
+    "Subscription": "engine.events",
+    "SyncEvent": "engine.events",
+    "SyncPhase": "engine.events",
+    "SyncRole": "engine.events",
     "WeightReceiver": "engine.receiver",
     "Evidence": "protocol.report",
     "Outcome": "protocol.report",

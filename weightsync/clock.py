@@ -123,6 +123,11 @@ class Stopwatch:
         return _clock.monotonic() - self.started
 
 
+def wall_time() -> float:
+    """Seconds since the epoch."""
+    return _clock.time_ns() / 1e9
+
+
 def new_incarnation(fence: int) -> int:
     """Make an incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits to avoid ties."""
     return (max(_clock.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)

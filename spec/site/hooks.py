@@ -50,6 +50,8 @@ REFERENCE = {
     "receiver": ("The worker's side", ("WeightReceiver",)),
     "group": ("Worker groups", ("WorkerGroup", "Worker", "WorkerResult", "OnStale")),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
+    "events": ("Events", ("SyncEvent", "EventKind", "SyncRole", "SyncPhase", "Subscription")),
+    "telemetry": ("OpenTelemetry and Prometheus", ()),
     "errors": ("Errors", ()),
     "torchrl": (
         "TorchRL's transports and updaters",
@@ -70,7 +72,13 @@ REFERENCE = {
     ),
     "testing": ("Testing", ()),
 }
-_MODULES = {"errors": "weightsync.errors", "testing": "weightsync.testing"}
+_MODULES = {
+    "errors": ("weightsync.errors",),
+    "telemetry": ("weightsync.telemetry.otel", "weightsync.telemetry.prometheus"),
+    "testing": ("weightsync.testing",),
+}
+#: Pages that README names: a relative link would lead nowhere on a package index, which shows README alone.
+_NAMED = re.compile(r"`((?:docs|spec|tla)/[\w/.-]+\.md|[A-Z]+\.md)`")
 _LINK = re.compile(r"(\[[^\]]*\])\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -78,6 +86,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the project's pages and the API reference."""
     for source, place in PROJECT.items():
         text = (ROOT / source).read_text(encoding="utf-8")
+        text = _NAMED.sub(r"[\1](\1)", text) if source == "README.md" else text
         files.append(File.generated(config, place, content=_linked(text, source)))
     for name in REFERENCE:
         files.append(File.generated(config, f"reference/{name}.md", content=reference(name)))
@@ -94,8 +103,8 @@ def reference(name: str) -> str:
     """A page of the API reference, for mkdocstrings to fill."""
     title, names = REFERENCE[name]
     lines = [f"# {title}", ""]
-    if name in _MODULES:
-        lines += [f"::: {_MODULES[name]}", ""]
+    for module in _MODULES.get(name, ()):
+        lines += [f"::: {module}", ""]
     return "\n".join([*lines, *(f"::: {_home(each)}\n" for each in names)])
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from weightsync.cli._app import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 #: Seconds in which a page's program must end.
@@ -57,10 +59,11 @@ def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_pat
         assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
 
 
-def test_the_programs_about_transports_print_what_their_page_says(tmp_path: Path, forkserver: Any) -> None:
-    document = (DOCS / "transports.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["transports", "observability"])
+def test_a_pages_programs_print_what_the_page_says(name: str, tmp_path: Path, forkserver: Any) -> None:
+    document = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     for number, (program, text) in enumerate(zip(blocks(document, "python"), blocks(document, "text"), strict=True)):
-        path = tmp_path / f"transports_{number}.py"
+        path = tmp_path / f"{name}_{number}.py"
         path.write_text(program, encoding="utf-8")
         code, output, errors = run(path, forkserver)
 
@@ -144,8 +147,26 @@ def test_the_index_names_every_page() -> None:
     assert {path for path in DOCS.rglob("*.md") if path.name != "README.md"} - named == set()
 
 
-def test_the_readme_leads_to_the_index() -> None:
-    assert "docs/README.md" in links(ROOT / "README.md")
+def test_the_readme_names_files_in_place_of_links_which_lead_nowhere_on_a_package_index() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/.-]+\.(?:md|toml)|docs/\w+/)`", text)
+
+    assert links(ROOT / "README.md") == []
+    assert "docs/README.md" in named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
+    text = (DOCS / "observability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `weightsync (\w+).*?` \|.*\| 0(.*) \|$", text, re.MULTILINE)
+
+    assert {name for name, _ in rows} == COMMANDS.keys()
+    for name, codes in rows:
+        _, _, told = (
+            (ROOT / "weightsync" / "cli" / f"{name}.py").read_text(encoding="utf-8").partition("exit code is 0")
+        )
+        missing = [code for code in re.findall(r"\b(\d+):? ?", codes) if not re.search(rf"\b{code}\b", told)]
+        assert (told != "", missing) == (True, []), name
 
 
 # ------------------------------------------------------------------------------------------------- identifiers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,28 @@ COMMANDS = {
     "soak": "Send at full speed, kill, stop and relink workers at random, and check all that they serve.",
     "doctor": "Say which schemes work on this machine, and what to do about the others.",
 }
+
+
+#: The option of the commands whose results can be read by programs.
+Report = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
+]
+
+
+def write_report(record: Any, report: Path | None) -> None:
+    """Write results as JSON where ``--json`` says: to a file, to standard output, or nowhere."""
+    if report is None:
+        return
+    text = json.dumps(record, indent=1) + "\n"
+    if is_printed(report):
+        typer.echo(text, nl=False)
+    else:
+        report.write_text(text, encoding="utf-8")
+
+
+def is_printed(report: Path | None) -> bool:
+    """Whether standard output is for the JSON alone."""
+    return str(report) == "-"
 
 
 class _LazyGroup(TyperGroup):

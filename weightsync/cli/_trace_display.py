@@ -12,7 +12,8 @@ from rich.text import Text
 from weightsync.verify.chart import Chart, Kind, Row
 
 _LEAST_LANE: Final = 24
-_TIME_WIDTH: Final = 12
+#: Columns of the time, before the lanes.
+TIME_WIDTH: Final = 12
 _STYLES = {
     Kind.STEP: "",
     Kind.REFUSED: "yellow",
@@ -36,12 +37,10 @@ def drawn(chart: Chart, width: int) -> Iterator[Text]:
 
     A message is an arrow between two lanes. A lane is at least 24 columns wide, whatever the width of the terminal.
     """
-    room = max(_LEAST_LANE, (width - _TIME_WIDTH) // len(chart.lanes))
-    yield Text(
-        " " * _TIME_WIDTH + "".join(f" {_cut(name, room - 2):<{room - 1}}" for name in chart.lanes), style="bold"
-    )
+    room = max(_LEAST_LANE, (width - TIME_WIDTH) // len(chart.lanes))
+    yield Text(" " * TIME_WIDTH + "".join(f" {_cut(name, room - 2):<{room - 1}}" for name in chart.lanes), style="bold")
     for row in chart.rows:
-        line = Text(f"{row.at / 1e6:>{_TIME_WIDTH - 3}.3f}   ")
+        line = Text(f"{row.at / 1e6:>{TIME_WIDTH - 3}.3f}   ")
         line.append(_lanes(row, len(chart.lanes), room).rstrip(), style=_STYLES[row.kind])
         yield line
 

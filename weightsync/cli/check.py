@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.cli._check_display import display, listing, results, summary
 from weightsync.errors import ConfigurationError
 from weightsync.model import (
@@ -53,7 +53,7 @@ def check(  # noqa: PLR0917
         bool,
         typer.Option("--coverage", help="Run only the proofs, and fail if no proof takes some action."),
     ] = False,
-    report: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file.")] = None,
+    report: Report = None,
     write_cfg: Annotated[
         Path | None,
         typer.Option(
@@ -70,9 +70,9 @@ def check(  # noqa: PLR0917
     """Check the protocol's model with TLC.
 
     Each configuration must have the expected verdict and the pinned number of states.
-    The exit code is 0 if all do, 1 if one differs, and 2 if Java or TLC is missing.
+    The exit code is 0 if all do, 1 if one differs, 2 if Java or TLC is missing, and 130 after Ctrl-C.
     """
-    screen = console()
+    screen = console(report)
     manifest = Manifest.read(model or find_model())
     whole = everything or show or write_cfg is not None
     chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if whole else Tier.QUICK)
@@ -87,8 +87,7 @@ def check(  # noqa: PLR0917
         chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
     started = time.monotonic()
     verdicts = run(manifest, chosen, screen, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
-    if report:
-        report.write_text(json.dumps([record(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
+    write_report([record(verdict) for verdict in verdicts], report)
     tell(manifest, verdicts, time.monotonic() - started, screen)
     vacuous = (*vacuity(verdicts, manifest.planted), *idle(verdicts, manifest)) if coverage else ()
     for line in vacuous:
@@ -97,9 +96,9 @@ def check(  # noqa: PLR0917
         raise typer.Exit(DIFFERS)
 
 
-def console() -> Console:
-    """Return the console: as wide as the terminal, or of a fixed width for logs."""
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+def console(report: Path | None = None) -> Console:
+    """Return the console: as wide as the terminal, or of a fixed width for logs; stderr, if JSON is printed."""
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
 
 
 def _write(chosen: Sequence[Configuration], folder: Path) -> None:

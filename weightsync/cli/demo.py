@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.cli._demo_display import live_display, plain_display, proof_table, summary
 from weightsync.demo import RunState, SchemeName, Settings, run
 
@@ -38,16 +39,18 @@ def demo(  # noqa: PLR0917
         bool, typer.Option("--kill-worker", help="Kill the last worker half way, with SIGKILL.")
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
+    report: Report = None,
 ) -> None:
     """Train a policy on CartPole while worker processes act with the weights they receive.
 
     At the end, each worker proves by digest that it serves the trainer's last weights.
-    The exit code is 0 if the policy was trained and every remaining worker has proved this, and 1 otherwise.
+    The exit code is 0 if the policy was trained and every remaining worker has proved this, 1 otherwise, and 130 after
+    Ctrl-C.
     """
     state = RunState(
         Settings(scheme=scheme, workers=workers, overlap=overlap, seconds=seconds, seed=seed, kill_worker=kill_worker)
     )
-    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
     live = console.is_terminal and not plain and console.encoding.startswith("utf")
     try:
         with _ended_by_signals(), (live_display if live else plain_display)(console, state):
@@ -55,6 +58,7 @@ def demo(  # noqa: PLR0917
     except KeyboardInterrupt:
         typer.echo("weightsync: interrupted; all workers have ended.", err=True)
         raise typer.Exit(_INTERRUPTED) from None
+    write_report(result.record(), report)
     console.print(proof_table(result))
     for line in summary(result):
         console.print(line, soft_wrap=True, highlight=False)

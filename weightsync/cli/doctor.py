@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from weightsync.cli import _probes
+from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.cli._probes import Finding, Status
 
 #: The exit code if a scheme that every installation has does not work.
@@ -87,22 +86,15 @@ class Diagnosis:
 
 
 def doctor(
-    report: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
-    ] = None,
+    report: Report = None,
 ) -> None:
     """Say which schemes work on this machine, and what to do about the others.
 
     The exit code is 0 if every scheme works whose packages are installed, and 1 if one does not.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=str(report) == "-")
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
     found = Diagnosis({name: probe() for name, probe in PROBES.items()})
-    if report is not None:
-        text = json.dumps(found.record(), indent=1) + "\n"
-        if str(report) == "-":
-            typer.echo(text, nl=False)
-        else:
-            report.write_text(text, encoding="utf-8")
+    write_report(found.record(), report)
     console.print(_probes.packages(), markup=False, highlight=False)
     console.print()
     console.print(schemes(found))

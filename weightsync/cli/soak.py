@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.soak.run import Action, Soak, Tally, Usage
 from weightsync.soak.worker import SchemeName
 
@@ -27,25 +26,18 @@ def soak(  # noqa: PLR0917
     workers: Annotated[int, typer.Option("--workers", min=2, help="How many worker processes.")] = 3,
     mib: Annotated[float, typer.Option("--mib", min=0.001, help="The size of the weights in MiB.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the choices; processes race all the same.")] = 0,
-    report: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
-    ] = None,
+    report: Report = None,
 ) -> None:
     """Send at full speed, kill, stop and relink workers at random, and check all that they serve.
 
     Every report is held against what the workers serve, and every worker reads its weights all the time.
     The exit code is 0 if nothing was found, and 1 if something was; --json has all of it.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=str(report) == "-")
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
     run = Soak(scheme, workers, int(mib * 2**20), seed)
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         tally = run.run(minutes * 60, lambda so_far: live.update(counted(so_far)) if console.is_terminal else None)
-    if report is not None:
-        text = json.dumps({"scheme": scheme.value, "workers": workers, **tally.record()}, indent=1) + "\n"
-        if str(report) == "-":
-            typer.echo(text, nl=False)
-        else:
-            report.write_text(text, encoding="utf-8")
+    write_report({"scheme": scheme.value, "workers": workers, **tally.record()}, report)
     console.print(counted(tally))
     console.print(held(tally))
     console.print(

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.cli._trace_display import drawn, perfetto, svg
 from weightsync.verify import Run, UnreadableTraceError
 from weightsync.verify import verify as judged
@@ -46,14 +47,17 @@ def show(
     places: Places,
     run: Number = 1,
     limit: Annotated[int, typer.Option("--limit", help="How many rows to show; 0 shows all.")] = _MOST_ROWS,
+    report: Report = None,
 ) -> None:
     """Show a run as a sequence chart: time in milliseconds, one lane a machine, arrows for messages.
 
-    The exit code is 0, or 2 if a trace cannot be read. `weightsync verify` says whether the run conforms.
+    With --json, all rows are data. The exit code is 0, or 2 if a trace cannot be read or has no such run. `weightsync
+    verify` says whether the run conforms.
     """
     chart, count = _chart(places, run)
+    write_report(chart.record(), report)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PLAIN_WIDTH
-    console = Console(width=max(width, _PLAIN_WIDTH))
+    console = Console(width=max(width, _PLAIN_WIDTH), stderr=is_printed(report))
     lines = list(drawn(chart, width))
     shown = lines if limit <= 0 else lines[: limit + 1]
     for line in shown:
@@ -76,7 +80,7 @@ def export(
 ) -> None:
     """Write a run as an SVG drawing, or as JSON that Perfetto and Chrome's tracing page open.
 
-    The exit code is 0, or 2 if a trace cannot be read.
+    The exit code is 0, or 2 if a trace cannot be read or has no such run.
     """
     chosen = kind or (Format.PERFETTO if to.suffix == ".json" else Format.SVG)
     chart, _ = _chart(places, run)

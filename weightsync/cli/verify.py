@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.model import ToolMissingError, find_toolchain
 from weightsync.verify import Followed, Judgement, Run, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
 from weightsync.verify import verify as judged
@@ -30,9 +30,7 @@ def verify(
         list[Path],
         typer.Argument(metavar="TRACE...", help="Trace files, or folders of them.", show_default=False),
     ],
-    report: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
-    ] = None,
+    report: Report = None,
     complete: Annotated[
         bool,
         typer.Option("--complete", help="Fail if the file of a machine is missing or ends before its machine did."),
@@ -45,7 +43,7 @@ def verify(
     The exit code is 0 if all runs conform, 1 if one does not (or, with --complete, if a file is missing), and 2 if the
     traces cannot be judged.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=str(report) == "-")
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
     try:
         verdict = judged(places)
     except UnreadableTraceError as error:
@@ -78,14 +76,7 @@ def _follow(verdict: Verdict) -> Followed:
 
 
 def _write(verdict: Verdict, followed: Followed | None, report: Path | None) -> None:
-    if report is None:
-        return
-    record = {**verdict.record(), **({} if followed is None else {"tlc": followed.record()})}
-    text = json.dumps(record, indent=1) + "\n"
-    if str(report) == "-":
-        typer.echo(text, nl=False)
-    else:
-        report.write_text(text, encoding="utf-8")
+    write_report({**verdict.record(), **({} if followed is None else {"tlc": followed.record()})}, report)
 
 
 def results(verdict: Verdict) -> Table:

@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightsync import SyncReport
 
@@ -141,6 +141,24 @@ class Result:
         """The workers with this verdict."""
         return [worker.index for worker in self.workers if worker.verdict is verdict]
 
+    def record(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        state = self.state
+        return {
+            "scheme": state.settings.scheme.value,
+            "updates": state.updates,
+            "steps": state.steps,
+            "episodes": len(state.returns),
+            "mean_return": {"first": state.first_mean, "last": state.last_mean},
+            "seconds": round(state.elapsed, 3),
+            "sent": _told(self.sent),
+            "workers": [
+                {"worker": each.index, "verdict": each.verdict.name, "reason": each.reason, "serves": _told(each.proof)}
+                for each in self.workers
+            ],
+            "failures": self.failures,
+        }
+
     @property
     def failures(self) -> list[str]:
         """The reasons why the run is not a success; empty if it is."""
@@ -154,6 +172,10 @@ class Result:
                 reason = f" ({worker.reason})" if worker.reason else ""
                 found.append(f"worker {worker.index}: {worker.verdict.value}{reason}")
         return found
+
+
+def _told(proof: Proof | None) -> dict[str, Any] | None:
+    return None if proof is None else {"version": proof.version, "digest": proof.digest.hex()}
 
 
 def judge(

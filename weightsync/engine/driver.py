@@ -173,6 +173,22 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             self._finish()
             return step
 
+    def watch_steps(self, seen: Callable[[State, Data, Event, Step[Input, Data, Effect]], None]) -> None:
+        """Have each step shown from now on, before its effects are executed.
+
+        Args:
+            seen: called under the lock with the state and the data before, the event, and the step. It never raises.
+        """
+        pure_step = self._pure_step
+
+        def watched(state: State, data: Data, event: Event) -> Step[Input, Data, Effect]:
+            step = pure_step(state, data, event)
+            seen(state, data, event, step)
+            return step
+
+        with self.lock:
+            self._pure_step = watched
+
     def require(self, input: Input, asked: str | None = None) -> None:
         """Check that the machine has a row for an input in its present state. Raises StateError: there is none."""
         if (self.machine.state, input) not in self.machine.rows:

@@ -76,6 +76,10 @@ class Packed:
     wire_dtype: WireDtype | None = None
     #: The sender's numbers of the links whose workers were given the buffer itself.
     shared: set[int] = field(default_factory=set)
+    #: Seconds that extracting and packing took.
+    pack_s: float = 0.0
+    #: The W3C trace context that its updates carry; empty: none.
+    trace_context: str = ""
 
     @property
     def nbytes(self) -> int:

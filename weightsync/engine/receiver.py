@@ -12,8 +12,10 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
 from weightsync.engine.copies import Participant, pipes_travel
 from weightsync.engine.driver import Shield
+from weightsync.engine.events import Events
 from weightsync.engine.listening import BackgroundReader, Listening
 from weightsync.engine.manual_ack import UPDATED, ManualAck
+from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
 from weightsync.engine.serving_lock import PATIENCE, ServedModel
@@ -46,6 +48,10 @@ class WeightReceiver(Participant):
         self._served = ServedModel(self._scheme, self._driver, self._listening, self._context)
         self._applier = Applier(self._driver, self._served, self._listening)
         self._manual = ManualAck(self._driver, self._served, self._listening, self._applier)
+
+    def report_to(self, events: Events, worker: Callable[[], int | None]) -> None:
+        """Emit this receiver's events to ``events`` from now on, with the id that ``worker`` gives."""
+        ReceiverObserver(self._driver, events, worker)
 
     def register_model(self, model: Any = None, *, model_ref: Any = None) -> None:
         """Set the model that weights are applied to.

@@ -37,9 +37,9 @@ class Reporter:
         """Add ``previous``, the report of the update that the next one waited for, to the next report."""
         self._previous = previous
 
-    def dispatched(self, pack_s: float, packed: Packed) -> None:
-        """Note that ``packed`` was dispatched, after ``pack_s`` seconds of packing."""
-        self._preparing = pack_s
+    def dispatched(self, packed: Packed) -> None:
+        """Note that ``packed`` was dispatched."""
+        self._preparing = packed.pack_s
         self._nbytes = packed.nbytes
         self._wire_dtype = packed.wire_dtype
         self._dispatched = Stopwatch()

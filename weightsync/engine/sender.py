@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, require_worker_id
 from weightsync.engine.driver import Shield
+from weightsync.engine.events import Events
+from weightsync.engine.observing import SenderObserver
 from weightsync.engine.packer import OutgoingWeights, Packed
 from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
@@ -58,6 +60,10 @@ class WeightSender(Participant):
         self._reporter = Reporter(self._driver)
         #: The least number of workers that a send needs; None: one.
         self.expected_workers: int | None = None
+
+    def report_to(self, events: Events) -> None:
+        """Emit this sender's events to ``events`` from now on."""
+        SenderObserver(self._driver, events)
 
     def add_worker(self, worker_id: int, pipe_or_context: Any, *, process: Any = None) -> None:
         """Add a worker, or give one that has been added a new link. Never waits.
@@ -414,13 +420,14 @@ class WeightSender(Participant):
         return packed
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, pack_s: float) -> int:
+        packed.pack_s = pack_s
         try:
             version = self._driver.dispatch(event, packed)
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
             raise self._reporter.all_ended(error) from None
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(pack_s, packed)
+        self._reporter.dispatched(packed)
         return version
 
     def _wait(self, deadline: Deadline) -> SyncReport:

@@ -214,6 +214,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 nbytes=packed.layout.nbytes,
                 extras=packed.extras,
                 form=packed.form,
+                trace_context=packed.trace_context,
             )
         self._write(worker, link, update, packed.buffer)
         self._told[link] = packed.layout.digest

@@ -20,11 +20,13 @@ offset  size  header field (big-endian)
 The body starts with a fixed part for each kind of message: the lengths of its fields, the model's id first, then its
 numbers. The fields follow. Header and body together are the *control part*; the checksum detects any flipped bit in it.
 The payload has its own digest. The fixed part of an update ends with its slot: the seal, and the size on a device.
+If a sender traces its sends, the trace context follows the fields of its updates, to the end of the body.
 If a worker forwarded a version to its own workers, its ack carries their report.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from math import isfinite
@@ -117,6 +119,7 @@ __all__ = [
     "HEADER_NBYTES",
     "MAGIC",
     "MAX_BODY_NBYTES",
+    "MAX_TRACE_CONTEXT_NBYTES",
     "MAX_UNREAD_NBYTES",
     "Head",
     "Readable",
@@ -124,6 +127,7 @@ __all__ = [
     "decode_with",
     "encode",
     "inline_nbytes",
+    "is_trace_context",
     "malformed",
     "peek",
 ]
@@ -145,6 +149,9 @@ _ENDINGS: Final = tuple(Ending)
 _MAX_PID: Final = 2**31 - 1
 #: In the place of a slot's fields, for a payload that travels.
 _NOWHERE: Final = SlotRef(segment=0)
+#: A W3C traceparent; after a newline, a tracestate of at most 512 characters, which is what others must pass on.
+_TRACE_CONTEXT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(\n[\x20-\x7e]{1,512})?")
+MAX_TRACE_CONTEXT_NBYTES: Final = 568
 #: Sizes of memory are signed 64-bit numbers.
 _MAX_NBYTES: Final = 2**63 - 1
 
@@ -188,7 +195,7 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             fields = name, message.layout_digest, message.layout, message.extras, slot.device
             placed = message.slot is not None, slot.segment, slot.seal, slot.nbytes
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *placed)
-            return 2, message.version, message.digest, b"".join((fixed, *fields))
+            return 2, message.version, message.digest, b"".join((fixed, *fields, message.trace_context.encode()))
         case Ack():
             nested = b"" if message.nested is None else encode_report(message.nested)
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
@@ -217,12 +224,19 @@ def _require_ranges(message: Message) -> None:
             raise ValueError(f"version {message.version} is below 1")
         case Update() if not 0 <= message.nbytes <= _MAX_NBYTES:
             raise ValueError(f"a payload size of {message.nbytes} bytes is out of range")
+        case Update() if message.trace_context and not is_trace_context(message.trace_context):
+            raise ValueError("what it carries is no trace context")
         case Update() if message.slot is not None:
             _require_slot(message.slot, message.nbytes)
         case Hello() if len(message.devices) not in _DEVICES_SIZES:
             raise ValueError(f"{len(message.devices)} bytes do not name devices")
         case Ack() if not isfinite(message.seconds) or message.seconds < 0:
             raise ValueError(f"a duration of {message.seconds} s is not valid")
+
+
+def is_trace_context(text: str) -> bool:
+    """Whether an update can carry a trace context: a ``traceparent``, alone or with a ``tracestate``."""
+    return _TRACE_CONTEXT.fullmatch(text) is not None
 
 
 def _require_slot(slot: SlotRef, nbytes: int) -> None:
@@ -310,7 +324,9 @@ def _read_hello(head: Head, body: bytes) -> Hello:
 
 def _read_update(head: Head, body: bytes) -> Update:
     *sizes, nbytes, form, placed, segment, seal, slot_nbytes = _UPDATE.unpack_from(body)
-    name, layout_digest, layout, extras, device = _cut(body, _UPDATE.size, *sizes)
+    # An update of a sender that traces nothing ends here.
+    traced = min(max(0, len(body) - _UPDATE.size - sum(sizes)), MAX_TRACE_CONTEXT_NBYTES)
+    name, layout_digest, layout, extras, device, trace_context = _cut(body, _UPDATE.size, *sizes, traced)
     if placed > 1 or (not placed and (device or slot_nbytes)):
         raise ValueError(f"{placed} slots, at most 1 is possible")
     return Update(
@@ -324,6 +340,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         extras=extras,
         form=_FORMS[form],
         slot=SlotRef(segment=segment, seal=seal, device=device, nbytes=slot_nbytes) if placed else None,
+        trace_context=trace_context.decode("ascii"),
     )
 
 

@@ -84,6 +84,8 @@ class Update:
     form: WeightsForm = WeightsForm.FLAT
     #: None: the payload follows inline.
     slot: SlotRef | None = None
+    #: The W3C trace context of the send: a ``traceparent``, or that, a newline and a ``tracestate``. Empty: none.
+    trace_context: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError, warn_renamed
 from weightsync.options import WireDtype
@@ -71,6 +72,18 @@ class Outcome:
             text += f", but not every worker it forwards to applied it: {self.nested}"
         return text
 
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome in plain types: the names of its fields, enums by their values, `nested` as a report's dict."""
+        return {
+            "kind": self.kind.value,
+            "reason": self.reason,
+            "remote_traceback": self.remote_traceback,
+            "evidence": self.evidence.value,
+            "fence": self.fence,
+            "seconds": self.seconds,
+            "nested": None if self.nested is None else self.nested.to_dict(),
+        }
+
     @property
     def fine(self) -> bool:
         """Whether nothing failed, neither on this worker nor on those it forwards to."""
@@ -133,6 +146,32 @@ class SyncReport:
 
     def __len__(self) -> int:
         return len(self.outcomes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in the types that JSON has. New keys may come; these stay.
+
+        Returns:
+            ``model_id``, ``version``, ``incarnation``, ``ok``, ``nbytes``, ``wire_dtype``, ``pack_s``, ``connect_s``,
+            ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left`` and ``previous``, as
+            the attributes of these names. Worker ids are keys, in decimal; enums are given by their values.
+        """
+        return {
+            "model_id": self.model_id,
+            "version": self.version,
+            "incarnation": self.incarnation,
+            "ok": self.ok,
+            "nbytes": self.nbytes,
+            "wire_dtype": None if self.wire_dtype is None else self.wire_dtype.value,
+            "pack_s": self.pack_s,
+            "connect_s": self.connect_s,
+            "transfer_s": self.transfer_s,
+            "apply_s": self.apply_s,
+            "outcomes": {str(worker): outcome.to_dict() for worker, outcome in self.outcomes.items()},
+            "superseded": {str(worker): list(versions) for worker, versions in self.superseded.items()},
+            "not_caught_up": {str(worker): outcome.to_dict() for worker, outcome in self.not_caught_up.items()},
+            "left": {str(worker): reason for worker, reason in self.left.items()},
+            "previous": None if self.previous is None else self.previous.to_dict(),
+        }
 
     def of(self, *kinds: OutcomeKind) -> tuple[int, ...]:
         """The ids of the workers whose outcome is one of ``kinds``."""

@@ -23,6 +23,7 @@ from weightsync.engine.copies import (
     require_whole,
     require_worker_id,
 )
+from weightsync.engine.events import Callback, Events, Subscription, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
@@ -109,6 +110,7 @@ class WeightSyncScheme(abc.ABC):
     #: Attributes that a copy is made without; `_begin` sets them anew.
     _not_copied: tuple[str, ...] = (
         *("_sender", "_receiver", "_context", "_given", "_worker_set", "_rendezvous", "_worker_idx", "_is_blank"),
+        "_events",
     )
 
     def __init__(
@@ -134,6 +136,8 @@ class WeightSyncScheme(abc.ABC):
         self._worker_idx: int | None = None
         #: Whether the worker's model came without weights, and serves nothing before its first version.
         self._is_blank = False
+        #: The events of both sides; None: nobody has asked for them.
+        self._events: Events | None = None
         forget_after_fork(self)
 
     @classmethod
@@ -185,6 +189,7 @@ class WeightSyncScheme(abc.ABC):
         endpoints = self._endpoints(given, context, model_id)
         processes = processes_of(given.get("processes"), endpoints)
         sender = self.create_sender()
+        self._report_events(sender, None)
         self.per_worker_weights = self.per_worker_weights or has_factories(context)
         self._given, self._context, self._worker_set = given, held(context), workers
         sender.set_context(context, model_id)
@@ -216,6 +221,7 @@ class WeightSyncScheme(abc.ABC):
         endpoint = self._endpoint(given, context, model_id)
         model = self._worker_model(given, context, model_id)
         receiver = self.create_receiver()
+        self._report_events(None, receiver)
         receiver.set_context(context, model_id)
         receiver.register_model(weights_of(model))
         receiver.register_worker_transport(endpoint)
@@ -516,11 +522,46 @@ class WeightSyncScheme(abc.ABC):
         """A receiver without a link: `register_model` and `register_worker_transport` set it up."""
         return WeightReceiver(self)
 
+    def on_event(self, callback: Callback, *, tracer: Tracer | None = None) -> Subscription:
+        """Call ``callback`` with each `SyncEvent` of this scheme's sender and receiver from now on.
+
+        Callbacks run one after another in a daemon thread, behind a queue of 4096 events. None of them can delay a
+        sync or make it fail: if the queue is full, events are dropped, counted and logged; what a callback raises is
+        logged and counted. The thread ends when the scheme is closed, which waits at most 5 s for the callbacks. A
+        copy, a pickled scheme and a forked child have no callbacks.
+
+        Args:
+            callback: takes one event. It may call the scheme.
+            tracer: gives each version the trace context that its updates carry, in the place of the one before.
+
+        Returns:
+            The subscription: how many events were dropped, how often the callback has raised, and how to end it.
+
+        Raises:
+            ConfigurationError: ``callback`` cannot be called.
+        """
+        events = self._events or Events()
+        subscription = events.subscribe(callback)
+        if self._events is None:
+            self._events = events
+            self._report_events(self._sender, self._receiver)
+        events.tracer = events.tracer if tracer is None else tracer
+        return subscription
+
+    def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> None:
+        """Have a side report its events, if anybody has asked for them."""
+        if self._events is not None and sender is not None:
+            sender.report_to(self._events)
+        if self._events is not None and receiver is not None:
+            receiver.report_to(self._events, lambda: self._worker_idx)
+
     def close(self) -> None:
         """Close whichever sides were initialised. Closing twice is allowed."""
         for side in (self._sender, self._receiver):
             if side is not None:
                 side.close()
+        if self._events is not None:
+            self._events.close()
 
     def shutdown(self) -> None:
         """End both sides for good, the background thread too. Calling it again does nothing.

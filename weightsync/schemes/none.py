@@ -82,6 +82,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if self._sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         self._sender = self.create_sender()
+        self._report_events(self._sender, None)
         self._sender.set_context(None, model_id)
         self._sender.connect()
 
@@ -106,6 +107,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if self._receiver is not None:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         self._receiver = self.create_receiver()
+        self._report_events(None, self._receiver)
         self._receiver.set_context(None, model_id)
         if kwargs.get("model") is not None:
             self._receiver.register_model(weights_of(kwargs["model"]))

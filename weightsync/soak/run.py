@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import gc
 import multiprocessing
@@ -15,15 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
 from weightsync import ConfigurationError, OutcomeKind, State, SyncReport
+from weightsync.soak.meeting import MEETINGS, Member
 from weightsync.soak.worker import MODEL_ID, Look, Request, SchemeName, SoakModel, work
 
 #: How many seconds a send waits for a worker that is well; a stopped worker gets `_STOPPED_S`.
@@ -137,13 +133,6 @@ class Tally:
         }
 
 
-@dataclass(slots=True)
-class _Member:
-    process: BaseProcess
-    control: Connection
-    looked: Look = field(default_factory=lambda: Look(None, 0.0, 0, 0, 0))
-
-
 class Soak:
     """One run.
 
@@ -164,10 +153,9 @@ class Soak:
         self._name, self._count, self._nbytes = scheme, workers, nbytes
         self._random = random.Random(seed)
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
+        self._meeting = MEETINGS[scheme](scheme, nbytes, self._context)
         self._values: dict[int, float] = {}
-        #: For torch.distributed: the store where trainer and workers meet.
-        self._store: Any = None
         self._sender: Any = None
         self._model = SoakModel(nbytes)
         self._scheme = scheme.make()
@@ -211,48 +199,24 @@ class Soak:
     # ------------------------------------------------------------------------------------------ both sides
 
     def _begin(self) -> None:
-        if self._name is SchemeName.DISTRIBUTED:
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - for this scheme
-
-            self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-        links = {index: self._endpoints(index) for index in range(self._count)}
-        for index, (_, theirs) in links.items():
-            self._start(index, theirs)
-        processes = [self._members[index].process for index in links]
-        if self._store is None:
-            self._scheme.init_on_sender(
-                MODEL_ID, model=self._model, processes=processes, pipes=[ours for ours, _ in links.values()]
-            )
-        else:
-            self._scheme.init_on_sender(
-                MODEL_ID, model=self._model, processes=processes, store=self._store, num_workers=self._count
-            )
+        self._meeting.open()
+        endpoints = [self._start(index) for index in range(self._count)]
+        processes = [member.process for member in self._members.values()]
+        reached = self._meeting.reached(endpoints, processes)
+        self._scheme.init_on_sender(MODEL_ID, model=self._model, **reached)
         self._sender = self._scheme.get_sender()
         self._send()
 
-    def _start(self, index: int, theirs: Any) -> None:
-        control, far = self._context.Pipe()
-        process = self._context.Process(
-            target=work, args=(self._name, index, self._nbytes, far, theirs), name=f"soak-{index}", daemon=True
-        )
-        process.start()
-        far.close()
-        if isinstance(theirs, Connection):
-            theirs.close()
-        self._members[index] = _Member(process, control)
-
-    def _endpoints(self, index: int) -> tuple[Any, Any]:
-        """What trainer and worker are given for a new link."""
-        if self._store is None:
-            return self._context.Pipe()
-        return (self._store, index + 1), self._store.port
+    def _start(self, index: int) -> Any:
+        """Start a worker; returns how it is reached."""
+        self._members[index], endpoint = self._meeting.start(index)
+        return endpoint
 
     def _end(self) -> None:
         for index, member in self._members.items():
             self._ask(index, Request.LOOK)
             self._look_back(index)
-            with contextlib.suppress(OSError):
-                member.control.send(Request.STOP)
+            self._meeting.dismiss(member)
         for member in self._members.values():
             member.process.join(_PROCESS_S)
             member.process.kill()
@@ -262,7 +226,8 @@ class Soak:
         self._members.clear()
         self._scheme.close()
         self._scheme = self._name.make()  # the closed one and its sender know the store, which is this process's
-        self._sender = self._store = None
+        self._sender = None
+        self._meeting.close()
         self.tally.after = self._settled()
 
     def _settled(self) -> Usage:
@@ -330,10 +295,7 @@ class Soak:
         self._look_back(index)
         self._members.pop(index).control.close()
         process.close()
-        ours, theirs = self._endpoints(index)
-        self._start(index, theirs)
-        self._sender.add_worker(index, ours, process=self._members[index].process)
-        self._send()
+        self._add(index, self._start(index))
 
     def _stop(self) -> None:
         """Stop a worker until the send has timed out, and let it go on."""
@@ -358,19 +320,12 @@ class Soak:
     def _relink(self) -> None:
         """Give a worker that lives a new link: it catches up over it."""
         index = self._one()
-        ours, theirs = self._endpoints(index)
-        if self._store is None:
-            self._pass_on(index, theirs)
-        self._sender.add_worker(index, ours, process=self._members[index].process)
-        self._send()
+        self._add(index, self._meeting.relink(index, self._members[index]))
 
-    def _pass_on(self, index: int, theirs: Connection) -> None:
-        """Give a running worker its end of a pipe."""
-        member = self._members[index]
-        with theirs, contextlib.suppress(OSError):
-            member.control.send(Request.TAKE_LINK)
-            send_handle(member.control, theirs.fileno(), member.process.pid)
-            member.control.recv()
+    def _add(self, index: int, endpoint: Any) -> None:
+        """Give the sender a link to a worker, over which it catches up."""
+        self._sender.add_worker(index, endpoint, process=self._meeting.watched(self._members[index]))
+        self._send()
 
     def _copy(self) -> None:
         """A pickled sender is another, uninitialized machine, and does not disturb this one."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,9 +21,11 @@ from torch import nn
 from weightsync import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
+    RayWeightSyncScheme,
     SharedMemWeightSyncScheme,
     TransportError,
     WeightReceiver,
+    WeightSyncActor,
     WeightSyncScheme,
 )
 
@@ -35,6 +40,7 @@ class SchemeName(enum.Enum):
     SHARED = "shared"
     PROCESS = "process"
     DISTRIBUTED = "distributed"
+    RAY = "ray"
 
     def make(self) -> WeightSyncScheme:
         """Make one end's scheme."""
@@ -45,6 +51,7 @@ _CLASSES: dict[SchemeName, Callable[[], WeightSyncScheme]] = {
     SchemeName.SHARED: SharedMemWeightSyncScheme,
     SchemeName.PROCESS: MultiProcessWeightSyncScheme,
     SchemeName.DISTRIBUTED: DistributedWeightSyncScheme,
+    SchemeName.RAY: RayWeightSyncScheme,
 }
 
 
@@ -139,26 +146,66 @@ def reached(scheme: SchemeName, index: int, endpoint: Any) -> dict[str, Any]:
 
 class _Worker:
     def __init__(self, receiver: WeightReceiver, model: SoakModel, control: Connection) -> None:
-        self._receiver, self._model, self._control = receiver, model, control
-        self._reads = self._torn = 0
+        self._receiver, self._control = receiver, control
+        self._reader = _Reader(receiver, model)
 
     def run(self) -> None:
         while True:
             with contextlib.suppress(TransportError):  # the link is lost: a new one will come, or the end
                 self._receiver.receive(timeout=_PAUSE_S)
-            with self._receiver.serving():
-                self._reads += 1
-                self._torn += not self._model.is_whole()
+            self._reader.read()
             while self._control.poll():
                 request = self._control.recv()
                 if request is Request.STOP:
                     return
-                self._answer(request)
+                if request is Request.TAKE_LINK:
+                    self._receiver.register_worker_transport(Connection(recv_handle(self._control)))
+                self._control.send(self._reader.answer(request))
 
-    def _answer(self, request: Request) -> None:
+
+class _Reader:
+    """Reads all weights, and keeps what it saw."""
+
+    def __init__(self, receiver: WeightReceiver, model: SoakModel) -> None:
+        self._receiver, self._model = receiver, model
+        self._reads = self._torn = 0
+
+    def read(self) -> None:
+        """Read all weights once, as a forward pass would."""
+        with self._receiver.serving():
+            self._reads += 1
+            self._torn += not self._model.is_whole()
+
+    def answer(self, request: Request) -> Look:
+        """What was seen, after doing what was asked."""
         if request is Request.REFUSE_NEXT:
             self._model.refusals = 1
-        elif request is Request.TAKE_LINK:
-            self._receiver.register_worker_transport(Connection(recv_handle(self._control)))
         refused = self._model.refused
-        self._control.send(Look(self._receiver.version, self._model.fill, self._reads, self._torn, refused))
+        return Look(self._receiver.version, self._model.fill, self._reads, self._torn, refused)
+
+
+class SoakActor(WeightSyncActor):
+    """The worker as a Ray actor: a thread reads the weights while Ray's calls apply them.
+
+    Args:
+        nbytes: the size of the weights.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        torch.set_num_threads(1)
+        self.soak = SoakModel(nbytes)
+        self._reader = _Reader(self.weight_receiver(MODEL_ID), self.soak)
+        threading.Thread(target=self._read, name="soak-reader", daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            self._reader.read()
+            time.sleep(_PAUSE_S)
+
+    def pid(self) -> int:
+        """The id of this process."""
+        return os.getpid()
+
+    def ask(self, request: Request) -> Look:
+        """Answer the trainer. The actor ends with the soak, and not when it is asked to."""
+        return self._reader.answer(request)

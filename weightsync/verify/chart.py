@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 from weightsync.engine.recorder import What
 from weightsync.protocol.messages import Bye, Message, Refusal
@@ -82,6 +83,24 @@ class Chart:
     lanes: tuple[str, ...]
     rows: tuple[Row, ...]
     states: tuple[State, ...]
+
+    def record(self) -> dict[str, Any]:
+        """The chart as plain data, for JSON. Times are in nanoseconds since the run began."""
+        return {
+            "machines": list(self.lanes),
+            "rows": [
+                {
+                    "kind": row.kind.value,
+                    "at": row.at,
+                    "sent_at": row.sent_at,
+                    "from": row.lane,
+                    "to": row.to,
+                    "text": row.text,
+                }
+                for row in self.rows
+            ],
+            "states": [asdict(state) for state in self.states],
+        }
 
 
 def chart_of(run: Run) -> Chart:

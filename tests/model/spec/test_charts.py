@@ -11,3 +11,11 @@ def test_the_charts_are_what_the_scenarios_give(root: Path) -> None:
     page = (root / "docs" / "scenarios.md").read_text(encoding="utf-8")
     assert page == charts.render(root)
     assert page.count("```mermaid") == 12
+
+
+def test_the_chart_in_readme_is_that_of_an_update_that_is_sent_now(root: Path) -> None:
+    text = (root / "README.md").read_text(encoding="utf-8")
+    chart = text.partition("<!-- chart: update -->")[2].partition("<!-- /chart -->")[0]
+
+    assert text == charts.render_readme(text)
+    assert all(chart.count(word) == 2 for word in ("Update v1", "APPLIED", "Ack v1"))

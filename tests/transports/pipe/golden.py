@@ -40,6 +40,8 @@ def messages() -> Iterator[tuple[str, Message]]:
         yield f"Update {form.name}", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, extras=b"x", form=form)
     yield "Update in a slot", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=_SLOT)
     yield "Update on a device", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=_ON_DEVICE)
+    traced = f"00-{_DIGEST.hex()}-{_DIGEST[:8].hex()}-01\nvendor=value"
+    yield "Update of a traced send", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, trace_context=traced)
     for evidence in Evidence:
         yield f"Ack {evidence.name}", Ack(**_WHO, version=3, digest=_DIGEST, seconds=0.5, evidence=evidence)
         yield f"Refusal by {evidence.name}", _refusal(RefusalKind.REFUSED, evidence)

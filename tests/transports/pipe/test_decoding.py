@@ -71,6 +71,40 @@ def test_an_edited_frame_under_a_checksum_that_fits_is_understood_or_refused(mes
     is_understood_or_refused(edited(data, changes))
 
 
+TRACED = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"\n",
+        b"00-",
+        TRACED.encode() + b"\n",
+        TRACED.encode() + b"\nnon-ascii=\xff",
+        TRACED.encode() + b"\n" + b"x" * 513,
+        TRACED.encode().upper(),
+        b"ff" + TRACED.encode()[2:],
+        bytes(2**20),
+    ],
+    ids=["empty", "cut", "no state", "no ascii", "too long", "upper case", "version ff", "a megabyte"],
+)
+def test_an_update_with_something_else_in_the_place_of_a_trace_context_is_refused(junk: bytes) -> None:
+    update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", extras=b"x")
+    data = codec.encode(update)
+    head, body = data[: codec.HEADER_NBYTES], data[codec.HEADER_NBYTES :]
+
+    assert codec.decode(sealed(head, body + TRACED.encode())) == replace(update, trace_context=TRACED)
+    with pytest.raises(ProtocolError):
+        codec.decode(sealed(head, body + junk))
+
+
+@pytest.mark.parametrize("junk", ["x", TRACED[:-1], f"{TRACED}\n{'x' * 513}"])
+def test_no_update_is_encoded_with_what_is_no_trace_context(junk: str) -> None:
+    update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", trace_context=junk)
+    with pytest.raises(ConfigurationError, match="no trace context"):
+        codec.encode(update)
+
+
 @given(strategies.messages, st.integers(16, 71), st.integers(0, 255))
 def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
     message: Message, position: int, value: int

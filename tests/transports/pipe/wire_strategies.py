@@ -34,6 +34,16 @@ identities = st.binary(min_size=16, max_size=16)
 slots = st.builds(SlotRef, segment=numbers, seal=identities) | st.builds(
     SlotRef, segment=numbers, seal=identities, device=identities, nbytes=st.just(2**63 - 1)
 )
+#: What a W3C trace context is, with and without a tracestate.
+trace_contexts = st.builds(
+    lambda version, trace, span, flags, state: f"{version:02x}-{trace:032x}-{span:016x}-{flags:02x}" + state,
+    st.integers(0, 254),
+    wide,
+    numbers,
+    st.integers(0, 255),
+    st.just("")
+    | st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=64).map("\n{}".format),
+)
 updates = st.builds(
     Update,
     model_id=model_ids,
@@ -45,6 +55,7 @@ updates = st.builds(
     nbytes=sizes,
     extras=blobs,
     slot=st.none() | slots,
+    trace_context=st.just("") | trace_contexts,
 )
 outcomes = st.builds(
     Outcome,

@@ -132,6 +132,19 @@ def test_show_and_export_from_the_command_line(folder: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
+def test_json_on_standard_output_has_every_row_and_the_chart_is_on_standard_error(folder: Path, chart: Chart) -> None:
+    shown = CliRunner().invoke(build(), ["trace", "show", str(folder), "--limit", "3", "--json", "-"])
+
+    record = json.loads(shown.stdout)
+    assert shown.exit_code == 0
+    assert record["machines"] == list(chart.lanes)
+    assert [(row["text"], row["from"], row["to"]) for row in record["rows"]] == [
+        (row.text, row.lane, row.to) for row in chart.rows
+    ]
+    assert {state["lane"] for state in record["states"]} == {0, 1}
+    assert "more rows" in shown.stderr
+
+
 @pytest.mark.parametrize("words", [["--run", "7"], []], ids=["no such run", "no trace"])
 def test_what_cannot_be_shown_is_said_with_exit_code_2(folder: Path, tmp_path: Path, words: list[str]) -> None:
     place = folder if words else tmp_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -75,10 +76,14 @@ def test_a_missing_gymnasium_is_named_with_its_extra(
     assert said == "weightsync: weightsync demo needs the extra 'rl': pip install 'weightsync[rl]'.\n"
 
 
-def test_plain_lines_tell_all_there_is(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_and_the_json_tell_all_there_is(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("weightsync.cli._demo_display._SECONDS_PER_LINE", 0.5)
 
-    shown = runner.invoke(build(), ["demo", "--scheme", "pipe", "--async", "--seconds", "3", "--kill-worker"])
+    report = tmp_path / "demo.json"
+    options = ["--scheme", "pipe", "--async", "--seconds", "3", "--kill-worker", "--json", str(report)]
+    shown = runner.invoke(build(), ["demo", *options])
 
     assert shown.exit_code == 0, shown.output
     assert "CartPole-v1, 2 workers over pipes, asynchronous sync, seed 0" in shown.output
@@ -89,6 +94,10 @@ def test_plain_lines_tell_all_there_is(runner: CliRunner, monkeypatch: pytest.Mo
     assert re.search(r"report of version \d+: worker 1 is LOST", shown.output)
     assert re.search(r"worker 1 .* killed, and reported LOST", shown.output)
     assert re.search(r"proved: the only remaining worker serves version \d+, by digest", shown.output)
+    record = json.loads(report.read_text(encoding="utf-8"))
+    assert [worker["verdict"] for worker in record["workers"]] == ["PROVED", "KILLED"]
+    assert record["workers"][0]["serves"] == record["sent"]
+    assert (record["failures"], record["scheme"]) == ([], "pipe")
 
 
 def test_a_digest_that_differs_fails_the_run_with_exit_code_1(

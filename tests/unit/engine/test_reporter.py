@@ -40,8 +40,9 @@ class Reported:
     def sends(self, pack_s: float = 0.0, targets: tuple[int, ...] | None = None) -> int:
         """Dispatch a version; which it is."""
         sent = packed()
+        sent.pack_s = pack_s
         version = self.driver.dispatch(pure.SendAsync(targets), sent)
-        self.reporter.dispatched(pack_s, sent)
+        self.reporter.dispatched(sent)
         return version
 
     def concluded(self, version: int) -> SyncReport:

@@ -1,0 +1,382 @@
+"""`on_event`: everything that happens is told once, and no callback can delay a sync, break it, or outlive a close."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Pair, pair, scheme_class  # noqa: F401 - fixtures
+from scripted import EPOCH, Fleet, Scripted, ack, hello, refusal
+
+from weightsync import (
+    ConfigurationError,
+    EventKind,
+    MultiProcessWeightSyncScheme,
+    Outcome,
+    OutcomeKind,
+    SyncEvent,
+    SyncPhase,
+    SyncReport,
+    SyncRole,
+    WireDtype,
+)
+from weightsync.engine import events as module
+from weightsync.engine.events import Events
+from weightsync.engine.observing import SenderObserver
+from weightsync.protocol import sender as pure
+
+
+class Listener:
+    """Keeps what it is given, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[SyncEvent] = []
+        self._more = threading.Condition()
+
+    def __call__(self, event: SyncEvent) -> None:
+        with self._more:
+            self.events.append(event)
+            self._more.notify_all()
+
+    def until(self, count: int) -> list[SyncEvent]:
+        """The events, once there are so many."""
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.events) >= count, PATIENCE), self.events
+            return list(self.events)
+
+
+class Told(Events):
+    """Keeps events at once, without a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[SyncEvent] = []
+        self.subscribe(print)
+
+    def emit(self, event: SyncEvent) -> None:
+        self.found.append(event)
+
+    def takes(self) -> list[tuple[EventKind, int | None, int | None, OutcomeKind | None]]:
+        """What came since the last time."""
+        found, self.found = self.found, []
+        return [(event.kind, event.worker, event.version, event.outcome) for event in found]
+
+
+# ------------------------------------------------------------------------------------------------ what is told
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(Scripted(), Scripted())
+
+
+@pytest.fixture
+def told(fleet: Fleet) -> Told:
+    events = Told()
+    SenderObserver(fleet.driver, events)
+    return events
+
+
+@pytest.mark.untraced("its links are scripted")
+def test_a_dispatch_a_handshake_and_an_answer_are_told_once_with_their_seconds(fleet: Fleet, told: Told) -> None:
+    sent = fleet.sends()
+    assert told.found[0].nbytes == sent.nbytes
+    assert told.takes() == [(EventKind.DISPATCH, 0, 1, None), (EventKind.DISPATCH, 1, 1, None)]
+
+    fleet.receives(0, hello(), ack(1))
+    assert set(told.found[1].seconds) == {SyncPhase.CONNECT, SyncPhase.TRANSFER, SyncPhase.APPLY}
+    assert told.takes() == [(EventKind.JOINED, 0, None, None), (EventKind.REPLY, 0, 1, OutcomeKind.APPLIED)]
+
+    fleet.receives(1, refusal(1))
+    assert told.found[-1].reason == "no"
+    assert told.takes()[-1] == (EventKind.REFUSED, 1, 1, OutcomeKind.REFUSED)
+
+
+@pytest.mark.untraced("its links are scripted")
+def test_a_deadline_an_answer_after_it_and_one_that_is_not_awaited_are_told(fleet: Fleet, told: Told) -> None:
+    fleet.sends()
+    fleet.receives(0, ack(1))
+    told.takes()
+
+    fleet.driver.take(pure.Deadline(1))
+    assert told.takes() == [(EventKind.TIMED_OUT, 1, 1, OutcomeKind.TIMED_OUT)]
+    fleet.receives(1, ack(1))
+    assert told.takes()[-1] == (EventKind.REPLY, 1, 1, OutcomeKind.APPLIED)
+    fleet.receives(1, ack(1))
+    assert told.takes() == [(EventKind.STALE, 1, 1, None)]
+
+
+@pytest.mark.untraced("its links are scripted")
+def test_a_loss_is_told_once_whether_or_not_an_answer_was_owed(fleet: Fleet, told: Told) -> None:
+    fleet.sends(targets=(0,))
+    told.takes()
+
+    for worker in (0, 1):
+        fleet.driver.take(pure.LinkLost(worker, worker + 1, "it died"))
+    assert [event.reason for event in told.found] == ["it died", "it died"]
+    assert told.takes() == [(EventKind.LOST, 0, 1, OutcomeKind.LOST), (EventKind.LOST, 1, None, None)]
+
+
+@pytest.mark.untraced("its links are scripted")
+def test_what_is_given_up_what_was_lost_before_and_the_end_are_told(fleet: Fleet, told: Told) -> None:
+    fleet.driver.take(pure.LinkLost(1, 2, "it died"))
+    fleet.gives_up(1)
+    assert told.takes()[1:] == [
+        (EventKind.DISPATCH, 0, 1, None),
+        (EventKind.LOST, 1, 1, OutcomeKind.LOST),
+        (EventKind.ABANDONED, 0, 1, OutcomeKind.ABANDONED),
+    ]
+    fleet.driver.close()
+    assert told.takes() == [(EventKind.CLOSED, None, None, None)]
+
+
+@pytest.mark.untraced("its links are scripted")
+def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, told: Told) -> None:
+    fleet.sends()
+    fleet.receives(0, ack(1))
+    fleet.receives(1, ack(1))
+    told.takes()
+
+    for worker in (2, 3):
+        fleet.driver.join(worker, Scripted())
+    late = fleet.driver.by_worker()
+    late[2].receives(ack(1))
+    late[3].receives(refusal(1))
+    fleet.driver.pump()
+
+    assert [found for found in told.takes() if found[0] is not EventKind.JOINED] == [
+        (EventKind.DISPATCH, 2, 1, None),
+        (EventKind.DISPATCH, 3, 1, None),
+        (EventKind.REPLY, 2, 1, None),
+        (EventKind.REFUSED, 3, 1, None),
+    ]
+
+
+def test_both_sides_of_a_sync_tell_it_over_real_pipes(pair: Pair) -> None:  # noqa: F811
+    trainer, worker = Listener(), Listener()
+    pair.schemes[0].worker_idx = 7
+    pair.scheme.on_event(trainer)
+    pair.schemes[0].on_event(worker)
+
+    pair.sync()
+    pair.close()
+
+    seen = [(event.kind, event.version) for event in worker.until(3)]
+    assert seen == [(EventKind.JOINED, None), (EventKind.REPLY, 1), (EventKind.CLOSED, None)]
+    assert {event.worker for event in worker.events} == {7}
+    assert {event.role for event in worker.events} == {SyncRole.WORKER}
+    kinds = [event.kind for event in trainer.until(4)]
+    assert kinds == [EventKind.DISPATCH, EventKind.JOINED, EventKind.REPLY, EventKind.CLOSED]
+    [applied] = {event.incarnation for event in (*trainer.events, *worker.events)}
+    assert applied == pair.sender.incarnation
+
+
+# ------------------------------------------------------------------------------------- what a callback cannot do
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.WARNING, "weightsync"):
+        yield caplog
+
+
+def test_a_callback_that_never_returns_delays_no_sync_and_no_close_and_what_is_dropped_is_counted(
+    pair: Pair,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "_CLOSING_S", 0.01)
+    pair.scheme._events = Events(capacity=3)
+    pair.scheme._report_events(pair.sender, None)
+    stuck, seen = threading.Event(), threading.Event()
+
+    def callback(event: SyncEvent) -> None:
+        seen.set()
+        stuck.wait(PATIENCE)
+
+    subscription = pair.scheme.on_event(callback)
+    try:
+        assert all(pair.sync().ok for _ in range(4))
+        assert seen.wait(PATIENCE)
+        dropped = subscription.dropped
+        # Two events for each update and one for the handshake; one is in the callback at most, and three wait.
+        assert dropped >= 2 * 4 + 1 - 4
+        pair.scheme.close()
+        assert subscription.dropped > dropped
+    finally:
+        stuck.set()
+    assert "events were dropped" in logged.text
+    assert "its thread ends when it returns" in logged.text
+
+
+def test_what_a_callback_raises_is_logged_and_counted_and_others_are_called(
+    pair: Pair,  # noqa: F811
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    def callback(event: SyncEvent) -> None:
+        if event.kind is EventKind.REPLY:
+            raise SystemExit(3)
+        raise ValueError("no")
+
+    failing, listener = pair.scheme.on_event(callback), Listener()
+    pair.scheme.on_event(listener)
+
+    assert pair.sync().ok
+    pair.scheme.close()
+
+    assert failing.failures == len(listener.until(4)) == 4
+    assert "a callback of on_event() failed on dispatch" in logged.text
+
+
+@pytest.mark.untraced("its links are scripted")
+def test_an_error_in_the_making_of_events_is_logged_and_the_step_is_taken(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    broken = Told()
+    monkeypatch.setattr(broken, "emit", lambda event: 1 / 0)
+    SenderObserver(fleet.driver, broken)
+
+    fleet.sends()
+
+    assert fleet.driver.data.version == 1
+    assert "the sync is not affected" in logged.text
+
+
+def test_a_callback_may_close_the_scheme(pair: Pair) -> None:  # noqa: F811
+    closed = threading.Event()
+
+    def callback(event: SyncEvent) -> None:
+        if event.kind is EventKind.REPLY:
+            pair.scheme.close()
+            closed.set()
+
+    pair.scheme.on_event(callback)
+    pair.sync()
+
+    assert closed.wait(PATIENCE)
+
+
+# --------------------------------------------------------------------------------------------------- its thread
+
+
+def events_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "weightsync-events"]
+
+
+def test_no_thread_and_no_watched_step_while_nobody_listens(pair: Pair) -> None:  # noqa: F811
+    pair.sync()
+
+    assert events_threads() == []
+    assert pair.sender._driver._pure_step is pure.step
+
+
+def test_the_thread_ends_when_only_the_sender_is_closed(pair: Pair) -> None:  # noqa: F811
+    listener = Listener()
+    pair.scheme.on_event(listener)
+    pair.sync()
+    running = events_threads()
+
+    pair.sender.close()
+
+    listener.until(4)
+    for thread in running:
+        thread.join(PATIENCE)
+    assert events_threads() == []
+
+
+def test_the_thread_ends_when_nothing_happens_and_the_next_event_starts_another(
+    pair: Pair,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_IDLE_S", 0.001)
+    listener = Listener()
+    pair.scheme.on_event(listener)
+    pair.sync()
+    for thread in events_threads():
+        thread.join(PATIENCE)
+
+    pair.sync()
+
+    assert [event.version for event in listener.until(5) if event.kind is EventKind.REPLY] == [1, 2]
+
+
+def test_a_forked_child_and_a_copy_have_no_callbacks_and_the_parent_keeps_its_own(pair: Pair) -> None:  # noqa: F811
+    listener = Listener()
+    pair.scheme.on_event(listener)
+    events = pair.scheme._events
+    pair.sync()
+    listener.until(3)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        child = os.fork()
+    if child == 0:
+        os._exit(int(pair.scheme._events is not None or events.are_watched or events._thread is not None))
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    for other in (copy.copy(pair.scheme), pickle.loads(pickle.dumps(pair.scheme))):
+        assert other._events is None
+    pair.sync()
+    assert listener.until(5)[-1].version == 2
+
+
+def test_a_subscription_that_was_cancelled_is_not_called_again(pair: Pair) -> None:  # noqa: F811
+    cancelled, listener = Listener(), Listener()
+    subscription = pair.scheme.on_event(cancelled)
+    pair.scheme.on_event(listener)
+    pair.sync()
+    listener.until(3)
+
+    subscription.cancel()
+    subscription.cancel()
+    pair.sync()
+    listener.until(5)
+
+    assert len(cancelled.events) == 3
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    callback: Any = "print"
+    with pytest.raises(ConfigurationError, match="'print'"):
+        MultiProcessWeightSyncScheme().on_event(callback)
+
+
+# ---------------------------------------------------------------------------------------- a report as plain data
+
+
+def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> None:
+    nested = SyncReport(model_id="policy", version=3, incarnation=2**90, outcomes={})
+    outcome = Outcome(kind=OutcomeKind.APPLIED, nested=nested, seconds=0.5)
+    report = SyncReport(
+        model_id="policy",
+        version=4,
+        incarnation=2**90,
+        outcomes={0: outcome, 1: Outcome(kind=OutcomeKind.LOST, reason="it died")},
+        wire_dtype=WireDtype.BFLOAT16,
+        superseded={0: (2, 3)},
+        left={5: "it was closed"},
+        previous=nested,
+    )
+    plain = report.to_dict()
+
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain.keys() == {*SyncReport.__dataclass_fields__, "ok"}
+    assert plain["outcomes"]["0"].keys() == set(Outcome.__dataclass_fields__)
+    assert (plain["ok"], plain["incarnation"], plain["wire_dtype"]) == (False, 2**90, "bfloat16")
+    assert plain["outcomes"]["1"] == {**Outcome(kind=OutcomeKind.LOST).to_dict(), "reason": "it died"}
+    assert (plain["superseded"], plain["left"]) == ({"0": [2, 3]}, {"5": "it was closed"})
+    assert plain["outcomes"]["0"]["nested"] == plain["previous"] == nested.to_dict()
+
+
+@pytest.mark.untraced("its links are scripted")
+def test_the_incarnation_of_an_event_is_its_senders(fleet: Fleet, told: Told) -> None:
+    fleet.sends()
+
+    assert {event.incarnation for event in told.found} == {EPOCH}

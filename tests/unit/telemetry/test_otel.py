@@ -1,0 +1,236 @@
+"""OpenTelemetry: a send, its workers and what they apply are one tree of spans, across processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Crew, WorkerSetup, crew, join, receive, small  # noqa: F401 - a fixture
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from torch import nn
+
+from weightsync import EventKind, MissingExtraError, MultiProcessWeightSyncScheme, OutcomeKind, SyncEvent, SyncRole
+from weightsync.protocol.codec import is_trace_context
+from weightsync.telemetry.otel import Spans, trace_scheme
+
+
+class Exported:
+    """A tracer provider of the SDK, and the spans that have ended."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self._exporter.get_finished_spans() if span.name == name]
+
+
+@pytest.fixture
+def exported() -> Iterator[Exported]:
+    made = Exported()
+    yield made
+    made.provider.shutdown()
+
+
+# ------------------------------------------------------------------------------ what a worker process is told to do
+
+
+class Refusing(nn.Linear):
+    """A model whose extra state cannot be set."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        raise ValueError("not today")
+
+
+def traced(setup: WorkerSetup, make: Callable[..., nn.Module] = small) -> None:
+    """Join, and trace."""
+    setup.kept["exported"] = Exported()
+    trace_scheme(setup.scheme, setup.kept["exported"].provider)
+    join(setup, make)
+
+
+def spans(setup: WorkerSetup) -> list[tuple[str, int, int, str, int]]:
+    """Close; then name, trace, parent, status and version of the spans that this process has exported."""
+    setup.scheme.close()
+    found = setup.kept["exported"].named("apply weights")
+    return [
+        (s.name, s.context.trace_id, s.parent.span_id, s.status.status_code.name, s.attributes["weightsync.version"])
+        for s in found
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- the tests
+
+
+def test_a_send_is_one_tree_of_spans_over_two_processes_with_a_worker_that_was_killed(
+    crew: Crew,  # noqa: F811
+    exported: Exported,
+) -> None:
+    serving, killed = workers = crew.start(MultiProcessWeightSyncScheme(), 2)
+    serving.do(traced)
+    killed.do(join)
+    scheme = MultiProcessWeightSyncScheme()
+    trace_scheme(scheme, exported.provider)
+    scheme.init_on_sender(
+        "policy", pipes=[each.pipe for each in workers], processes=[each.process for each in workers], model=small()
+    )
+    sender = scheme.get_sender()
+    for each in workers:
+        each.tell(receive)
+    with exported.provider.get_tracer("trainer").start_as_current_span("step") as step:
+        assert sender.send(timeout=PATIENCE).ok
+    for each in workers:
+        each.answer()
+    killed.kill()
+    serving.tell(receive)
+    report = sender.send(timeout=PATIENCE, on_failure="report")
+    serving.answer()
+    applied = serving.do(spans)
+    scheme.close()
+
+    assert report[1].kind is OutcomeKind.LOST
+    first, second = exported.named("send weights")
+    assert first.parent.span_id == step.get_span_context().span_id
+    assert [span.attributes["weightsync.version"] for span in (first, second)] == [1, 2]
+    below = exported.named("update worker")
+    assert sorted(
+        (
+            span.parent.span_id,
+            span.attributes["weightsync.worker"],
+            span.attributes["weightsync.outcome"],
+            span.status.status_code,
+        )
+        for span in below
+    ) == sorted(
+        [
+            (first.context.span_id, 0, "applied", StatusCode.UNSET),
+            (first.context.span_id, 1, "applied", StatusCode.UNSET),
+            (second.context.span_id, 0, "applied", StatusCode.UNSET),
+            (second.context.span_id, 1, "lost", StatusCode.ERROR),
+        ]
+    )
+    assert applied == [
+        ("apply weights", send.context.trace_id, send.context.span_id, "UNSET", version)
+        for version, send in ((1, first), (2, second))
+    ]
+    for send in (first, second):
+        inside = [span for span in below if span.parent.span_id == send.context.span_id]
+        assert all(send.start_time <= span.start_time <= span.end_time <= send.end_time for span in inside)
+
+
+def test_a_worker_that_refuses_has_spans_with_an_error_on_both_sides(crew: Crew, exported: Exported) -> None:  # noqa: F811
+    [worker] = crew.start(MultiProcessWeightSyncScheme())
+    worker.do(traced, Refusing)
+    with MultiProcessWeightSyncScheme() as scheme:
+        trace_scheme(scheme, exported.provider)
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=Refusing())
+        worker.tell(receive)
+        scheme.get_sender().send(timeout=PATIENCE, on_failure="report")
+        worker.answer()
+        [(_, trace_id, parent, status, _)] = worker.do(spans)
+    [send], [below] = exported.named("send weights"), exported.named("update worker")
+
+    assert (trace_id, parent, status) == (send.context.trace_id, send.context.span_id, "ERROR")
+    assert below.attributes["weightsync.outcome"] == "refused"
+    assert "not today" in below.status.description
+
+
+# ------------------------------------------------------------------------------------------ one event after another
+
+
+def event(kind: EventKind, version: int | None, worker: int | None = 0, **more: Any) -> SyncEvent:
+    return SyncEvent(kind=kind, role=SyncRole.TRAINER, model_id="policy", version=version, worker=worker, **more)
+
+
+def test_a_version_that_times_out_keeps_its_spans_open_until_it_is_given_up(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    context = made.begin("policy", 1, 0.0)
+    made.take(event(EventKind.DISPATCH, 1, trace_context=context))
+    made.take(event(EventKind.TIMED_OUT, 1, outcome=OutcomeKind.TIMED_OUT))
+    assert exported.named("update worker") == exported.named("send weights") == []
+
+    made.take(event(EventKind.ABANDONED, 1, outcome=OutcomeKind.ABANDONED, reason="given up by the caller"))
+
+    [send], [below] = exported.named("send weights"), exported.named("update worker")
+    assert [each.name for each in below.events] == ["the deadline has passed"]
+    assert below.status.description == "given up by the caller"
+    assert send.end_time == below.end_time
+
+
+def test_spans_whose_events_were_dropped_end_with_the_next_version_and_at_the_close(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    for version in (1, 2):
+        made.take(event(EventKind.DISPATCH, version, trace_context=made.begin("policy", version, 0.0)))
+    assert [span.attributes["weightsync.version"] for span in exported.named("send weights")] == [1]
+
+    made.take(event(EventKind.CLOSED, None, None))
+
+    assert [span.attributes["weightsync.version"] for span in exported.named("send weights")] == [1, 2]
+    assert len(exported.named("update worker")) == 2
+
+
+def test_a_loss_beside_a_send_that_has_just_begun_does_not_end_it(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    made.begin("policy", 1, 0.0)
+    made.take(event(EventKind.LOST, None))
+
+    assert exported.named("send weights") == []
+
+
+def test_a_target_that_was_lost_before_has_a_span_too(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    context = made.begin("policy", 1, 0.0)
+    made.take(event(EventKind.LOST, 1, 5, outcome=OutcomeKind.LOST, reason="it died", trace_context=context))
+
+    [send], [below] = exported.named("send weights"), exported.named("update worker")
+    assert (below.parent.span_id, below.status.description) == (send.context.span_id, "it died")
+
+
+def test_a_tracestate_is_carried_and_one_that_is_too_long_is_left_out(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    carried = []
+    for state in ({"vendor": "value"}, {"vendor": "x" * 250, "other": "y" * 250, "third": "z" * 250}):
+        parent = trace.SpanContext(1, 2, True, trace.TraceFlags(1), trace.TraceState(list(state.items())))
+        with trace.use_span(trace.NonRecordingSpan(parent)):
+            carried.append(made.begin("policy", 1, 0.0))
+
+    assert all(map(is_trace_context, carried))
+    assert carried[0].endswith("\nvendor=value")
+    assert "\n" not in carried[1]
+
+
+def test_without_an_sdk_nothing_is_carried_and_nothing_fails() -> None:
+    made = Spans(trace.NoOpTracerProvider().get_tracer("test"))
+    assert made.begin("policy", 1, 0.0) == ""
+    made.take(event(EventKind.DISPATCH, 1))
+    made.take(event(EventKind.REPLY, 1, outcome=OutcomeKind.APPLIED))
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("otel", "opentelemetry.context"), ("prometheus", "prometheus_client")]
+)
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    spec = importlib.util.find_spec(f"weightsync.telemetry.{module}")
+    assert spec is not None
+    assert spec.loader is not None
+
+    with pytest.raises(MissingExtraError, match=re.escape(f"pip install 'weightsync[{module}]'")):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,193 @@
+"""Prometheus: a scraped page says what happened to every worker, also during a run in which one is killed."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Crew, crew, join, receive, serve, small  # noqa: F401 - a fixture
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from weightsync import EventKind, MultiProcessWeightSyncScheme, OutcomeKind, SyncEvent, SyncPhase, SyncRole
+from weightsync.telemetry.prometheus import Metrics
+
+Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class Counted:
+    """Metrics, and the page that a registry makes of them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+    def page(self) -> Page:
+        """The page as Prometheus reads it: the value of each sample, by its name and labels."""
+        families = text_string_to_metric_families(self.text())
+        return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+class Scraped(Counted):
+    """The same, scraped over HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server, self._thread = start_http_server(0, "127.0.0.1", self.registry)
+
+    def text(self) -> str:
+        address = f"http://127.0.0.1:{self._server.server_port}/metrics"
+        with urllib.request.urlopen(address, timeout=PATIENCE) as page:
+            text: str = page.read().decode()
+        return text
+
+    def end(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(PATIENCE)
+
+
+@pytest.fixture
+def scraped() -> Iterator[Scraped]:
+    made = Scraped()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def counted() -> Counted:
+    return Counted()
+
+
+def sample(page: Page, name: str, **labels: Any) -> float | None:
+    """One value; None: it is not there."""
+    return page.get((name, frozenset((key, str(value)) for key, value in labels.items())))
+
+
+def test_a_scraped_page_follows_a_run_in_which_a_worker_is_killed(crew: Crew, scraped: Scraped) -> None:  # noqa: F811
+    workers = crew.start(MultiProcessWeightSyncScheme(), 2)
+    arrived, seen = threading.Condition(), []
+
+    def note(event: SyncEvent) -> None:
+        with arrived:
+            seen.append(event.kind)
+            arrived.notify_all()
+
+    scheme, model = MultiProcessWeightSyncScheme(), small()
+    scraped.metrics.watch(scheme)
+    scheme.on_event(note)  # called after the metrics
+    scheme.init_on_sender(
+        "actor", pipes=[each.pipe for each in workers], processes=[each.process for each in workers], model=model
+    )
+    sender = scheme.get_sender()
+    for each in workers:
+        each.do(_join_actor)
+    for version in (1, 2):
+        for each in workers:
+            each.tell(serve, version)
+        assert sender.send(timeout=PATIENCE).ok
+        for each in workers:
+            each.answer()
+    with arrived:
+        assert arrived.wait_for(lambda: seen.count(EventKind.REPLY) == 4, PATIENCE)
+    before = scraped.page()
+    workers[1].kill()
+    workers[0].tell(receive)
+    report = sender.send(timeout=PATIENCE, on_failure="report")
+    workers[0].answer()
+    with arrived:
+        assert arrived.wait_for(lambda: EventKind.LOST in seen and seen.count(EventKind.REPLY) == 5, PATIENCE)
+    after = scraped.page()
+    scheme.close()
+
+    served = {"model": "actor", "role": "trainer"}
+    assert [sample(before, "weightsync_served_version", worker=each, **served) for each in (0, 1)] == [2, 2]
+    assert sample(before, "weightsync_workers", model="actor") == 2
+    assert [sample(after, "weightsync_served_version", worker=each, **served) for each in (0, 1)] == [3, None]
+    assert [sample(after, "weightsync_staleness_versions", model="actor", worker=each) for each in (0, 1)] == [0, None]
+    assert sample(after, "weightsync_workers", model="actor") == 1
+    assert sample(after, "weightsync_sent_version", model="actor") == 3
+    assert sample(after, "weightsync_outcomes_total", model="actor", outcome="applied") == 5
+    assert (
+        sample(after, "weightsync_outcomes_total", model="actor", outcome="lost")
+        == len(report.of(OutcomeKind.LOST))
+        == 1
+    )
+    assert sample(after, "weightsync_phase_seconds_count", phase="pack", **served) == 3
+    assert sample(after, "weightsync_phase_seconds_count", phase="apply", **served) == 5
+    assert (sample(before, "weightsync_bytes_total", model="actor") or 0) == 4 * report.nbytes
+    assert sample(after, "weightsync_dropped_events_total") == 0
+
+
+def _join_actor(setup: Any) -> None:
+    setup.model = small()
+    setup.scheme.init_on_worker("actor", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+
+
+def event(kind: EventKind, version: int | None = None, worker: int | None = 0, **more: Any) -> SyncEvent:
+    more = {"role": SyncRole.TRAINER, "model_id": "policy", **more}
+    return SyncEvent(kind=kind, version=version, worker=worker, **more)
+
+
+def test_a_worker_that_does_not_answer_is_further_behind_with_each_version(counted: Counted) -> None:
+    for worker in (0, 1):
+        counted.metrics.take(event(EventKind.JOINED, worker=worker))
+    for version in (1, 2, 3):
+        counted.metrics.take(event(EventKind.DISPATCH, version, 0, nbytes=8, seconds={SyncPhase.PACK: 1.0}))
+        counted.metrics.take(event(EventKind.DISPATCH, version, 1, nbytes=8, seconds={SyncPhase.PACK: 1.0}))
+        counted.metrics.take(event(EventKind.REPLY, version, 0, outcome=OutcomeKind.APPLIED))
+        counted.metrics.take(event(EventKind.TIMED_OUT, version, 1, outcome=OutcomeKind.TIMED_OUT))
+    page = counted.page()
+
+    assert [sample(page, "weightsync_staleness_versions", model="policy", worker=each) for each in (0, 1)] == [0, 3]
+    assert sample(page, "weightsync_outcomes_total", model="policy", outcome="timed_out") == 3
+    assert sample(page, "weightsync_bytes_total", model="policy") == 48
+    assert sample(page, "weightsync_phase_seconds_sum", model="policy", role="trainer", phase="pack") == 3
+
+
+def test_the_next_sender_of_a_model_counts_from_1_and_the_last_values_stay_until_then(counted: Counted) -> None:
+    for version in (1, 2):
+        counted.metrics.take(event(EventKind.DISPATCH, version))
+        counted.metrics.take(event(EventKind.REPLY, version, outcome=OutcomeKind.APPLIED))
+    counted.metrics.take(event(EventKind.CLOSED, worker=None))
+    closed = counted.page()
+    counted.metrics.take(event(EventKind.JOINED))
+    counted.metrics.take(event(EventKind.DISPATCH, 1))
+    again = counted.page()
+
+    names = ("weightsync_sent_version", "weightsync_workers")
+    assert [sample(closed, name, model="policy") for name in names] == [2, 0]
+    assert sample(closed, "weightsync_staleness_versions", model="policy", worker=0) == 0
+    assert [sample(again, name, model="policy") for name in names] == [1, 1]
+    assert sample(again, "weightsync_staleness_versions", model="policy", worker=0) == 1
+
+
+def test_a_worker_has_metrics_of_its_own(counted: Counted) -> None:
+    told: Any = {"role": SyncRole.WORKER, "worker": 7}
+    counted.metrics.take(event(EventKind.REPLY, 4, outcome=OutcomeKind.APPLIED, seconds={SyncPhase.APPLY: 0.5}, **told))
+    counted.metrics.take(event(EventKind.STALE, 3, **told))
+    page = counted.page()
+
+    assert sample(page, "weightsync_served_version", model="policy", role="worker", worker=7) == 4
+    assert sample(page, "weightsync_phase_seconds_sum", model="policy", role="worker", phase="apply") == 0.5
+    assert sample(page, "weightsync_stale_total", model="policy", role="worker") == 1
+
+
+def test_events_that_were_dropped_are_on_the_page_of_all_schemes_that_are_watched(counted: Counted) -> None:
+    for count in (2, 3):
+        subscription = counted.metrics.watch(MultiProcessWeightSyncScheme())
+        subscription._events.dropped = count
+
+    assert sample(counted.page(), "weightsync_dropped_events_total") == 5
+
+
+def test_one_registry_takes_one_set_of_metrics(counted: Counted) -> None:
+    with pytest.raises(ValueError, match="Duplicated"):
+        Metrics(counted.registry)

@@ -1,0 +1,272 @@
+"""Typed events of one scheme, and the thread that gives them to callbacks. No sync waits for a callback."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from weightsync.clock import wall_time
+from weightsync.errors import ConfigurationError
+from weightsync.protocol.report import OutcomeKind
+from weightsync.transports.process import forget_after_fork
+
+logger = logging.getLogger("weightsync")
+
+#: How many events may wait for the callbacks. Further ones are dropped, and counted.
+CAPACITY: Final = 4096
+#: The thread ends after so many seconds without an event; the next event starts another.
+_IDLE_S: Final = 5.0
+#: How many seconds `Events.close` waits for the callbacks to take what is queued.
+_CLOSING_S: Final = 5.0
+
+
+class EventKind(enum.Enum):
+    """What happened."""
+
+    #: The trainer sends a version to a worker.
+    DISPATCH = "dispatch"
+    #: A worker serves a version: in the trainer its ack has arrived, in the worker the version is live.
+    REPLY = "reply"
+    #: A worker refused a version, or the handshake, and serves what it served before.
+    REFUSED = "refused"
+    #: In the trainer, a worker is lost or gone; in the worker, the trainer is.
+    LOST = "lost"
+    #: The handshake with a worker, or in a worker with a trainer, is complete.
+    JOINED = "joined"
+    #: In the trainer, an answer came that was no longer awaited; in the worker, an update that was out of date.
+    STALE = "stale"
+    #: A wait ended at its deadline, and this worker had not answered. The version is still outstanding.
+    TIMED_OUT = "timed_out"
+    #: The trainer gave a version up, and this worker had not answered.
+    ABANDONED = "abandoned"
+    #: This side was closed.
+    CLOSED = "closed"
+
+
+class SyncRole(enum.Enum):
+    """Which side reports an event."""
+
+    TRAINER = "trainer"
+    WORKER = "worker"
+
+
+class SyncPhase(enum.Enum):
+    """What the time of one version on one worker was spent on."""
+
+    #: Extracting and packing the weights; once for all workers.
+    PACK = "pack"
+    #: From the dispatch until the worker was connected; 0 if it was.
+    CONNECT = "connect"
+    #: From the dispatch to the answer, without `CONNECT`. It includes `APPLY`.
+    TRANSFER = "transfer"
+    #: In the worker, from the arrival of the update to the end of its swap.
+    APPLY = "apply"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncEvent:
+    """Something that happened to one version on one worker, to one worker, or to one side.
+
+    Attributes:
+        kind: what happened.
+        role: which side reports it.
+        model_id: the name of the model.
+        time: when, in seconds since the epoch.
+        incarnation: the sender's; 0: it has none yet.
+        worker: the worker's id; None: it concerns no single worker, or this worker does not know its id.
+        version: the version; None: it concerns none.
+        outcome: the worker's outcome, where this event decides it; None: it does not.
+        reason: why, in words; empty: nothing went wrong.
+        seconds: the phases that are known, in seconds.
+        nbytes: for `EventKind.DISPATCH`, the size of the weights in bytes; otherwise 0.
+        trace_context: the W3C trace context that the version carries; empty: none.
+    """
+
+    kind: EventKind
+    role: SyncRole
+    model_id: str
+    time: float = field(default_factory=wall_time)
+    incarnation: int = 0
+    worker: int | None = None
+    version: int | None = None
+    outcome: OutcomeKind | None = None
+    reason: str = ""
+    seconds: Mapping[SyncPhase, float] = field(default_factory=dict)
+    nbytes: int = 0
+    trace_context: str = ""
+
+
+#: Takes the events of a scheme, in a thread of their own.
+Callback = Callable[[SyncEvent], object]
+
+
+class Tracer(Protocol):
+    """Gives each version the trace context that its updates carry."""
+
+    def begin(self, model_id: str, version: int, pack_s: float) -> str:
+        """A version is about to be sent. Called in the thread that sends it.
+
+        Args:
+            model_id: the name of the model.
+            version: the version.
+            pack_s: how many seconds it took to pack it.
+
+        Returns:
+            A ``traceparent``, or that, a newline and a ``tracestate``; empty: none.
+        """
+
+
+class Subscription:
+    """A callback of `WeightSyncScheme.on_event`.
+
+    Args:
+        events: the events of the scheme.
+        callback: the callback.
+    """
+
+    def __init__(self, events: Events, callback: Callback) -> None:
+        self._events = events
+        self.callback = callback
+        #: How many times the callback has raised.
+        self.failures = 0
+
+    @property
+    def dropped(self) -> int:
+        """How many events of the scheme were dropped because its callbacks were too slow."""
+        return self._events.dropped
+
+    def cancel(self) -> None:
+        """Call the callback no more, once a call that runs now has returned. Calling this again does nothing."""
+        self._events.cancel(self)
+
+
+class Events:
+    """The events of one scheme. Safe to use from several threads; a forked child has no callbacks.
+
+    Args:
+        capacity: how many events may wait for the callbacks.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        #: Gives versions their trace context; None: they carry none.
+        self.tracer: Tracer | None = None
+        self._begin()
+        forget_after_fork(self)
+
+    def _begin(self) -> None:
+        self.dropped = 0
+        self._subscriptions: tuple[Subscription, ...] = ()
+        # Not queue.Queue: the garbage collector may emit an event in a thread that holds its lock.
+        self._queue: queue.SimpleQueue[SyncEvent] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def forget(self) -> None:
+        """In a forked child, which does not have the thread: have no callbacks."""
+        self.tracer = None
+        self._begin()
+
+    def subscribe(self, callback: Callback) -> Subscription:
+        """Call ``callback`` with each event from now on.
+
+        Raises:
+            ConfigurationError: it cannot be called.
+        """
+        if not callable(callback):
+            raise ConfigurationError(f"on_event() was given {callback!r}: give a function that takes a SyncEvent.")
+        subscription = Subscription(self, callback)
+        with self._lock:
+            self._subscriptions = (*self._subscriptions, subscription)
+        return subscription
+
+    def cancel(self, subscription: Subscription) -> None:
+        """See `Subscription.cancel`."""
+        with self._lock:
+            self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
+
+    @property
+    def are_watched(self) -> bool:
+        """Whether anybody takes them."""
+        return bool(self._subscriptions)
+
+    def emit(self, event: SyncEvent) -> None:
+        """Queue an event for the callbacks. Never blocks; if the queue is full, the event is dropped."""
+        if not self._subscriptions or self._closed:
+            return
+        if self._queue.qsize() >= self._capacity:
+            self._drop(1)
+            return
+        self._queue.put(event)
+        with self._lock:
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._deliver, name="weightsync-events", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            logger.error("the thread for event callbacks cannot be started (%s): their events wait", error)
+
+    def _drop(self, count: int) -> None:
+        with self._lock:
+            before, self.dropped = self.dropped, self.dropped + count
+        if before == 0 or before // self._capacity != self.dropped // self._capacity:
+            logger.warning("%d events were dropped: a callback of on_event() is too slow", self.dropped)
+
+    def _deliver(self) -> None:
+        event: SyncEvent | None = None
+        while not self._ends(event):
+            try:
+                event = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                event = None
+                continue
+            for subscription in self._subscriptions:
+                _call(subscription, event)
+
+    def _ends(self, last: SyncEvent | None) -> bool:
+        """Whether the thread ends: nothing is queued, and a side was closed, or nothing came for a while."""
+        with self._lock:
+            waits = last is not None and last.kind is not EventKind.CLOSED and not self._closed
+            if waits or not self._queue.empty():
+                return False
+            self._thread = None
+            return True
+
+    def close(self) -> None:
+        """End the thread, once the callbacks have taken what is queued; what they have not after 5 s is dropped."""
+        self._closed = True
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(_CLOSING_S)
+        if thread.is_alive():
+            logger.warning("a callback of on_event() still runs: its thread ends when it returns")
+            self._drop(self._emptied())
+
+    def _emptied(self) -> int:
+        """Empty the queue; returns how many events were in it."""
+        count = 0
+        while True:
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                return count
+            count += 1
+
+
+def _call(subscription: Subscription, event: SyncEvent) -> None:
+    try:
+        subscription.callback(event)
+    except BaseException:  # sys.exit() in a callback ends neither the thread nor the events
+        subscription.failures += 1
+        logger.exception("a callback of on_event() failed on %s; the sync is not affected", event.kind.value)

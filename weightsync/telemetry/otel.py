@@ -1,0 +1,175 @@
+"""OpenTelemetry spans: one for each send, one below it for each worker, and one in the worker that applies it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from weightsync.clock import wall_time
+from weightsync.engine.events import EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
+from weightsync.errors import MissingExtraError
+from weightsync.schemes.base import WeightSyncScheme
+
+try:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import (
+        Span,
+        Status,
+        StatusCode,
+        Tracer,
+        TracerProvider,
+        get_tracer_provider,
+        set_span_in_context,
+    )
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ModuleNotFoundError as error:
+    raise MissingExtraError("otel", "Tracing with OpenTelemetry") from error
+
+#: A tracestate that is longer is not passed on.
+_LONGEST_STATE: Final = 512
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+_ENDINGS: Final = {
+    EventKind.REPLY: "",
+    EventKind.REFUSED: "it refused the version",
+    EventKind.LOST: "it is lost",
+    EventKind.ABANDONED: "the version was given up",
+}
+
+
+def trace_scheme(scheme: WeightSyncScheme, tracer_provider: TracerProvider | None = None) -> Subscription:
+    """Make spans of what a scheme does, on each side that this process has.
+
+    In the trainer, ``send weights`` lasts from the extraction of the weights until every worker has an outcome. It
+    is a child of the span that is current in the thread that sends. Below it, ``update worker`` lasts from the
+    dispatch to one worker until its outcome. In the worker, ``apply weights`` lasts from the arrival of the update
+    until the version is live. Its parent is the send, whose W3C trace context travels in the update. Only the start of
+    a send's span runs in the thread that sends.
+
+    Args:
+        scheme: the scheme, initialised or not. Call it in the trainer and in each worker.
+        tracer_provider: makes the spans; None: the global one.
+
+    Returns:
+        The subscription; after `Subscription.cancel` there are no more spans.
+
+    Raises:
+        MissingExtraError: (an ImportError, when this module is imported) `opentelemetry-api` is not installed.
+    """
+    provider = get_tracer_provider() if tracer_provider is None else tracer_provider
+    spans = Spans(provider.get_tracer("weightsync"))
+    return scheme.on_event(spans.take, tracer=spans)
+
+
+class Spans:
+    """The spans of one scheme.
+
+    Args:
+        tracer: makes them.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        #: Held for moments: sends begin in the threads that send, and all else happens in the events' own.
+        self._lock = threading.Lock()
+        self._sends: dict[int, Span] = {}
+        self._workers: dict[int, tuple[int, Span]] = {}
+
+    def begin(self, model_id: str, version: int, pack_s: float) -> str:
+        """Begin the span of a send; returns the trace context that its updates carry."""
+        span = self._tracer.start_span(
+            "send weights",
+            start_time=_nanoseconds(wall_time() - pack_s),
+            attributes={"weightsync.model_id": model_id, "weightsync.version": version, "weightsync.pack_s": pack_s},
+        )
+        with self._lock:
+            self._sends[version] = span
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, context=set_span_in_context(span))
+        parts = carrier.get("traceparent", ""), carrier.get("tracestate", "")
+        return "\n".join(part for part in parts if part and len(part) <= _LONGEST_STATE)
+
+    def take(self, event: SyncEvent) -> None:
+        """Begin or end what an event begins or ends."""
+        if event.role is SyncRole.WORKER:
+            self._applied(event)
+        elif event.kind is EventKind.DISPATCH:
+            self._dispatched(event)
+        elif event.kind in _ENDINGS:
+            self._answered(event)
+        elif event.kind is EventKind.TIMED_OUT and event.worker in self._workers:
+            self._workers[event.worker][1].add_event("the deadline has passed", timestamp=_nanoseconds(event.time))
+        elif event.kind is EventKind.CLOSED:
+            for worker in list(self._workers):
+                self._end_worker(worker, event, "the sender was closed")
+            self._end_sends(event)
+
+    def _dispatched(self, event: SyncEvent) -> None:
+        assert event.worker is not None
+        assert event.version is not None
+        self._end_worker(event.worker, event, "a newer version was sent")
+        self._end_sends(event, before=event.version)
+        span = self._start("update worker", event, event.time)
+        span.set_attribute("weightsync.nbytes", event.nbytes)
+        self._workers[event.worker] = event.version, span
+
+    def _answered(self, event: SyncEvent) -> None:
+        worker = event.worker
+        if worker is None:
+            return
+        if event.version is not None and event.outcome is not None and worker not in self._workers:
+            # It was lost before the send: no update was dispatched to it.
+            self._workers[worker] = event.version, self._start("update worker", event, event.time)
+        version = self._workers[worker][0] if worker in self._workers else None
+        if version is None or event.version not in (None, version):
+            return
+        self._end_worker(worker, event, event.reason or _ENDINGS[event.kind])
+        if not self._workers:
+            self._end_sends(event, before=version + 1)
+
+    def _applied(self, event: SyncEvent) -> None:
+        """In the worker: the span of a version that is live, or was refused."""
+        if event.kind not in (EventKind.REPLY, EventKind.REFUSED) or event.version is None:
+            return
+        span = self._start("apply weights", event, event.time - event.seconds.get(SyncPhase.APPLY, 0.0))
+        _finish(span, event, event.reason)
+
+    def _start(self, name: str, event: SyncEvent, at: float) -> Span:
+        traceparent, _, tracestate = event.trace_context.partition("\n")
+        carried = {"traceparent": traceparent, "tracestate": tracestate}
+        span = self._tracer.start_span(
+            name, context=_PROPAGATOR.extract(carried, context=Context()), start_time=_nanoseconds(at)
+        )
+        span.set_attribute("weightsync.model_id", event.model_id)
+        if event.version is not None:
+            span.set_attribute("weightsync.version", event.version)
+        if event.worker is not None:
+            span.set_attribute("weightsync.worker", event.worker)
+        return span
+
+    def _end_worker(self, worker: int, event: SyncEvent, reason: str) -> None:
+        if worker in self._workers:
+            _, span = self._workers.pop(worker)
+            _finish(span, event, reason)
+
+    def _end_sends(self, event: SyncEvent, before: int | None = None) -> None:
+        """End the sends of all versions, or of those before one."""
+        with self._lock:
+            over = [version for version in self._sends if before is None or version < before]
+            ended = [self._sends.pop(version) for version in over]
+        for span in ended:
+            span.end(end_time=_nanoseconds(event.time))
+
+
+def _finish(span: Span, event: SyncEvent, reason: str) -> None:
+    """End a span, with the outcome that the event decided."""
+    if event.outcome is not None:
+        span.set_attribute("weightsync.outcome", event.outcome.value)
+    for phase, seconds in event.seconds.items():
+        span.set_attribute(f"weightsync.{phase.value}_s", seconds)
+    if event.kind is not EventKind.REPLY:
+        span.set_status(Status(StatusCode.ERROR, reason))
+    span.end(end_time=_nanoseconds(event.time))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
