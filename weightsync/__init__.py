@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weightsync.errors import MissingExtraError as MissingExtraError
     from weightsync.errors import ModelBusyError as ModelBusyError
     from weightsync.errors import ModelPathError as ModelPathError
+    from weightsync.errors import PartlyLoadedError as PartlyLoadedError
     from weightsync.errors import ProtocolError as ProtocolError
     from weightsync.errors import RefusedError as RefusedError
     from weightsync.errors import SenderClosed as SenderClosed
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from weightsync.torchrl.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
     from weightsync.torchrl.updaters.ray import RayWeightUpdater as RayWeightUpdater
     from weightsync.weights.layout import Layout as Layout
+    from weightsync.weights.loader import Loader as Loader
     from weightsync.weights.model_path import _resolve_model as _resolve_model
     from weightsync.weights.strategy import WeightStrategy as WeightStrategy
 
@@ -101,6 +103,7 @@ _HOMES = {
     "MissingExtraError": "errors",
     "ModelBusyError": "errors",
     "ModelPathError": "errors",
+    "PartlyLoadedError": "errors",
     "ProtocolError": "errors",
     "RefusedError": "errors",
     "SenderClosed": "errors",
@@ -110,6 +113,7 @@ _HOMES = {
     "WeightSyncError": "errors",
     "WorkerLostError": "errors",
     "Layout": "weights.layout",
+    "Loader": "weights.loader",
     "OnFailure": "options",
     "OnPending": "options",
     "Verify": "options",

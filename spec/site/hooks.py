@@ -47,7 +47,7 @@ REFERENCE = {
         ),
     ),
     "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "Timeout")),
-    "receiver": ("The worker's side", ("WeightReceiver",)),
+    "receiver": ("The worker's side", ("WeightReceiver", "Loader")),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
     "errors": ("Errors", ()),
     "torchrl": (
