@@ -13,6 +13,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, option
+from weightsync.schemes.arguments import POLICY
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.peers.ray_actors import (
@@ -123,6 +124,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if is_transport(endpoint):
             return super().lay_link(endpoint, model_id, peer)
         return self._links.lay(endpoint, methods_for(self.strategy), model_id, peer)
+
+    @property
+    def connection_info_name(self) -> str:
+        """The name under which TorchRL's scheme would register its rendezvous; here no actor has it."""
+        return f"connection_info_{self.model_id or POLICY}"
 
     # ---------------------------------------------------------------------------------------- the worker
 
