@@ -50,6 +50,11 @@ if TYPE_CHECKING:
     from weightsync.protocol.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
     from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
+    from weightsync.schemes.engines.client import Engine as Engine
+    from weightsync.schemes.engines.scheme import EngineWeightSyncScheme as EngineWeightSyncScheme
+    from weightsync.schemes.engines.sglang import SGLangEngine as SGLangEngine
+    from weightsync.schemes.engines.vllm import Carrier as Carrier
+    from weightsync.schemes.engines.vllm import VLLMEngine as VLLMEngine
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.peers.user_protocols import InitialSyncTransport as InitialSyncTransport
     from weightsync.schemes.peers.user_protocols import TransportBackend as TransportBackend
@@ -126,6 +131,11 @@ _HOMES = {
     "SyncReport": "protocol.report",
     "WeightSyncScheme": "schemes.base",
     "DistributedWeightSyncScheme": "schemes.distributed",
+    "Engine": "schemes.engines.client",
+    "EngineWeightSyncScheme": "schemes.engines.scheme",
+    "SGLangEngine": "schemes.engines.sglang",
+    "Carrier": "schemes.engines.vllm",
+    "VLLMEngine": "schemes.engines.vllm",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",

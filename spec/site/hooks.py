@@ -46,6 +46,7 @@ REFERENCE = {
             "InitialSyncTransport",
         ),
     ),
+    "engines": ("Engines", ("EngineWeightSyncScheme", "VLLMEngine", "SGLangEngine", "Engine", "Carrier")),
     "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "Timeout")),
     "receiver": ("The worker's side", ("WeightReceiver", "Loader")),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),

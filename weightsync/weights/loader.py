@@ -138,7 +138,7 @@ class LoaderTarget(Target):
             )
         raise SwapBroken(f"The loader returned after {taken.count} of {len(layout.entries)} tensors.")
 
-    def apply(self, weights: object) -> None:
+    def apply(self, weights: object) -> None:  # noqa: ARG002 - an override
         """Weights by hand cannot be applied.
 
         Raises:
