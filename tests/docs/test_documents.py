@@ -57,10 +57,11 @@ def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_pat
         assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
 
 
-def test_the_programs_about_transports_print_what_their_page_says(tmp_path: Path, forkserver: Any) -> None:
-    document = (DOCS / "transports.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["transports", "engines"])
+def test_the_programs_of_a_page_print_what_it_says(name: str, tmp_path: Path, forkserver: Any) -> None:
+    document = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     for number, (program, text) in enumerate(zip(blocks(document, "python"), blocks(document, "text"), strict=True)):
-        path = tmp_path / f"transports_{number}.py"
+        path = tmp_path / f"{name}_{number}.py"
         path.write_text(program, encoding="utf-8")
         code, output, errors = run(path, forkserver)
 
