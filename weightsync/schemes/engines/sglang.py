@@ -38,6 +38,7 @@ class SGLangEngine(Engine):
         tp_size: its tensor-parallel size: each rank gets the whole tensors, and takes its part.
         pause: what becomes of requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
             so that a request may see parts of two versions.
+        flush_cache: with ``pause="abort"``: whether the prefix cache is flushed, which holds what old weights computed.
         names: the engine's name of a tensor, by its name in the trainer's weights.
         bucket_bytes: how many bytes go in one call. The call holds about three times as many.
         headers: sent with each call, such as an ``Authorization``.
@@ -52,6 +53,7 @@ class SGLangEngine(Engine):
         *,
         tp_size: int = 1,
         pause: SGLangPause | str | None = SGLangPause.RETRACT,
+        flush_cache: bool = True,
         names: Mapping[str, str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         headers: Mapping[str, str] | None = None,
@@ -61,6 +63,7 @@ class SGLangEngine(Engine):
         self._calls = HttpCalls(url, headers)
         self._tp_size = tp_size
         self._pause = None if pause is None else option(SGLangPause, pause)
+        self._flushes = flush_cache and self._pause is SGLangPause.ABORT
         self.names = names
         self.bucket_bytes = bucket_bytes
 
@@ -106,7 +109,7 @@ class SGLangEngine(Engine):
 
     def _end(self) -> None:
         try:
-            if self._pause is SGLangPause.ABORT:
+            if self._flushes:
                 self._calls.post("flush_cache")
             self._continue()
         except EngineError as error:
