@@ -47,7 +47,7 @@ REFERENCE = {
         ),
     ),
     "engines": ("Engines", ("EngineWeightSyncScheme", "VLLMEngine", "SGLangEngine", "Engine", "Carrier")),
-    "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "Timeout")),
+    "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout")),
     "receiver": ("The worker's side", ("WeightReceiver", "Loader")),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
     "errors": ("Errors", ()),
