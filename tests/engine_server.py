@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightsync.schemes.engines.carrier import Carrier
 from weightsync.schemes.engines.client import Bucket
-from weightsync.schemes.engines.vllm import Carrier
 
 #: Seconds after which a stalled call ends by itself; reached only by a failure.
 PATIENCE = 60.0
@@ -110,6 +110,14 @@ class EngineServer:
                 self._load(pickle.loads(base64.b64decode(serialized)))
                 self.version = body["weight_version"]
                 return 200, {"success": True, "message": "Succeeded"}
+            case "update_weights_from_distributed":
+                bucket = self.carried.get()
+                assert [name for name, _ in bucket] == body["names"]
+                assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == body["dtypes"]
+                self._load(bucket)
+                return 200, {"success": True, "message": "Succeeded"}
+            case "init_weights_update_group":
+                return 200, {"success": body["group_name"] == "weight_update_group"}
             case "init_weight_transfer_engine" | "start_weight_update" | "flush_cache":
                 pass
             case _:

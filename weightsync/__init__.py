@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from weightsync.protocol.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
     from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
+    from weightsync.schemes.engines.carrier import Carrier as Carrier
     from weightsync.schemes.engines.client import Engine as Engine
     from weightsync.schemes.engines.scheme import EngineWeightSyncScheme as EngineWeightSyncScheme
     from weightsync.schemes.engines.sglang import SGLangEngine as SGLangEngine
-    from weightsync.schemes.engines.vllm import Carrier as Carrier
     from weightsync.schemes.engines.vllm import VLLMEngine as VLLMEngine
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.peers.user_protocols import InitialSyncTransport as InitialSyncTransport
@@ -134,7 +134,7 @@ _HOMES = {
     "Engine": "schemes.engines.client",
     "EngineWeightSyncScheme": "schemes.engines.scheme",
     "SGLangEngine": "schemes.engines.sglang",
-    "Carrier": "schemes.engines.vllm",
+    "Carrier": "schemes.engines.carrier",
     "VLLMEngine": "schemes.engines.vllm",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",

@@ -191,6 +191,21 @@ def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> 
         world.scheme.close()
 
 
+class Moody(nn.Linear):
+    """Has extra state."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+
+def test_extra_state_is_refused_since_no_engine_takes_it(world: World) -> None:
+    world.start(source=Moody(1, 1))
+    outcome = world.outcome()
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert "extra state of ['']" in outcome.reason
+    assert world.server.calls == []
+
+
 # ------------------------------------------------------------------------------------------------------- vLLM
 
 
@@ -321,6 +336,24 @@ def test_an_engine_that_is_not_to_be_paused_is_not(server: EngineServer) -> None
         with scheme_with(engine, small(1.0)) as scheme:
             scheme.get_sender().send(timeout=PATIENCE)
     assert not [call for call in server.calls if "pause" in call or "resume" in call or "continue" in call]
+
+
+def test_a_carrier_brings_sglang_its_tensors_too(server: EngineServer) -> None:
+    carrier, source = Beside(server), large(1.0)
+    with scheme_with(SGLangEngine(server.url, carrier, bucket_bytes=100_000), source) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+        assert equal(server, source)
+        server.plan["update_weights_from_distributed"] = [500]
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.LOST
+    assert (server.calls[0], carrier.joined, carrier.given_up.is_set()) == ("init_weights_update_group", 1, True)
+    assert "update_weights_from_tensor" not in server.calls
+
+
+def test_sglang_that_does_not_join_has_refused(server: EngineServer) -> None:
+    server.plan["init_weights_update_group"] = [500]
+    with scheme_with(SGLangEngine(server.url, Beside(server)), small(1.0)) as scheme:
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.REFUSED
+    assert server.calls == ["init_weights_update_group"]
 
 
 # --------------------------------------------------------------------------------------------- a language model

@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from weightsync.clock import Stopwatch
-from weightsync.errors import PartlyLoadedError, TransportError
+from weightsync.errors import LayoutError, PartlyLoadedError, TransportError
 from weightsync.protocol.messages import Message, Update
 from weightsync.schemes.peers.base import payload_of
 from weightsync.transports.buffers import Buffer
@@ -113,6 +113,12 @@ class EngineClient:
         """Runs in the thread."""
         stopwatch, engine = Stopwatch(), self._engine
         try:
+            if layout.extras:
+                raise LayoutError(
+                    f"an engine takes tensors, but the weights have the extra state of {list(layout.extras)}. Send a "
+                    "state dict from which you took the _extra_state entries.",
+                    unexpected=layout.extras,
+                )
             drawn = draw(layout, view, engine.names, engine.bucket_bytes)
             engine.load(bucketed(drawn, engine.bucket_bytes), f"{update.incarnation}.{update.version}")
         except PartlyLoadedError as error:

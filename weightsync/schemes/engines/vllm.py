@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import enum
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -10,17 +9,15 @@ from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, PartlyLoadedError, TransportError
 from weightsync.options import option
+from weightsync.schemes.engines.carrier import Carrier, beside, described
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import EngineError, HttpCalls
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.context import MISSING, optional
 from weightsync.weights.loader import BUCKET_BYTES
-from weightsync.weights.tensors import DTYPE_NAMES
 
 #: Seconds between two looks at a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
-#: Seconds that a failed call waits for its carrier, which was told to give up.
-_PATIENCE: Final = 5.0
 
 
 class VLLMPause(enum.Enum):
@@ -32,33 +29,6 @@ class VLLMPause(enum.Enum):
     ABORT = "abort"
     #: They are finished first; new ones wait.
     WAIT = "wait"
-
-
-class Carrier(abc.ABC):
-    """Brings tensors to vLLM's workers beside the calls: the trainer's half of a vLLM weight transfer backend.
-
-    The calls say what comes, the carrier brings it. Override what your backend needs.
-    """
-
-    def init_info(self) -> Mapping[str, Any]:
-        """The ``init_info`` of ``init_weight_transfer_engine``, such as a master's address and a world size."""
-        return {}
-
-    def join(self) -> None:
-        """Join the workers' group. Runs while ``init_weight_transfer_engine`` is being answered."""
-        return
-
-    @abc.abstractmethod
-    def update_info(self, bucket: Bucket) -> Mapping[str, Any]:
-        """What ``update_info`` says of a bucket besides ``names``, ``dtype_names`` and ``shapes``."""
-
-    def send(self, bucket: Bucket) -> None:
-        """Send a bucket's tensors. Runs while ``update_weights`` is being answered."""
-        return
-
-    def give_up(self) -> None:
-        """End a `join` or `send` in progress, from another thread: the engine is gone, or the link was closed."""
-        return
 
 
 class _HttpControl:
@@ -225,41 +195,10 @@ class VLLMEngine(Engine):
             raise
 
     def _update(self, bucket: Bucket) -> None:
-        told = {
-            "names": [name for name, _ in bucket],
-            "dtype_names": [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-        }
+        told = described(bucket, "dtype_names")
         request = {"update_info": {**told, **self._carrier.update_info(bucket)}}
         self._beside("update_weights", request, lambda: self._carrier.send(bucket))
 
     def _beside(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:
-        """Make a call while the carrier does its part of it.
-
-        Raises:
-            EngineError, TransportError: the call failed.
-            PartlyLoadedError: the carrier failed.
-        """
-        failures: list[BaseException] = []
-        carrying = threading.Thread(
-            target=self._carry, args=(carry, failures), name=f"weightsync carries to {self}", daemon=True
-        )
-        carrying.start()
-        try:
-            self._control.phase(phase, request)
-        except (EngineError, TransportError) as error:
-            self._carrier.give_up()
-            carrying.join(_PATIENCE)
-            if failures and isinstance(error, TransportError):
-                raise PartlyLoadedError(f"Its carrier failed in {phase}: {failures[0]!r}") from failures[0]
-            raise
-        carrying.join()
-        if failures:
-            raise PartlyLoadedError(f"Its carrier failed in {phase}: {failures[0]!r}") from failures[0]
-
-    def _carry(self, carry: Callable[[], None], failures: list[BaseException]) -> None:
-        try:
-            carry()
-        except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
-            failures.append(error)
-            self._control.abort()  # the engine waits for what will not come
+        control = self._control
+        beside(lambda: control.phase(phase, request), carry, self._carrier.give_up, control.abort, phase)

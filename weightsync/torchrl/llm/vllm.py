@@ -9,7 +9,8 @@ import torch
 from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.engines.vllm import Carrier, VLLMEngine
+from weightsync.schemes.engines.carrier import Carrier
+from weightsync.schemes.engines.vllm import VLLMEngine
 from weightsync.torchrl.llm.senders import EngineSender, EngineTransport, Metadata
 from weightsync.weights.strategy import WeightStrategy
 
