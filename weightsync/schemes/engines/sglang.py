@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import enum
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, PartlyLoadedError
-from weightsync.options import option
+from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import EngineError, HttpCalls
@@ -19,7 +18,7 @@ from weightsync.weights.loader import BUCKET_BYTES
 GROUP: Final = "weight_update_group"
 
 
-class SGLangPause(enum.Enum):
+class SGLangPause(Option):
     """What SGLang does with requests in progress while weights change: its own ``mode`` of ``pause_generation``."""
 
     #: They are ended.
@@ -74,7 +73,7 @@ class SGLangEngine(Engine):
         self._carrier = carrier
         self._joined = carrier is None
         self._tp_size = tp_size
-        self._pause = None if pause is None else option(SGLangPause, pause)
+        self._pause = None if pause is None else SGLangPause(pause)
         self._flushes = flush_cache and self._pause is SGLangPause.ABORT
         self.names = names
         self.bucket_bytes = bucket_bytes

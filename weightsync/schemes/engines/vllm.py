@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, PartlyLoadedError, TransportError
-from weightsync.options import option
+from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import EngineError, HttpCalls
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.loader import BUCKET_BYTES
 
 #: Seconds between two looks at a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
 
 
-class VLLMPause(enum.Enum):
+class VLLMPause(Option):
     """What vLLM does with requests in progress while weights change: the ``mode`` of its ``/pause``."""
 
     #: They wait, and go on with the new weights behind what the old ones have computed.
@@ -147,7 +146,7 @@ class VLLMEngine(Engine):
     ) -> None:
         if not isinstance(carrier, Carrier):
             raise ConfigurationError(f"{carrier!r} is no Carrier: give what brings tensors to the engine's workers.")
-        mode = None if pause is None else option(VLLMPause, pause)
+        mode = None if pause is None else VLLMPause(pause)
         at_url = isinstance(engine, str)
         self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)
         self._carrier = carrier

@@ -14,11 +14,11 @@ from typing import Any, Final
 from tensordict import TensorDict, TensorDictBase
 
 from weightsync.clock import Deadline
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.torchrl.llm.senders import EngineSender
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.strategy import WeightStrategy
 
 #: The file that names the newest version.

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.options import option
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.http import EngineError, HttpCalls
 from weightsync.schemes.engines.sglang import SGLangEngine, SGLangPause
@@ -144,7 +143,7 @@ class SGLangWeightSender(EngineSender):
 
 
 def _pause(flush: bool | None, mode: PauseMode | None) -> SGLangPause:
-    pause = option(SGLangPause, mode or SGLangPause.RETRACT)
+    pause = SGLangPause(mode or SGLangPause.RETRACT)
     if flush and pause is not SGLangPause.ABORT:
         raise ConfigurationError(
             f"flush_cache_on_update=True needs pause_mode='abort', and it is {pause.value!r}: SGLang flushes when it "
