@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from weightsync.errors import MissingExtraError as MissingExtraError
     from weightsync.errors import ModelBusyError as ModelBusyError
     from weightsync.errors import ModelPathError as ModelPathError
+    from weightsync.errors import PartlyLoadedError as PartlyLoadedError
     from weightsync.errors import ProtocolError as ProtocolError
     from weightsync.errors import RefusedError as RefusedError
     from weightsync.errors import ResultTimeoutError as ResultTimeoutError
@@ -61,6 +62,11 @@ if TYPE_CHECKING:
     from weightsync.protocol.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
     from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
+    from weightsync.schemes.engines.carrier import Carrier as Carrier
+    from weightsync.schemes.engines.client import Engine as Engine
+    from weightsync.schemes.engines.scheme import EngineWeightSyncScheme as EngineWeightSyncScheme
+    from weightsync.schemes.engines.sglang import SGLangEngine as SGLangEngine
+    from weightsync.schemes.engines.vllm import VLLMEngine as VLLMEngine
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.peers.base import InitialSyncTransport as InitialSyncTransport
     from weightsync.schemes.peers.base import TransportBackend as TransportBackend
@@ -87,6 +93,7 @@ if TYPE_CHECKING:
     from weightsync.torchrl.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
     from weightsync.torchrl.updaters.ray import RayWeightUpdater as RayWeightUpdater
     from weightsync.weights.layout import Layout as Layout
+    from weightsync.weights.loader import Loader as Loader
     from weightsync.weights.model_path import _resolve_model as _resolve_model
     from weightsync.weights.strategy import WeightStrategy as WeightStrategy
 
@@ -113,6 +120,7 @@ _HOMES = {
     "MissingExtraError": "errors",
     "ModelBusyError": "errors",
     "ModelPathError": "errors",
+    "PartlyLoadedError": "errors",
     "ProtocolError": "errors",
     "RefusedError": "errors",
     "SenderClosed": "errors",
@@ -128,6 +136,7 @@ _HOMES = {
     "WorkerResult": "group.group",
     "Worker": "group.worker",
     "Layout": "weights.layout",
+    "Loader": "weights.loader",
     "OnFailure": "options",
     "OnPending": "options",
     "OnStale": "options",
@@ -146,6 +155,11 @@ _HOMES = {
     "SyncReport": "protocol.report",
     "WeightSyncScheme": "schemes.base",
     "DistributedWeightSyncScheme": "schemes.distributed",
+    "Engine": "schemes.engines.client",
+    "EngineWeightSyncScheme": "schemes.engines.scheme",
+    "SGLangEngine": "schemes.engines.sglang",
+    "Carrier": "schemes.engines.carrier",
+    "VLLMEngine": "schemes.engines.vllm",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",

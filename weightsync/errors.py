@@ -10,6 +10,7 @@
       ResultTimeoutError(TimeoutError)   a group's workers gave no result in time
       StaleWeightsError                  in a worker of a group: its weights are too old for a step
       ModelBusyError(TimeoutError)       in a worker: the model was in use until the timeout; nothing changed
+      PartlyLoadedError                  raised by your loader: the engine holds parts of two versions
       ConfigurationError(ValueError)     missing or contradictory arguments, unknown worker ids, unsupported types
       ModelPathError(AttributeError)     .part that did not resolve
       MissingExtraError(ImportError)     .extra to install
@@ -224,6 +225,16 @@ class ModelBusyError(WeightSyncError, TimeoutError):
     """The model was in use until the timeout, so the update could not be applied. Nothing has changed.
 
     What to do: leave forward passes before `receive()`, or give it a longer timeout.
+    """
+
+
+class PartlyLoadedError(WeightSyncError):
+    """Raise it in a loader that failed after it had begun to change its engine, which then serves no whole version.
+
+    The receiver closes, and the trainer reports the worker as LOST with this message. Any other exception of a loader
+    says that the engine still serves the version before: it is reported as REFUSED.
+
+    What to do: load the engine anew, and let the worker join again.
     """
 
 

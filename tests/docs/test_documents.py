@@ -59,8 +59,8 @@ def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_pat
         assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
 
 
-@pytest.mark.parametrize("name", ["transports", "observability"])
-def test_a_pages_programs_print_what_the_page_says(name: str, tmp_path: Path, forkserver: Any) -> None:
+@pytest.mark.parametrize("name", ["transports", "observability", "engines"])
+def test_the_programs_of_a_page_print_what_it_says(name: str, tmp_path: Path, forkserver: Any) -> None:
     document = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     for number, (program, text) in enumerate(zip(blocks(document, "python"), blocks(document, "text"), strict=True)):
         path = tmp_path / f"{name}_{number}.py"

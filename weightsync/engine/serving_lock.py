@@ -17,6 +17,7 @@ from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
+from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Mode, Staged, Target
@@ -185,8 +186,8 @@ class ServedModel:
 
     @property
     def apply_mode(self) -> Mode:
-        """How arrived weights become live."""
-        return self._services.apply_mode
+        """How arrived weights become live. A loader may write into the views of them that it gets."""
+        return Mode.MAP if isinstance(self.model, Loader) else self._services.apply_mode
 
     def copy_of(self, path: str | None) -> None:
         """Become the copy of a model that was registered by ``path``; None: it was registered as an object."""
@@ -259,8 +260,19 @@ class ServedModel:
                 f"no model is registered for {self._driver.model_id!r}: call register_model() with a module, a "
                 "TensorDict, a dict or a path on the context."
             )
-        model = self.model
-        target = RelayTarget(model) if isinstance(model, Relay) else Target(model, self._services.apply_mode)
-        self.target = target
+        self.target = target = self._target_of(self.model)
         self._driver.layout, self._driver.devices = target.demanded, target.devices
         return target
+
+    def _target_of(self, model: Any) -> Target:
+        match model:
+            case Relay():
+                return RelayTarget(model)
+            case Loader():
+                return LoaderTarget(model, self._pending_version)
+        return Target(model, self._services.apply_mode)
+
+    def _pending_version(self) -> int:
+        pending = self._driver.pending
+        assert pending is not None
+        return pending.update.version

@@ -62,6 +62,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
+from weightsync.weights.loader import Loader
 from weightsync.weights.meta_device import fill_in
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
@@ -76,7 +77,7 @@ _ALWAYS_ON_SENDER = (
     *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
     *("weights", "params_map", "devices", "device_map_fn", "ctx"),
 )
-_ALWAYS_ON_WORKER = ("model", "worker_idx")
+_ALWAYS_ON_WORKER = ("model", "loader", "names", "bucket_bytes", "worker_idx")
 
 
 class WeightSyncScheme(abc.ABC):
@@ -208,7 +209,8 @@ class WeightSyncScheme(abc.ABC):
                 the first weights are received.
             context: gives what is not given by keyword, from attributes of the same names, and the model by
                 ``.get_model(model_id)``. Held weakly.
-            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``.
+            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``; in place of a
+                model ``loader``, with ``names`` and ``bucket_bytes`` if need be: see `Loader`.
 
         Raises:
             StateError: initialised already.
@@ -354,8 +356,8 @@ class WeightSyncScheme(abc.ABC):
         """How a version is passed on to this worker's own workers; None: it has none."""
         receiver = self.get_receiver()
         relay = relay_call(self.context, receiver.model_id)
-        if relay is None:
-            return None
+        if relay is None or isinstance(receiver.model, Loader):
+            return None  # a loader has the weights: what it passes on is its own affair
         form = WeightStrategy("tensordict") if is_torchrls(self.context) else self._strategy
         return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
@@ -421,8 +423,8 @@ class WeightSyncScheme(abc.ABC):
             timeout: seconds to wait; 0: do not wait; None: until one arrives or the sender is gone.
 
         Returns:
-            The weights that the model holds now, if a new version went live since the last call; None: none arrived, or
-            it was refused.
+            The weights that the model holds now, if a new version went live since the last call; its number, if a
+            loader has loaded it. None: none arrived, or it was refused.
 
         Raises:
             StateError: not initialised, not connected, or shut down.
@@ -430,7 +432,10 @@ class WeightSyncScheme(abc.ABC):
             WeightSyncError: what happened in the background since the last call; raised once.
         """
         receiver = self._rendezvous.connected_receiver(self._receiver, "receive")
-        return self._strategy.extract_weights(receiver.target().destination) if receiver.receive(timeout) else None
+        if not receiver.receive(timeout):
+            return None
+        held = receiver.target().destination
+        return receiver.version if isinstance(held, Loader) else self._strategy.extract_weights(held)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights by hand: see `WeightReceiver.apply_weights`.

@@ -14,6 +14,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
+from weightsync.schemes.arguments import POLICY
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
@@ -122,6 +123,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if is_transport(endpoint):
             return super().lay_link(endpoint, model_id, peer)
         return self._links.lay(endpoint, methods_for(self.strategy), model_id, peer)
+
+    @property
+    def connection_info_name(self) -> str:
+        """The name under which TorchRL's scheme would register its rendezvous; here no actor has it."""
+        return f"connection_info_{self.model_id or POLICY}"
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The actor that we are in. It is not used, since a process holds only one."""

@@ -12,6 +12,7 @@ from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.schemes.relay import leads_on
 from weightsync.transports.wakeup import AwaitedProcess
+from weightsync.weights.loader import Loader
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay
 
@@ -62,18 +63,29 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
 
     A TorchRL collector whose workers make their own policies has no model: it keeps the weights to pass them on.
 
-    Raises ConfigurationError: there is neither a model nor a context.
+    Raises ConfigurationError: there is neither a model nor a loader nor a context, or they contradict each other.
     """
+    if "loader" in given:
+        return _loader(given)
+    alone = [f"{name}=" for name in ("names", "bucket_bytes") if name in given]
+    if alone:
+        raise ConfigurationError(f"init_on_worker() takes {', '.join(alone)} with loader= only.")
     if "model" in given:
         return weights_of(given["model"])
     found = _from_get_model(given, context, model_id)
     if found is not None and found is not MISSING:
         return weights_of(found)
     if context is None:
-        raise ConfigurationError("init_on_worker() needs model=, or a context on which model_id is resolved.")
+        raise ConfigurationError("init_on_worker() needs model=, loader=, or a context on which model_id is resolved.")
     if leads_on(context, model_id) and _from_path(given, context, model_id) is MISSING:
         return Relay()
     return model_id
+
+
+def _loader(given: Mapping[str, Any]) -> Loader:
+    if "model" in given:
+        raise ConfigurationError("init_on_worker() takes model= or loader=: give one of them.")
+    return Loader(given["loader"], **{name: given[name] for name in ("names", "bucket_bytes") if name in given})
 
 
 def weights_of(model: Any) -> Any:

@@ -113,7 +113,13 @@ def test_each_rule_has_its_revert(model: Manifest, library: Library) -> None:
 
 @pytest.mark.parametrize(
     ("module", "named"),
-    [("Shared", "SharedRules"), ("Backlog", "AllRules"), ("Kernels", "AllRules"), ("Group", "AllRules")],
+    [
+        ("Shared", "SharedRules"),
+        ("Backlog", "AllRules"),
+        ("Kernels", "AllRules"),
+        ("Group", "AllRules"),
+        ("Loader", "AllRules"),
+    ],
 )
 def test_each_rule_of_a_module_beside_the_protocol_has_its_revert(
     model: Manifest, library: Library, module: str, named: str

@@ -15,7 +15,6 @@ REASONS: Final = {
     "default": "the generations' default strategies differ, ours is A's; or an argument of A's stands before B's",
     "set": "said once, at init, and shown here; who would set it gives another argument to init or connect",
     "name": "the subclasses that TorchRL ships, and its users', call this argument so",
-    "Ray": "TorchRL moves weights beside Ray, by a process group that these set up; ours moves them through Ray",
 }
 
 #: Keyword-only arguments were added, and nothing else: timeout=, on_failure= and the like.
@@ -48,15 +47,7 @@ DIFFERENCES: Final[dict[str, tuple[str, str]]] = {
         "(self, backend='gloo', sync=True, timeout=3600.0, strategy='state_dict')",
         "default",
     ),
-    "TransportBackend.receive_weights": ("(self, timeout=1.0)", "A/B"),
+    "TransportBackend.receive_weights": ("(self, timeout=1.0, *, weights=None, model=None, strategy=None)", "A/B"),
     "TransportBackend.send_weights": ("(self, model_id, weights)", "A/B"),
     "MultiProcessWeightSyncScheme.__init__": ("(self, strategy='state_dict', sync=True)", "default"),
-}
-
-#: What TorchRL has and we do not, and why.
-MISSING: Final[dict[str, str]] = {
-    "RayTransport.set_model": "Ray",
-    "RayTransport.set_model_version": "Ray",
-    "RayTransport.set_process_group": "Ray",
-    "RayWeightSyncScheme.connection_info_name": "Ray",
 }

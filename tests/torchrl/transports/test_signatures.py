@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from documented_forms import FORMS, Form, X, given
 from missing import not_tested
-from reviewed_differences import ADDED, DIFFERENCES, MISSING, REASONS
+from reviewed_differences import ADDED, DIFFERENCES, REASONS
 
 import weightsync
 from weightsync.protocol.messages import WeightsForm
@@ -117,10 +117,6 @@ def signatures() -> dict[str, tuple[str, str]]:
     return compared()
 
 
-def test_every_public_class_of_torchrl_is_here(signatures: dict[str, tuple[str, str]]) -> None:
-    assert [name for name, (theirs, ours) in signatures.items() if theirs == "class" and not ours] == []
-
-
 def differing(signatures: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
     return {name: pair for name, pair in signatures.items() if pair[1] and pair[0] != pair[1]}
 
@@ -135,7 +131,7 @@ def test_every_call_of_theirs_is_taken() -> None:
     for name, theirs in classes().items():
         for member in members(theirs):
             known = inspect.getattr_static(theirs, member, None)
-            if inspect.isfunction(known) and f"{name}.{member}" not in {*MISSING, *UNCALLED}:
+            if inspect.isfunction(known) and f"{name}.{member}" not in UNCALLED:
                 ours = inspect.signature(getattr(getattr(weightsync, name), member))
                 refused |= {f"{name}.{member}": call for call in calls_of(known) if not takes(ours, call)}
 
@@ -170,10 +166,9 @@ def test_what_differs_otherwise_is_as_it_was_reviewed(signatures: dict[str, tupl
     assert {name: ours for name, ours in found.items() if DIFFERENCES[name][0] != ours} == {}
 
 
-def test_what_is_missing_is_in_the_reviewed_table(signatures: dict[str, tuple[str, str]]) -> None:
-    missing = {name for name, (_, ours) in signatures.items() if not ours}
-
-    assert missing == set(MISSING)
+def test_no_public_name_of_torchrl_is_missing(signatures: dict[str, tuple[str, str]]) -> None:
+    assert len(signatures) > 100
+    assert [name for name, (_, ours) in signatures.items() if not ours] == []
 
 
 def test_no_entry_of_the_reviewed_table_is_out_of_date(signatures: dict[str, tuple[str, str]]) -> None:
@@ -181,7 +176,7 @@ def test_no_entry_of_the_reviewed_table_is_out_of_date(signatures: dict[str, tup
 
 
 def test_every_difference_has_its_reason() -> None:
-    given = {reason for _, reason in DIFFERENCES.values()} | set(MISSING.values())
+    given = {reason for _, reason in DIFFERENCES.values()}
 
     assert given == set(REASONS)
 

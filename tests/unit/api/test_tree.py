@@ -24,6 +24,7 @@ EXAMPLES = [
     errors.WorkerLostError("gone", None, {1: "killed"}, 7),
     errors.RefusedError("no", None, {1: "misfit"}),
     errors.ModelBusyError("served"),
+    errors.PartlyLoadedError("layer 7 of 32"),
     errors.ConfigurationError("bad"),
     errors.ModelPathError("no such part", "a.b", "b"),
     errors.MissingExtraError("cli", "The command line"),

@@ -82,8 +82,13 @@ class TransportBackend(Protocol):
     def send_weights(self, model_id: str, weights: Any) -> Any:
         """Send weights, and wait until they have arrived, or are applied."""
 
-    def receive_weights(self, timeout: float = 1.0) -> Any:
-        """The next ``(model_id, weights)``, or None."""
+    def receive_weights(
+        self, timeout: float = 1.0, *, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> Any:
+        """The next ``(model_id, weights)``, or None.
+
+        ``timeout`` is all that weightsync gives it, if that; the keywords are for programs that call it themselves.
+        """
 
     def check_connection(self) -> bool:
         """Whether the worker can be reached. False before a call: the worker is LOST."""

@@ -100,6 +100,15 @@ class RayTransport(_ActorFacade):
     def _methods(self) -> Sequence[str]:
         return (CALL, POLICY_METHOD)
 
+    def set_model(self, model: Any) -> None:
+        """Do nothing: the actor's own receiver has the model that calls apply weights to."""
+
+    def set_model_version(self, model_version: int | None) -> None:
+        """Do nothing: each send has the next version, and its report names it."""
+
+    def set_process_group(self, process_group: Any, store: Any = None) -> None:
+        """Do nothing: weights travel through Ray, beside any process group."""
+
 
 class RayActorTransport(_ActorFacade):
     """Sends to one actor, by its ``_update_weights_tensordict`` or ``_update_weights_state_dict``.

@@ -1,0 +1,202 @@
+"""A server that speaks the routes of vLLM or SGLang, keeps the weights, and fails or stalls when it is told to."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import pickle
+import queue
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightsync.schemes.engines.carrier import Carrier
+from weightsync.schemes.engines.client import Bucket
+
+#: Seconds after which a stalled call ends by itself; reached only by a failure.
+PATIENCE = 60.0
+
+
+class EngineServer:
+    """The engine and its HTTP server, in threads of this process."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.version = ""
+        #: The calls in order: their routes.
+        self.calls: list[str] = []
+        self.bodies: dict[str, list[Any]] = defaultdict(list)
+        self.paused = False
+        #: Tensors of each update call.
+        self.sizes: list[int] = []
+        #: What the server does at a route, instead of what it should: statuses, "stall", or "die"; one per call.
+        self.plan: dict[str, list[int | str]] = defaultdict(list)
+        self.stalled = threading.Event()
+        self._released = threading.Event()
+        #: Whether a stalled call was hung up by its client.
+        self.hung_up = threading.Event()
+        #: Where a carrier's tensors arrive.
+        self.carried: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
+        self._server = self._serve(0)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _serve(self, port: int) -> ThreadingHTTPServer:
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                engine.answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                """Quietly."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server.daemon_threads = False
+        self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+        return server
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        length = int(handler.headers.get("Content-Length", 0))
+        body = json.loads(handler.rfile.read(length) or b"{}")
+        route = handler.path.strip("/")
+        self.calls.append(route)
+        self.bodies[route].append(body)
+        planned = self.plan[route].pop(0) if self.plan[route] else None
+        if planned == "die":
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if planned == "stall":
+            self._stall(handler.connection)
+        status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._do(route, body)
+        with contextlib.suppress(OSError):
+            handler.send_response(status)
+            handler.end_headers()
+            handler.wfile.write(json.dumps(answer).encode())
+
+    def _stall(self, connection: socket.socket) -> None:
+        self.stalled.set()
+        for _ in range(int(PATIENCE / 0.01)):
+            if self._released.wait(0.01):
+                return
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                if connection.recv(1, socket.MSG_PEEK) == b"":
+                    self.hung_up.set()
+                    return
+            connection.setblocking(True)
+
+    def _do(self, route: str, body: Any) -> tuple[int, Any]:
+        route, _, _ = route.partition("?")
+        match route:
+            case "pause" | "pause_generation":
+                self.paused = True
+            case "resume" | "continue_generation":
+                self.paused = False
+            case "update_weights":
+                self._load(self._vllm(body["update_info"]))
+            case "finish_weight_update":
+                self.version = body["weight_version"]
+            case "update_weights_from_tensor":
+                (serialized,) = body["serialized_named_tensors"]
+                self._load(pickle.loads(base64.b64decode(serialized)))
+                self.version = body["weight_version"]
+                return 200, {"success": True, "message": "Succeeded"}
+            case "update_weights_from_distributed":
+                bucket = self.carried.get()
+                assert [name for name, _ in bucket] == body["names"]
+                assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == body["dtypes"]
+                self._load(bucket)
+                return 200, {"success": True, "message": "Succeeded"}
+            case "init_weights_update_group":
+                return 200, {"success": body["group_name"] == "weight_update_group"}
+            case "init_weight_transfer_engine" | "start_weight_update" | "flush_cache":
+                pass
+            case _:
+                return 404, {"error": f"no {route}"}
+        return 200, {"message": "done"}
+
+    def _vllm(self, info: dict[str, Any]) -> Bucket:
+        bucket = pickle.loads(base64.b64decode(info["inline"])) if "inline" in info else self.carried.get()
+        assert [name for name, _ in bucket] == info["names"]
+        assert [list(tensor.shape) for _, tensor in bucket] == info["shapes"]
+        assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == info["dtype_names"]
+        return bucket
+
+    def _load(self, bucket: Bucket) -> None:
+        self.sizes.append(sum(tensor.nbytes for _, tensor in bucket))
+        self.weights |= dict(bucket)
+
+    def release(self) -> None:
+        """Let stalled calls go on."""
+        self._released.set()
+
+    def die(self) -> None:
+        """End the server: nobody listens at its port any more."""
+        self.release()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(PATIENCE)
+
+    def restart(self) -> None:
+        """Listen again, at the same port, without weights."""
+        self.die()
+        self.weights, self.calls, self.paused = {}, [], False
+        self._released = threading.Event()
+        self._server = self._serve(self.port)
+
+
+class Inline(Carrier):
+    """Carries tensors in the calls themselves: a backend that only this server has."""
+
+    def init_info(self) -> dict[str, Any]:
+        return {"backend": "inline"}
+
+    def update_info(self, bucket: Bucket) -> dict[str, Any]:
+        owned = [(name, tensor.clone()) for name, tensor in bucket]
+        return {"inline": base64.b64encode(pickle.dumps(owned)).decode()}
+
+
+class Beside(Carrier):
+    """Carries tensors beside the calls, as NCCL does."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self.joined = 0
+        self.fails: Callable[[], None] = lambda: None
+        self.given_up = threading.Event()
+
+    def join(self) -> None:
+        self.joined += 1
+
+    def update_info(self, bucket: Bucket) -> dict[str, Any]:
+        return {}
+
+    def send(self, bucket: Bucket) -> None:
+        self.fails()
+        self._server.carried.put([(name, tensor.clone()) for name, tensor in bucket])
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[EngineServer]:
+    server = EngineServer()
+    try:
+        yield server
+    finally:
+        server.die()
+
+
+def equal(server: EngineServer, model: torch.nn.Module) -> bool:
+    sent = model.state_dict()
+    return server.weights.keys() == sent.keys() and all(torch.equal(server.weights[name], sent[name]) for name in sent)

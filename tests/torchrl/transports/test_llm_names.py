@@ -1,0 +1,250 @@
+"""TorchRL's names for inference engines: its signatures, and what they do here."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_server import Beside, EngineServer, equal, serving
+from fleet import PATIENCE, small
+from missing import not_tested
+from test_signatures import calls_of, members, rendered, takes
+from torch import Tensor
+
+from weightsync import ConfigurationError, Evidence, OutcomeKind, RefusedError, StateError, WorkerLostError
+from weightsync.torchrl import llm
+from weightsync.torchrl.llm import double_buffer
+
+#: Whose constructors or methods take more, by keyword only or in place of what they ignore.
+MORE = {
+    "SGLangWeightSyncScheme.create_receiver",
+    "SGLangWeightSyncScheme.create_transport",
+    "VLLMCollectiveTransport.__init__",
+    "VLLMDoubleBufferSyncScheme.create_transport",
+    "VLLMWeightSyncScheme.__init__",
+    "VLLMWeightSyncScheme.create_transport",
+}
+
+
+def theirs() -> Any:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from torchrl.weight_update import llm as found  # noqa: PLC0415 - takes seconds, and may be missing
+    except ImportError as error:
+        not_tested("OUR NAMES FOR ENGINES AGAINST TORCHRL'S", f"{error} (pip install 'weightsync[torchrl]')")
+    return found
+
+
+def own(kind: type) -> list[str]:
+    """The constructor, and the public members that the class does not have of TorchRL's own schemes."""
+    base = {name for each in kind.__mro__[1:] for name in vars(each)}
+    return [name for name in members(kind) if name == "__init__" or name not in base or name in vars(kind)]
+
+
+@pytest.mark.torchrl
+def test_every_name_of_torchrls_llm_is_here() -> None:
+    assert set(llm.__all__) == set(theirs().__all__)
+
+
+@pytest.mark.torchrl
+def test_every_member_of_torchrls_llm_is_here_and_takes_the_same_calls() -> None:
+    differing, refused, seen = set(), [], 0
+    for name in theirs().__all__:
+        kind, ours = getattr(theirs(), name), getattr(llm, name)
+        for member in own(kind) if isinstance(kind, type) else ["__call__"]:
+            found = getattr(kind, member) if isinstance(kind, type) else kind
+            mine = getattr(ours, member) if isinstance(kind, type) else ours
+            seen += 1
+            if inspect.isfunction(found) and isinstance(kind, type):
+                refused += [f"{name}.{member}" for call in calls_of(found) if not takes(inspect.signature(mine), call)]
+                differing |= {f"{name}.{member}"} if rendered(found) != rendered(mine) else set()
+    assert (refused, differing) == ([], MORE)
+    assert seen > 40
+
+
+# ----------------------------------------------------------------------------------------------------- SGLang
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.version = 0
+
+    def increment_version(self) -> None:
+        self.version += 1
+
+
+@pytest.fixture
+def server() -> Iterator[EngineServer]:
+    with serving() as made:
+        yield made
+
+
+def test_a_program_for_torchrls_sglang_runs(server: EngineServer) -> None:
+    scheme, model, collector = llm.SGLangWeightSyncScheme(server.url), small(1.0), Collector()
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    sender.register_collector(collector)
+    sender.init_all_workers_group(llm.get_sglang_model_metadata(model))
+    report = sender.update_weights()
+
+    assert (report[0].kind, report[0].evidence) == (OutcomeKind.APPLIED, Evidence.CALL)
+    assert equal(server, model)
+    assert (collector.version, sender.flush_cache(), scheme.create_receiver()) == (1, True, None)
+    sender.shutdown()
+    with pytest.raises(StateError, match="init_all_workers_group"):
+        sender.update_weights()
+
+
+def test_an_update_that_fails_is_raised_and_no_collector_is_told(server: EngineServer) -> None:
+    model, collector = small(1.0), Collector()
+    sender = llm.SGLangWeightSyncScheme(server.url, pause_mode="abort").create_sender()
+    sender.register_collector(collector)
+    sender.init_all_workers_group({})
+    server.plan["pause_generation"] = [500]
+    with pytest.raises(RefusedError):
+        sender.update_weights(model)
+    server.plan["update_weights_from_tensor"] = [500]
+    with pytest.raises(WorkerLostError):
+        sender.update_weights(model)
+    assert collector.version == 0
+    sender.init_all_workers_group({})
+    assert sender.update_weights(model).ok
+    sender.shutdown()
+    server.plan["flush_cache"] = [400]
+    assert not sender.flush_cache()
+
+
+def test_the_transport_of_sglang_works_alone(server: EngineServer) -> None:
+    transport = llm.SGLangCollectiveTransport(
+        server.url, "localhost", 1, 0, 2, pause_mode="abort", flush_cache_on_update=False, timeout=PATIENCE
+    )
+    assert not transport.check_connection()
+    transport.init_all_workers_group({})
+    assert transport.check_connection()
+    assert transport.send_weights("policy", {"a": torch.ones(2)}).ok
+    assert "flush_cache" not in server.calls
+    server.plan["pause_generation"] = ["die"]
+    with pytest.raises(WorkerLostError):
+        transport.send_weights("policy", {"a": torch.ones(2)})
+    assert not transport.check_connection()
+    transport.shutdown()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: llm.SGLangCollectiveTransport("http://localhost:1", "localhost", 1, 1, 2),
+        lambda: llm.SGLangWeightSyncScheme("http://localhost:1", flush_cache_on_update=True),
+        lambda: llm.VLLMWeightSyncScheme().create_sender().init_all_workers_group({}, vllm_engine="http://localhost:1"),
+        lambda: llm.VLLMDoubleBufferSyncScheme("x").create_receiver(None).apply_weights({}, inplace=False),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        make()
+
+
+# ------------------------------------------------------------------------------------------------------- vLLM
+
+
+def test_a_program_for_torchrls_vllm_runs_with_a_carrier(server: EngineServer) -> None:
+    model, carrier = small(1.0), Beside(server)
+    scheme = llm.VLLMWeightSyncScheme(carrier=carrier)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(server.url)
+    sender.register_model(model)
+    metadata = llm.get_model_metadata(model)
+    receiver.init_all_workers_group(metadata)
+    sender.init_all_workers_group(metadata, vllm_engine=server.url)
+    assert sender.update_weights().ok
+    assert equal(server, model)
+    assert (carrier.joined, receiver.poll_and_apply()) == (1, False)
+    assert metadata["0.weight"] == (torch.float32, torch.Size([3, 4]))
+    sender.shutdown()
+
+
+class LLM:
+    """Stands in for vLLM's ``LLM`` in this process, down to the model whose ``load_weights`` is called."""
+
+    def __init__(self) -> None:
+        self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
+        self.held: dict[str, Tensor] = {}
+        self.resets = 0
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        self.held = dict(weights)
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+
+def test_versions_in_a_directory_are_read_whole_and_once(tmp_path: Path) -> None:
+    scheme, model, engine = llm.VLLMDoubleBufferSyncScheme(str(tmp_path / "weights")), small(1.0), LLM()
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
+    sender.register_model(model)
+    assert not receiver.poll_and_apply(timeout=0)
+    for fill in (1.0, 2.0, 3.0):
+        torch.nn.init.constant_(model[0].weight, fill)
+        sender.update_weights()
+        assert receiver.poll_and_apply(timeout=PATIENCE)
+        assert all(torch.equal(engine.held[name], value) for name, value in model.state_dict().items())
+        assert not receiver.poll_and_apply(timeout=0)
+    assert engine.resets == 3
+    assert sorted(each.name for each in (tmp_path / "weights").iterdir()) == ["2", "3", "newest"]
+
+
+def test_a_version_that_is_being_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = llm.VLLMDoubleBufferTransport(str(tmp_path))
+    assert transport.receive_weights() is None
+    transport.send_weights("policy", {"a": torch.ones(2)})
+    monkeypatch.setattr(Path, "replace", lambda self, to: (_ for _ in ()).throw(OSError("the disk is full")))
+    with pytest.raises(OSError, match="the disk is full"):
+        transport.send_weights("policy", {"a": torch.zeros(2)})
+    monkeypatch.undo()
+    found = transport.receive_weights()
+    assert found is not None
+    assert torch.equal(found["a"], torch.ones(2))
+    transport.send_weights("policy", {"a": torch.full((2,), 3.0)})
+    assert torch.equal(transport.receive_weights()["a"], torch.full((2,), 3.0))
+
+
+def test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = llm.VLLMDoubleBufferTransport(str(tmp_path))
+    transport.send_weights("policy", {"a": torch.ones(2)})
+    load, seen = double_buffer.TensorDict.load_memmap, []
+
+    def load_late(at: Path) -> Any:
+        seen.append(at.name)
+        if len(seen) == 1:
+            transport.send_weights("policy", {"a": torch.full((2,), 2.0)})
+            transport.send_weights("policy", {"a": torch.full((2,), 3.0)})
+            assert not (tmp_path / "1").exists()
+        return load(at)
+
+    monkeypatch.setattr(double_buffer.TensorDict, "load_memmap", load_late)
+    found = transport.receive_weights()
+    assert found is not None
+    assert (seen, found["a"].tolist()) == (["1", "3"], [3.0, 3.0])
+    shutil.rmtree(tmp_path / "3")
+    with pytest.raises(FileNotFoundError):
+        transport.receive_weights()
+
+
+def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class WithWorkers(LLM):
+        def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
+            told.append((method, *args))
+
+    scheme = llm.VLLMDoubleBufferSyncScheme(str(tmp_path), num_threads=2)
+    scheme.create_transport().send_weights("policy", {"a": torch.ones(2)})
+    assert scheme.create_receiver(WithWorkers()).poll_and_apply(timeout=PATIENCE)
+    assert told == [("load_weights_from_storage", str(tmp_path / "1"), 2)]

@@ -1,0 +1,401 @@
+"""Engines behind their HTTP routes: each outcome is typed, and rests on no more than the call that shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_server import Beside, EngineServer, Inline, equal, serving
+from fleet import PATIENCE, large, small
+from missing import installed
+from torch import nn
+
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    EngineWeightSyncScheme,
+    Evidence,
+    OutcomeKind,
+    SGLangEngine,
+    State,
+    VLLMEngine,
+    WorkerLostError,
+)
+from weightsync.schemes.engines.client import Engine, bucketed
+
+KINDS = {
+    "vllm": (lambda url, **options: VLLMEngine(url, Inline(), **options), "update_weights", "pause?mode=keep"),
+    "sglang": (SGLangEngine, "update_weights_from_tensor", "pause_generation"),
+}
+
+
+class World:
+    """A trainer and its engines."""
+
+    def __init__(self, make: Callable[..., Engine], update: str, pause: str) -> None:
+        self.make, self.update, self.pause = make, update, pause
+        self.server = EngineServer()
+        self.source: nn.Module = small(1.0)
+
+    def start(self, *engines: Engine, source: nn.Module | None = None, **options: Any) -> EngineWeightSyncScheme:
+        self.source = source or self.source
+        self.scheme = EngineWeightSyncScheme(**options)
+        self.scheme.init_on_sender("policy", engines=engines or [self.make(self.server.url)], model=self.source)
+        self.sender = self.scheme.get_sender()
+        return self.scheme
+
+    def outcome(self, **options: Any) -> Any:
+        return self.sender.send(on_failure="report", timeout=PATIENCE, **options)[0]
+
+
+def ends_of_this_process() -> tuple[int, list[str]]:
+    """How many sockets are open, and which threads of ours run."""
+    names = sorted(each.name for each in threading.enumerate() if each.name.startswith("weightsync"))
+    sockets = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            sockets += str(each.readlink()).startswith("socket:")
+    return sockets, names
+
+
+@pytest.fixture(params=list(KINDS))
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """An engine of each kind in turn. Nothing of it outlives the test."""
+    before = ends_of_this_process()
+    made = World(*KINDS[request.param])
+    yield made
+    made.scheme.close()
+    made.server.die()
+    assert ends_of_this_process() == before
+
+
+def test_an_engine_that_answered_every_call_has_applied_the_version_by_the_evidence_of_its_calls(world: World) -> None:
+    world.start()
+    nn.init.normal_(world.source[0].weight)
+    outcome = world.outcome()
+
+    assert (outcome.kind, outcome.evidence) == (OutcomeKind.APPLIED, Evidence.CALL)
+    assert outcome.seconds > 0
+    assert equal(world.server, world.source)
+    assert world.server.version == f"{world.sender.incarnation}.1"
+    assert (world.server.calls[-1], world.server.paused) == (
+        "resume" if world.update == "update_weights" else "continue_generation",
+        False,
+    )
+    nn.init.normal_(world.source[0].weight)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    assert equal(world.server, world.source)
+    assert world.server.calls.count("init_weight_transfer_engine") <= 1
+
+
+def test_weights_go_in_buckets_of_bounded_size(world: World) -> None:
+    world.start(world.make(world.server.url, bucket_bytes=100_000), source=large(1.0))
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    assert equal(world.server, world.source)
+    assert len(world.server.sizes) > 1
+    assert max(world.server.sizes) <= 100_000
+
+
+def test_names_and_dtypes_are_the_engines_own(world: World) -> None:
+    world.start(world.make(world.server.url, names={"0.weight": "embed"}), wire_dtype="bfloat16")
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    assert "embed" in world.server.weights
+    assert "0.weight" not in world.server.weights
+    assert {tensor.dtype for tensor in world.server.weights.values()} == {torch.bfloat16, torch.int64}
+
+
+def test_an_engine_that_fails_before_it_begins_has_refused_and_takes_the_next_version(world: World) -> None:
+    world.start()
+    world.server.plan[world.pause] = [500]
+    outcome = world.outcome()
+
+    assert (outcome.kind, outcome.evidence) == (OutcomeKind.REFUSED, Evidence.CALL)
+    assert "was answered 500" in outcome.reason
+    assert "out of blocks" in outcome.reason
+    assert world.server.weights == {}
+    assert world.outcome().kind is OutcomeKind.APPLIED
+
+
+def test_an_engine_that_fails_amid_an_update_is_lost_and_stays_paused(world: World) -> None:
+    world.start(world.make(world.server.url, bucket_bytes=100_000), source=large(1.0))
+    world.server.plan[world.update] = ["serve", 500]
+    outcome = world.outcome()
+
+    assert (outcome.kind, outcome.evidence) == (OutcomeKind.LOST, Evidence.NONE)
+    assert "may hold parts of two versions: It stays paused." in outcome.reason
+    assert world.server.paused
+    assert world.server.weights != {}
+
+
+def test_an_engine_that_was_started_again_joins_and_gets_the_newest_version(world: World) -> None:
+    engine = world.make(world.server.url)
+    world.start(engine)
+    world.server.plan[world.update] = [500]
+    assert world.outcome().kind is OutcomeKind.LOST
+    world.server.restart()
+    world.sender.add_worker(0, engine)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    assert equal(world.server, world.source)
+
+
+def test_an_engine_that_hangs_up_is_lost(world: World) -> None:
+    world.start()
+    world.server.plan[world.update] = ["die"]
+    outcome = world.outcome()
+    assert (outcome.kind, outcome.evidence) == (OutcomeKind.LOST, Evidence.NONE)
+    assert "got no answer" in outcome.reason
+
+
+def test_an_engine_that_is_not_there_is_lost(world: World) -> None:
+    world.start()
+    world.server.die()
+    with pytest.raises(WorkerLostError, match="ConnectionRefusedError"):
+        world.sender.send(timeout=PATIENCE)
+
+
+def test_an_engine_that_stalls_times_out_and_its_late_answer_still_counts(world: World) -> None:
+    world.start()
+    world.server.plan[world.update] = ["stall"]
+    with pytest.raises(AckTimeoutError) as caught:
+        world.sender.send(timeout=0.05)
+    assert caught.value.report[0].kind is OutcomeKind.TIMED_OUT
+    assert world.sender.state is State.PENDING_ASYNC
+    assert world.server.stalled.wait(PATIENCE)
+    world.server.release()
+    assert world.sender.wait_async(timeout=PATIENCE)[0].kind is OutcomeKind.APPLIED
+    assert equal(world.server, world.source)
+
+
+def test_close_ends_a_call_that_stalls_with_its_thread_and_its_socket(world: World) -> None:
+    world.start()
+    world.server.plan[world.update] = ["stall"]
+    world.sender.send_async()
+    assert world.server.stalled.wait(PATIENCE)
+    world.scheme.close()
+    assert world.server.hung_up.wait(PATIENCE)
+    assert ends_of_this_process()[1] == []
+
+
+def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> None:
+    with serving() as other:
+        world.start(world.make(world.server.url), world.make(other.url))
+        world.server.plan[world.update] = ["die"]
+        report = world.sender.send(on_failure="report", timeout=PATIENCE)
+        assert [outcome.kind for outcome in report.outcomes.values()] == [OutcomeKind.LOST, OutcomeKind.APPLIED]
+        assert equal(other, world.source)
+        world.scheme.close()
+
+
+class Moody(nn.Linear):
+    """Has extra state."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+
+def test_extra_state_is_refused_since_no_engine_takes_it(world: World) -> None:
+    world.start(source=Moody(1, 1))
+    outcome = world.outcome()
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert "extra state of ['']" in outcome.reason
+    assert world.server.calls == []
+
+
+# ------------------------------------------------------------------------------------------------------- vLLM
+
+
+@pytest.fixture
+def server() -> Iterator[EngineServer]:
+    with serving() as made:
+        yield made
+
+
+def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeightSyncScheme:
+    scheme = EngineWeightSyncScheme(**options)
+    scheme.init_on_sender("policy", engines=[engine], model=source)
+    return scheme
+
+
+def test_vllm_goes_through_its_four_phases_once_initialised(server: EngineServer) -> None:
+    with scheme_with(VLLMEngine(server.url, Inline()), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+        scheme.get_sender().send(timeout=PATIENCE)
+    each = ["pause?mode=keep", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
+    assert server.calls == ["init_weight_transfer_engine", *each, *each]
+    assert server.bodies["init_weight_transfer_engine"] == [{"init_info": {"backend": "inline"}}]
+
+
+@pytest.mark.parametrize(
+    ("phase", "status", "kind"),
+    [
+        ("init_weight_transfer_engine", 500, OutcomeKind.REFUSED),
+        ("start_weight_update", 409, OutcomeKind.REFUSED),
+        ("start_weight_update", 500, OutcomeKind.LOST),
+        ("update_weights", 422, OutcomeKind.LOST),
+        ("finish_weight_update", 500, OutcomeKind.LOST),
+        ("resume", 500, OutcomeKind.LOST),
+    ],
+)
+def test_what_a_phase_that_fails_shows_of_the_weights_decides_the_outcome(
+    phase: str, status: int, kind: OutcomeKind, server: EngineServer
+) -> None:
+    server.plan[phase] = [status]
+    with scheme_with(VLLMEngine(server.url, Inline()), small(1.0)) as scheme:
+        report = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)
+    assert report[0].kind is kind
+    assert server.paused is (kind is OutcomeKind.LOST)
+
+
+def test_a_carrier_brings_the_tensors_while_the_call_is_answered(server: EngineServer) -> None:
+    carrier, source = Beside(server), large(1.0)
+    with scheme_with(VLLMEngine(server.url, carrier, bucket_bytes=100_000), source) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert equal(server, source)
+    assert carrier.joined == 1
+
+
+def test_a_carrier_that_fails_ends_the_call_that_waits_for_it(server: EngineServer) -> None:
+    carrier = Beside(server)
+
+    def fail() -> None:
+        raise RuntimeError("NCCL is gone")
+
+    carrier.fails = fail
+    server.plan["update_weights"] = ["stall"]
+    with scheme_with(VLLMEngine(server.url, carrier), small(1.0)) as scheme:
+        report = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)
+    assert report[0].kind is OutcomeKind.LOST
+    assert "Its carrier failed in update_weights: RuntimeError('NCCL is gone')" in report[0].reason
+
+
+def test_a_carrier_is_told_to_give_up_when_its_engine_fails(server: EngineServer) -> None:
+    carrier = Beside(server)
+    server.plan["update_weights"] = [500]
+    with scheme_with(VLLMEngine(server.url, carrier), small(1.0)) as scheme:
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.LOST
+        assert carrier.given_up.is_set()
+
+
+class Handle:
+    """An engine in this process, with the methods of vLLM's."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.names: list[str] = []
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.calls.append(f"init {request['init_info']}")
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        self.names += request["update_info"]["names"]
+
+    def finish_weight_update(self) -> None:
+        if self.calls.count("start") == 2:
+            raise MemoryError("no room")
+
+
+def test_a_vllm_engine_is_driven_by_its_handle_too() -> None:
+    handle, source = Handle(), small(1.0)
+    with scheme_with(VLLMEngine(handle, Inline()), source) as scheme:
+        outcome = scheme.get_sender().send(timeout=PATIENCE)[0]
+        assert (outcome.kind, outcome.evidence) == (OutcomeKind.APPLIED, Evidence.CALL)
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+        assert outcome.kind is OutcomeKind.LOST
+        assert "finish_weight_update() of the vLLM engine Handle raised MemoryError: no room" in outcome.reason
+    assert handle.calls == ["init {'backend': 'inline'}", "start", "start"]
+    assert set(handle.names) == set(source.state_dict())
+
+
+# ----------------------------------------------------------------------------------------------------- SGLang
+
+
+def test_sglang_flushes_its_cache_where_its_requests_were_ended(server: EngineServer) -> None:
+    with scheme_with(SGLangEngine(server.url, pause="abort"), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert server.calls == ["pause_generation", "update_weights_from_tensor", "flush_cache", "continue_generation"]
+    assert server.bodies["pause_generation"] == [{"mode": "abort"}]
+
+
+def test_sglang_that_turns_the_first_bucket_away_has_refused_and_goes_on(server: EngineServer) -> None:
+    server.plan["update_weights_from_tensor"] = [404]
+    with scheme_with(SGLangEngine(server.url), small(1.0)) as scheme:
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.REFUSED
+    assert not server.paused
+
+
+def test_an_engine_that_is_not_to_be_paused_is_not(server: EngineServer) -> None:
+    for engine in (SGLangEngine(server.url, pause=None), VLLMEngine(server.url, Inline(), pause=None)):
+        with scheme_with(engine, small(1.0)) as scheme:
+            scheme.get_sender().send(timeout=PATIENCE)
+    assert not [call for call in server.calls if "pause" in call or "resume" in call or "continue" in call]
+
+
+def test_a_carrier_brings_sglang_its_tensors_too(server: EngineServer) -> None:
+    carrier, source = Beside(server), large(1.0)
+    with scheme_with(SGLangEngine(server.url, carrier, bucket_bytes=100_000), source) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+        assert equal(server, source)
+        server.plan["update_weights_from_distributed"] = [500]
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.LOST
+    assert (server.calls[0], carrier.joined, carrier.given_up.is_set()) == ("init_weights_update_group", 1, True)
+    assert "update_weights_from_tensor" not in server.calls
+
+
+def test_sglang_that_does_not_join_has_refused(server: EngineServer) -> None:
+    server.plan["init_weights_update_group"] = [500]
+    with scheme_with(SGLangEngine(server.url, Beside(server)), small(1.0)) as scheme:
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.REFUSED
+    assert server.calls == ["init_weights_update_group"]
+
+
+# --------------------------------------------------------------------------------------------- a language model
+
+
+def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> None:
+    installed("transformers", what="A LANGUAGE MODEL", extra="dev")
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with scheme_with(SGLangEngine(server.url, bucket_bytes=4096), model, wire_dtype="bfloat16") as scheme:
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    other = transformers.GPT2LMHeadModel(config).bfloat16().eval()
+    other.load_state_dict(server.weights)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(other(tokens).logits, model.bfloat16()(tokens).logits)
+
+
+# -------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: VLLMEngine("localhost:8000", Inline()), "is no URL of an engine"),
+        (lambda: VLLMEngine("http://localhost:1", 3), "is no Carrier"),
+        (lambda: VLLMEngine(object(), Inline()), "has no init_weight_transfer_engine"),
+        (lambda: VLLMEngine("http://localhost:1", Inline(), pause="doze"), "doze"),
+        (lambda: SGLangEngine("http://localhost:1", tp_size=0), "tp_size= is 0"),
+        (lambda: EngineWeightSyncScheme().init_on_sender("policy", model=small(1.0)), "needs engines="),
+        (lambda: EngineWeightSyncScheme().init_on_worker("policy", model=small(1.0)), "no worker's side"),
+    ],
+)
+def test_unusable_arguments_are_refused(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        make()
+
+
+def test_buckets_hold_as_much_as_they_may() -> None:
+    weights = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (3, 3, 4, 20, 1)]
+    found = [[name for name, _ in bucket] for bucket in bucketed(iter(weights), 6)]
+    assert found == [["3", "3"], ["4"], ["20"], ["1"]]

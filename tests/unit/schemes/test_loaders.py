@@ -1,0 +1,340 @@
+"""A loader in place of a model: it gets a version whole, and the ack says that it has taken all of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, SCHEMES, Pair, large, small
+from torch import Tensor, nn
+
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    Layout,
+    LayoutError,
+    Loader,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    PartlyLoadedError,
+    State,
+    WeightSyncError,
+    WorkerLostError,
+)
+from weightsync.weights.loader import buckets, draw, renamed
+from weightsync.weights.packing import pack
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.tensors import address_of
+
+
+class Moody(nn.Linear):
+    """Has extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def get_extra_state(self) -> int:
+        return 3
+
+
+class Engine:
+    """Holds what its loader was given, and then does what the test says."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+        self.versions: list[int] = []
+        self.then: Callable[[], None] = lambda: None
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self.held = {name: tensor.clone() for name, tensor in weights}
+        self.versions.append(version)
+        self.then()
+
+
+def feeding(engine: Engine, trainer: Callable[[float], nn.Module] = small, **options: Any) -> Callable[[float], Any]:
+    """What makes the trainer's model, and the worker's loader."""
+    return lambda fill: trainer(fill) if fill else Loader(**{"load": engine.load, **options})
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def pair(engine: Engine, scheme_class: Any) -> Iterator[Pair]:
+    made = Pair(scheme_class, model=feeding(engine))
+    yield made
+    made.close()
+
+
+def lost(pair: Pair) -> str:
+    """Why the trainer reports the worker as lost, whose receiver breaks down now."""
+    pair.sender.send_async()
+    with pytest.raises(WeightSyncError, match="the model serves nothing"):
+        pair.receiver.receive(timeout=0)
+    with pytest.raises(WorkerLostError) as caught:
+        pair.sender.wait_async(timeout=PATIENCE)
+    assert (pair.receiver.state, pair.receiver.version) == (State.CLOSED, None)
+    reason: str = caught.value.report[0].reason
+    return reason
+
+
+@pytest.mark.parametrize("trainer", [small, large])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_loader_gets_every_tensor_and_the_ack_leaves_after_it_has_returned(
+    name: str, trainer: Any, engine: Engine
+) -> None:
+    pair = Pair(SCHEMES[name], model=feeding(engine, trainer))
+    nn.init.normal_(pair.source[0].weight)
+    engine.then = lambda: kinds.append(pair.sender.poll()[0].kind)
+    kinds: list[OutcomeKind] = []
+    outcome = pair.sync()[0]
+
+    assert kinds == [OutcomeKind.PENDING]
+    assert (outcome.kind, outcome.evidence) == (OutcomeKind.APPLIED, Evidence.ANSWER)
+    assert (engine.versions, pair.receiver.version) == ([1], 1)
+    sent = pair.source.state_dict()
+    assert engine.held.keys() == sent.keys()
+    assert all(torch.equal(engine.held[each], sent[each]) for each in sent)
+    pair.close()
+
+
+def test_a_loader_that_raises_refuses_the_version_and_the_next_one_is_loaded(pair: Pair, engine: Engine) -> None:
+    pair.sync()
+    engine.then = lambda: (_ for _ in ()).throw(RuntimeError("out of blocks"))
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=0) is False
+    outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
+
+    assert (outcome.kind, outcome.evidence) == (OutcomeKind.REFUSED, Evidence.ANSWER)
+    assert outcome.reason == "out of blocks"
+    assert "in load" in outcome.remote_traceback
+    assert (pair.receiver.version, pair.receiver.state) == (1, State.READY)
+    engine.then = lambda: None
+    assert pair.sync().ok
+    assert pair.receiver.version == 3
+
+
+def test_a_loader_that_says_it_has_begun_closes_the_receiver_which_serves_nothing(pair: Pair, engine: Engine) -> None:
+    pair.sync()
+    engine.then = lambda: (_ for _ in ()).throw(PartlyLoadedError("layer 7 of 32 is loaded"))
+    assert "had begun to change the engine: layer 7 of 32 is loaded" in lost(pair)
+
+
+def test_a_loader_that_is_interrupted_has_perhaps_begun(pair: Pair, engine: Engine) -> None:
+    engine.then = lambda: (_ for _ in ()).throw(SystemExit(3))
+    assert "interrupted: SystemExit(3)" in lost(pair)
+
+
+def test_a_loader_that_takes_only_some_tensors_is_never_acked(scheme_class: Any) -> None:
+    half: list[str] = []
+
+    def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        half.extend(next(weights)[0] for _ in range(2))
+
+    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
+    assert f"returned after 2 of {len(pair.source.state_dict())} tensors" in lost(pair)
+    pair.close()
+
+
+def test_a_loader_that_takes_nothing_loads_nothing_and_is_refused(scheme_class: Any) -> None:
+    async def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Never run: its coroutine is dropped."""
+
+    pair = Pair(scheme_class, model=feeding(Engine(), load=lambda weights, version: load(weights, version).close()))
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=0) is False
+    outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert "without taking any of the" in outcome.reason
+    assert pair.receiver.state is State.READY
+    pair.close()
+
+
+def test_what_a_loader_keeps_of_its_iterator_yields_nothing_afterwards(scheme_class: Any) -> None:
+    kept: list[Iterator[Any]] = []
+
+    def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        kept.append(weights)
+        for _ in weights:
+            pass
+
+    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
+    pair.sync()
+    assert list(kept[0]) == []
+    pair.close()
+
+
+def test_one_worker_that_writes_into_what_it_is_given_changes_no_other_and_no_later_version(scheme_class: Any) -> None:
+    seen: list[set[float]] = []
+
+    def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        found = [tensor for _, tensor in weights]
+        seen.append({value for tensor in found for value in tensor.flatten().tolist()})
+        for tensor in found:
+            tensor.zero_()
+
+    pair = Pair(scheme_class, workers=2, model=feeding(Engine(), trainer=large, load=load))
+    pair.scheme.get_sender().send_async()
+    for version in range(1, 5):
+        for receiver in pair.receivers:
+            receiver.receive(timeout=PATIENCE)
+        pair.sender.wait_async(timeout=PATIENCE)
+        with torch.no_grad():
+            for parameter in pair.source.parameters():
+                parameter.fill_(version + 1.0)
+        pair.sender.send_async()
+    pair.sender.abandon()
+    assert seen == [{1.0}, {1.0}, {2.0}, {2.0}, {3.0}, {3.0}, {4.0}, {4.0}]
+    pair.close()
+
+
+def test_names_are_mapped_and_a_mapping_that_does_not_fit_is_refused(engine: Engine, scheme_class: Any) -> None:
+    pair = Pair(scheme_class, model=feeding(engine, names={"0.weight": "model.embed.weight"}))
+    assert pair.sync().ok
+    assert "model.embed.weight" in engine.held
+    assert "0.weight" not in engine.held
+    pair.close()
+    pair = Pair(scheme_class, model=feeding(engine, names={"lm_head.weight": "head"}))
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=0) is False
+    outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
+    assert "names= maps 'lm_head.weight', but the weights have no such tensors" in outcome.reason
+    assert engine.versions == [1]
+    pair.close()
+
+
+def test_two_tensors_cannot_be_given_one_name() -> None:
+    layout = Layout([("a", "float32", (1,)), ("b", "float32", (1,))])
+    with pytest.raises(LayoutError, match="several tensors the name 'b'"):
+        renamed(layout, {"a": "b"})
+    assert renamed(layout, {"a": "b", "b": "a"}) == ["b", "a"]
+
+
+def test_a_loader_gets_the_dtype_that_travels(engine: Engine) -> None:
+    pair = Pair(lambda: MultiProcessWeightSyncScheme(wire_dtype="bfloat16"), model=feeding(engine))
+    assert pair.sync().ok
+    kinds = {tensor.dtype for tensor in engine.held.values()}
+    assert kinds == {torch.bfloat16, torch.int64}  # BatchNorm's counter travels as it is
+    pair.close()
+
+
+def test_extra_state_is_refused_before_the_loader_is_called(engine: Engine) -> None:
+    pair = Pair(MultiProcessWeightSyncScheme, model=feeding(engine, lambda _: Moody()))
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=0) is False
+    assert "A loader takes tensors" in pair.receiver.last_refusal
+    assert engine.versions == []
+    pair.close()
+
+
+def test_what_an_engine_holds_is_neither_read_nor_written_by_hand(pair: Pair) -> None:
+    pair.sync()
+    with pytest.raises(ConfigurationError, match="cannot be read here"):
+        pair.receiver.digest()
+    with pytest.raises(ConfigurationError, match="cannot be read here"):
+        _ = pair.receiver.target().layout
+    with pytest.raises(ConfigurationError, match="by its loader"):
+        pair.receiver.apply_weights({"a": torch.ones(1)})
+    assert pair.sync().ok
+
+
+def test_weights_applied_by_hand_that_are_those_of_the_pending_version_are_loaded(pair: Pair, engine: Engine) -> None:
+    pair.sender.send_async()
+    pair.receiver.apply_weights(pair.source.state_dict())
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+    assert engine.versions == [1]
+
+
+# --------------------------------------------------------------------------------------------- buckets and views
+
+
+def packed(readonly: bool = False) -> tuple[Layout, memoryview, dict[str, Tensor]]:
+    weights = {f"w{i}": torch.full((100 + i,), float(i)) for i in range(10)} | {"n": torch.arange(7)}
+    read = read_weights(weights)
+    layout = layout_of(read)
+    flat = torch.empty(layout.nbytes, dtype=torch.uint8).numpy().data
+    pack(read, layout, flat)
+    return layout, flat.toreadonly() if readonly else flat, weights
+
+
+def test_tensors_are_views_of_what_arrived() -> None:
+    layout, payload, weights = packed()
+    found = dict(draw(layout, payload, None, 1024))
+    start = address_of(payload)
+    assert all(start <= tensor.data_ptr() < start + layout.nbytes for tensor in found.values())
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert found.keys() == weights.keys()
+
+
+def test_what_cannot_be_viewed_is_copied_one_bucket_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, payload, weights = packed(readonly=True)
+    copied: list[int] = []
+    clone = Tensor.clone
+    monkeypatch.setattr(Tensor, "clone", lambda self: (copied.append(self.numel()), clone(self))[1])
+    drawn = draw(layout, payload, None, 1024)
+    found = {}
+    for number, (name, tensor) in enumerate(drawn):
+        found[name] = tensor
+        assert sum(copied[:-1]) < sum(each.nbytes for each in found.values()) + 64, number  # no bucket ahead
+    assert len(copied) > 3
+    assert max(copied) <= 1024
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_bucket_is_never_larger_than_asked_but_for_one_tensor() -> None:
+    layout, _, _ = packed()
+    assert [last - first for first, last in buckets(layout, 1)] == [1] * len(layout.entries)
+    runs = list(buckets(layout, 1 << 30))
+    assert [index for first, last in runs for index in range(first, last)] == list(range(len(layout.entries)))
+    assert len(runs) == len(layout.groups)
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"loader": 3}, "give a function"),
+        ({"loader": print, "model": nn.Linear(1, 1)}, "model= or loader="),
+        ({"model": nn.Linear(1, 1), "names": {"a": "b"}}, "takes names= with loader= only"),
+        ({"loader": print, "names": ["a"]}, "give a mapping"),
+        ({"loader": print, "bucket_bytes": 0}, "1 or more"),
+        ({}, "needs model=, loader="),
+    ],
+)
+def test_contradictory_arguments_are_refused(given: dict[str, Any], match: str, pipe_pair: Any) -> None:
+    scheme = MultiProcessWeightSyncScheme()
+    with pytest.raises(ConfigurationError, match=match):
+        scheme.init_on_worker("policy", pipe=pipe_pair[1], **given)
+    assert not scheme.initialized_on_receiver
+
+
+@pytest.fixture
+def pipe_pair() -> Iterator[Any]:
+    pair = Pair(MultiProcessWeightSyncScheme, workers=1)
+    yield pair.pipes[0]
+    pair.close()
+
+
+def test_a_worker_of_the_second_generation_receives_the_number_of_each_version(
+    engine: Engine, scheme_class: Any
+) -> None:
+    pair = Pair(scheme_class, model=feeding(engine))
+    worker = pair.schemes[0]
+    ends = threading.Thread(target=lambda: pair.sender.send(timeout=PATIENCE))
+    ends.start()
+    worker.connect(timeout=PATIENCE)
+    ends.join(PATIENCE)
+    assert engine.versions == [1]
+    ends = threading.Thread(target=lambda: pair.sender.send(timeout=PATIENCE))
+    ends.start()
+    assert worker.receive(timeout=PATIENCE) == 2
+    ends.join(PATIENCE)
+    worker.shutdown()
+    pair.close()

@@ -1,0 +1,1 @@
+"""Inference engines with an API of their own as workers: vLLM and SGLang."""

@@ -1,0 +1,104 @@
+"""What brings tensors to an engine's workers beside the calls, and how the two go together."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from weightsync.errors import PartlyLoadedError, TransportError
+from weightsync.schemes.engines.client import Bucket
+from weightsync.schemes.engines.http import EngineError
+from weightsync.weights.tensors import DTYPE_NAMES
+
+#: Seconds that a failed call waits for its carrier, which was told to give up.
+_PATIENCE: Final = 5.0
+
+
+class Carrier(abc.ABC):
+    """Brings tensors to an engine's workers beside the calls: the trainer's half of a transfer such as NCCL's.
+
+    The calls say what comes, the carrier brings it. Override what your transfer needs.
+    """
+
+    def init_info(self) -> Mapping[str, Any]:
+        """What the engine's workers need to join, such as a master's address and a world size.
+
+        vLLM: the ``init_info`` of ``init_weight_transfer_engine``. SGLang: what it posts to
+        ``init_weights_update_group``.
+        """
+        return {}
+
+    def join(self) -> None:
+        """Join the workers' group. Runs while the engine's call to join is being answered."""
+        return
+
+    @abc.abstractmethod
+    def update_info(self, bucket: Bucket) -> Mapping[str, Any]:
+        """What the call says of a bucket besides names, dtypes and shapes."""
+
+    def send(self, bucket: Bucket) -> None:
+        """Send a bucket's tensors. Runs while the call that announces them is being answered."""
+        return
+
+    def give_up(self) -> None:
+        """End a `join` or `send` in progress, from another thread: the engine is gone, or the link was closed."""
+        return
+
+
+def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
+    """Names, dtypes and shapes of a bucket, as engines want them; ``dtypes`` is what they call the second."""
+    return {
+        "names": [name for name, _ in bucket],
+        dtypes: [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+    }
+
+
+def beside(
+    call: Callable[[], None],
+    carry: Callable[[], None],
+    give_up: Callable[[], None],
+    abort: Callable[[], None],
+    what: str,
+) -> None:
+    """Make a call while the carrier does its part of it.
+
+    Args:
+        call: the engine's.
+        carry: the carrier's part; runs in a thread of its own.
+        give_up: ends ``carry``, if the call fails.
+        abort: ends ``call``, if the carrier fails: the engine waits for what will not come.
+        what: the call's name, for messages.
+
+    Raises:
+        EngineError, TransportError: the call failed.
+        PartlyLoadedError: the carrier failed.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            carry()
+        except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
+            failures.append(error)
+            abort()
+
+    carrying = threading.Thread(target=run, name=f"weightsync carries for {what}", daemon=True)
+    carrying.start()
+    try:
+        call()
+    except (EngineError, TransportError) as error:
+        give_up()
+        carrying.join(_PATIENCE)
+        if failures and isinstance(error, TransportError):
+            raise _failed(failures[0], what) from failures[0]
+        raise
+    carrying.join()
+    if failures:
+        raise _failed(failures[0], what) from failures[0]
+
+
+def _failed(failure: BaseException, what: str) -> PartlyLoadedError:
+    return PartlyLoadedError(f"Its carrier failed in {what}: {failure!r}")

@@ -1,0 +1,152 @@
+"""What an engine's adapter offers, and the client that feeds it each version in a thread of its own."""
+
+from __future__ import annotations
+
+import abc
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+from torch import Tensor
+
+from weightsync.clock import Stopwatch
+from weightsync.errors import LayoutError, PartlyLoadedError, TransportError
+from weightsync.protocol.messages import Message, Update
+from weightsync.schemes.peers.base import payload_of
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import Answers
+from weightsync.transports.calls.without_receiver import ack, raised, start_call
+from weightsync.weights.layout import Layout
+from weightsync.weights.loader import draw
+
+#: Names and tensors that go to an engine in one call.
+Bucket = list[tuple[str, Tensor]]
+#: Seconds that `EngineClient.close` waits for its thread once the call in it was aborted.
+PATIENCE: Final = 10.0
+
+_Job = Callable[[], None]
+
+
+class Engine(abc.ABC):
+    """An adapter of one inference engine: feeds it a version by calls that it answers.
+
+    All that is known of a version whose calls returned is that they returned: evidence ``call``.
+    """
+
+    #: How many bytes go to the engine in one call. A larger tensor goes alone.
+    bucket_bytes: int
+    #: The engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
+    names: Mapping[str, str] | None
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Be usable: a link is laid to it, perhaps another after `abort`. Must not block."""
+
+    @abc.abstractmethod
+    def load(self, buckets: Iterable[Bucket], version: str) -> None:
+        """Load a version, and return once the engine serves it.
+
+        Args:
+            buckets: its tensors, on the CPU, each valid until the next bucket is asked for.
+            version: the incarnation and the number of the version, for the engine's own books.
+
+        Raises:
+            PartlyLoadedError: it failed, and the engine has perhaps begun to change.
+            TransportError: the engine cannot be reached, and its state is unknown.
+            Exception: anything else: it failed, and the engine serves what it did.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End the call in progress, from another thread; all calls after it fail, until `open`."""
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """How messages name it."""
+
+
+class EngineClient:
+    """Feeds an engine in a thread of its own, one version after the other.
+
+    `close` ends the call in progress and the thread. A call that cannot be ended is left to a daemon thread.
+
+    Args:
+        engine: the adapter.
+        peer: its name in messages.
+    """
+
+    def __init__(self, engine: Engine, peer: str) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._layouts: dict[bytes, Layout] = {}
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        engine.open()
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the calls that carry an update; a handshake is answered here, since no engine knows it."""
+        return start_call(message, self._peer, lambda update: self._call(update, payload_of(update, payload)))
+
+    def close(self) -> None:
+        """End the call in progress and the thread."""
+        self._engine.abort()
+        thread, self._thread = self._thread, None
+        self._jobs.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(PATIENCE)
+
+    def _call(self, update: Update, view: memoryview) -> Answers:
+        if update.layout:
+            told = Layout.decode(update.layout)
+            self._layouts = {told.digest: told}
+        layout, answers = self._layouts[update.layout_digest], Answers()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work, args=(self._jobs,), name=f"weightsync feeds {self._peer}", daemon=True
+            )
+            self._thread.start()
+        self._jobs.put(lambda: self._feed(update, layout, view, answers))
+        return answers
+
+    def _feed(self, update: Update, layout: Layout, view: memoryview, answers: Answers) -> None:
+        """Runs in the thread."""
+        stopwatch, engine = Stopwatch(), self._engine
+        try:
+            if layout.extras:
+                raise LayoutError(
+                    f"an engine takes tensors, but the weights have the extra state of {list(layout.extras)}. Send a "
+                    "state dict from which you took the _extra_state entries.",
+                    unexpected=layout.extras,
+                )
+            drawn = draw(layout, view, engine.names, engine.bucket_bytes)
+            engine.load(bucketed(drawn, engine.bucket_bytes), f"{update.incarnation}.{update.version}")
+        except PartlyLoadedError as error:
+            lost = TransportError(f"{engine} may hold parts of two versions: {error}")
+            lost.__cause__ = error
+            answers.set_exception(lost)
+        except TransportError as error:
+            answers.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - whatever an adapter raises is reported to the sender
+            answers.set_result([raised(update, error, f"{engine}: ")])
+        else:
+            answers.set_result([ack(update, seconds=stopwatch.seconds)])
+
+
+def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
+    """Group tensors into buckets of at most so many bytes, or of one larger tensor."""
+    bucket: Bucket = []
+    held = 0
+    for name, tensor in weights:
+        if bucket and held + tensor.nbytes > nbytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, tensor))
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()

@@ -1,0 +1,127 @@
+"""Calls of an engine's HTTP routes, which `HttpCalls.abort` ends at once."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
+
+from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
+
+#: Seconds to wait for a connection, whatever the deadline of a send: until then `HttpCalls.abort` ends nothing.
+CONNECT_SECONDS: Final = 5.0
+#: How much of an engine's error is quoted.
+_QUOTED: Final = 2000
+#: Statuses of calls that were turned away at the door: the engine has begun nothing.
+_AT_THE_DOOR: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
+
+
+class EngineError(WeightSyncError):
+    """An engine answered a call with an error.
+
+    What to do: read the engine's own words in the message, and its log.
+
+    Attributes:
+        status: the HTTP status.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def began_nothing(self) -> bool:
+        """Whether the status says that the call was turned away, and so changed nothing."""
+        return self.status in _AT_THE_DOOR
+
+
+class HttpCalls:
+    """Calls the routes of one server, one call at a time, each over a connection of its own.
+
+    A call has no timeout: the deadline of the send that waits for it ends the wait, and `abort` ends the call.
+
+    Args:
+        url: of the server, such as ``"http://localhost:8000"``.
+        headers: sent with each call, such as an ``Authorization``.
+
+    Raises:
+        ConfigurationError: the URL is not one of http or https.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        self._at = _parsed(url)
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._aborted = False
+
+    def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Call a route, and return its answer, decoded if it is JSON.
+
+        Raises:
+            EngineError: the engine answered with an error.
+            TransportError: it could not be reached, or the connection broke; or the calls were aborted.
+        """
+        connection = self._connection()
+        try:
+            connection.connect()
+            self._hold(connection.sock)
+            path = f"{self._at.path.rstrip('/')}/{route.lstrip('/')}"
+            connection.request("POST", path, json.dumps(body or {}).encode(), self._headers)
+            response = connection.getresponse()
+            status, text = response.status, response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            why = "the link was closed" if self._aborted else f"{type(error).__name__}: {error}"
+            raise TransportError(f"POST {self.url}/{route} got no answer: {why}.") from error
+        finally:
+            self._hold(None)
+            connection.close()
+        if status >= http.HTTPStatus.BAD_REQUEST:
+            raise EngineError(f"POST {self.url}/{route} was answered {status}: {text[:_QUOTED]}", status)
+        return _decoded(text)
+
+    def open(self) -> None:
+        """Allow calls again after `abort`."""
+        with self._lock:
+            self._aborted = False
+
+    def abort(self) -> None:
+        """End the call in progress with a TransportError, and all calls after it until `open`."""
+        with self._lock:
+            self._aborted = True
+            held = self._socket
+            if held is not None:
+                with contextlib.suppress(OSError):  # it has ended already
+                    held.shutdown(socket.SHUT_RDWR)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._at.scheme == "https" else http.client.HTTPConnection
+        return kind(self._at.hostname or "", self._at.port, timeout=CONNECT_SECONDS)
+
+    def _hold(self, held: socket.socket | None) -> None:
+        with self._lock:
+            self._socket = held
+            if held is not None and self._aborted:
+                raise ConnectionAbortedError("the link was closed")
+        if held is not None:
+            held.settimeout(None)
+
+
+def _parsed(url: str) -> SplitResult:
+    at = urlsplit(url)
+    if at.scheme not in ("http", "https") or not at.hostname:
+        raise ConfigurationError(f"{url!r} is no URL of an engine: give one such as 'http://localhost:8000'.")
+    return at
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

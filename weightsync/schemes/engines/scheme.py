@@ -1,0 +1,61 @@
+"""`EngineWeightSyncScheme`: workers are inference engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.errors import ConfigurationError
+from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.schemes.engines.client import Engine, EngineClient
+from weightsync.transports.base import Link
+from weightsync.transports.calls.client import CallLink
+
+
+class EngineWeightSyncScheme(WeightSyncScheme):
+    """Workers are inference engines, each behind an `Engine` such as `VLLMEngine` or `SGLangEngine`.
+
+    ``init_on_sender(engines=[...])`` gives one per worker; ``add_worker(worker_id, engine)`` adds another. There is no
+    worker's side: an engine knows nothing of weightsync. APPLIED says that its calls returned (evidence ``call``),
+    REFUSED that it answered with an error before it began to change, LOST that it cannot be reached or failed later,
+    TIMED_OUT that it had not answered by the deadline.
+
+    Args:
+        strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
+        verify: see `WeightSyncScheme`; engines compare nothing.
+        wire_dtype: see `WeightSyncScheme`: what the engine gets.
+    """
+
+    _sender_arguments = ("engines",)
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        """The engines, from ``engines=`` or the context's."""
+        engines = given_or_found(given, context, "engines")
+        if isinstance(engines, Engine):
+            engines = [engines]
+        if not isinstance(engines, Sequence) or not all(isinstance(each, Engine) for each in engines):
+            raise ConfigurationError(
+                f"init_on_sender() needs engines=, one Engine per worker: VLLMEngine(...), SGLangEngine(...) or your "
+                f"own; it is {engines!r}."
+            )
+        return dict(enumerate(engines))
+
+    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        raise ConfigurationError(
+            "An engine has no worker's side. To load weights in a process of yours that holds one, give another "
+            "scheme's init_on_worker() loader=."
+        )
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link to an engine.
+
+        Raises:
+            ConfigurationError: it is no `Engine`.
+        """
+        if not isinstance(endpoint, Engine):
+            raise ConfigurationError(f"{endpoint!r} is no Engine: give a VLLMEngine, a SGLangEngine or your own.")
+        return CallLink(EngineClient(endpoint, str(endpoint)), str(endpoint))
+
+    def create_transport(self, pipe_or_context: Any = None) -> None:
+        """None: calls of the engine carry the weights."""
+        return

@@ -1,0 +1,154 @@
+"""`SGLangEngine`: feeds a SGLang server by its HTTP routes."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from weightsync.errors import ConfigurationError, PartlyLoadedError
+from weightsync.options import Option
+from weightsync.schemes.engines.carrier import Carrier, beside, described
+from weightsync.schemes.engines.client import Bucket, Engine
+from weightsync.schemes.engines.http import EngineError, HttpCalls
+from weightsync.weights.loader import BUCKET_BYTES
+
+#: The ``group_name`` of the group that a carrier and SGLang's workers join, unless its `init_info` has another.
+GROUP: Final = "weight_update_group"
+
+
+class SGLangPause(Option):
+    """What SGLang does with requests in progress while weights change: its own ``mode`` of ``pause_generation``."""
+
+    #: They are ended.
+    ABORT = "abort"
+    #: They wait, and begin again with the new weights.
+    RETRACT = "retract"
+    #: They wait, and go on with the new weights behind what the old ones have computed.
+    IN_PLACE = "in_place"
+
+
+class SGLangEngine(Engine):
+    """A SGLang server, fed by ``update_weights_from_tensor``: the tensors travel in the calls, by value.
+
+    With a carrier it is fed by ``update_weights_from_distributed``, after ``init_weights_update_group`` once: the
+    carrier brings the tensors, for example by a broadcast of NCCL.
+
+    For each version: ``pause_generation``, an update call for each bucket, ``flush_cache`` (with
+    ``pause="abort"`` only: SGLang flushes when it is idle), ``continue_generation``. If
+    an update call fails, the server may hold parts of two versions: it stays paused, and the worker
+    is LOST. Load it anew, then `add_worker` it.
+
+    Args:
+        url: of the server.
+        carrier: brings the tensors; None: they travel in the calls.
+        tp_size: its tensor-parallel size: each rank gets the whole tensors, and takes its part.
+        pause: what becomes of requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
+            so that a request may see parts of two versions.
+        flush_cache: with ``pause="abort"``: whether the prefix cache is flushed, which holds what old weights computed.
+        names: the engine's name of a tensor, by its name in the trainer's weights.
+        bucket_bytes: how many bytes go in one call. The call holds about three times as many.
+        headers: sent with each call, such as an ``Authorization``.
+
+    Raises:
+        ConfigurationError: an argument is unusable.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        carrier: Carrier | None = None,
+        *,
+        tp_size: int = 1,
+        pause: SGLangPause | str | None = SGLangPause.RETRACT,
+        flush_cache: bool = True,
+        names: Mapping[str, str] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if tp_size < 1 or bucket_bytes < 1:
+            raise ConfigurationError(f"tp_size= is {tp_size} and bucket_bytes= {bucket_bytes}: both must be 1 or more.")
+        self._calls = HttpCalls(url, headers)
+        self._carrier = carrier
+        self._joined = carrier is None
+        self._tp_size = tp_size
+        self._pause = None if pause is None else SGLangPause(pause)
+        self._flushes = flush_cache and self._pause is SGLangPause.ABORT
+        self.names = names
+        self.bucket_bytes = bucket_bytes
+
+    def load(self, buckets: Iterable[Bucket], version: str) -> None:
+        """Load a version: see `Engine.load`."""
+        self._join()
+        if self._pause is not None:
+            self._calls.post("pause_generation", {"mode": self._pause.value})
+        begun = False
+        try:
+            for bucket in buckets:
+                self._update(bucket, version)
+                begun = True
+        except EngineError as error:
+            if begun or not error.began_nothing:
+                raise PartlyLoadedError(f"{self._stays()} {error}") from error
+            self._continue()
+            raise
+        self._end()
+
+    def open(self) -> None:
+        """Be usable, again too: see `Engine.open`."""
+        self._joined = self._carrier is None
+        self._calls.open()
+
+    def abort(self) -> None:
+        """End the call in progress: see `Engine.abort`."""
+        self._calls.abort()
+        if self._carrier is not None:
+            self._carrier.give_up()
+
+    def __str__(self) -> str:
+        return f"the SGLang server at {self._calls.url}"
+
+    def _join(self) -> None:
+        carrier = self._carrier
+        if carrier is None or self._joined:
+            return
+        self._beside("init_weights_update_group", {"group_name": GROUP, **carrier.init_info()}, carrier.join)
+        self._joined = True
+
+    def _update(self, bucket: Bucket, version: str) -> None:
+        carrier, common = self._carrier, {"flush_cache": False, "weight_version": version}
+        if carrier is not None:
+            body = {**described(bucket, "dtypes"), "group_name": GROUP, **common, **carrier.update_info(bucket)}
+            self._beside("update_weights_from_distributed", body, lambda: carrier.send(bucket))
+            return
+        # A view would be pickled with all of its storage.
+        owned = [(name, tensor.clone()) for name, tensor in bucket]
+        serialized = base64.b64encode(pickle.dumps(owned)).decode()
+        self._succeed(
+            "update_weights_from_tensor", {"serialized_named_tensors": [serialized] * self._tp_size, **common}
+        )
+
+    def _beside(self, route: str, body: Mapping[str, Any], carry: Callable[[], None]) -> None:
+        assert self._carrier is not None
+        beside(lambda: self._succeed(route, body), carry, self._carrier.give_up, self._calls.abort, route)
+
+    def _succeed(self, route: str, body: Mapping[str, Any]) -> None:
+        answer = self._calls.post(route, body)
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            raise EngineError(f"POST {self._calls.url}/{route} was answered {answer}.")
+
+    def _end(self) -> None:
+        try:
+            if self._flushes:
+                self._calls.post("flush_cache")
+            self._continue()
+        except EngineError as error:
+            raise PartlyLoadedError(f"It has loaded the version, but does not go on. {error}") from error
+
+    def _stays(self) -> str:
+        return "It was not paused." if self._pause is None else "It stays paused."
+
+    def _continue(self) -> None:
+        if self._pause is not None:
+            self._calls.post("continue_generation")

@@ -1,0 +1,203 @@
+"""`VLLMEngine`: drives the four phases of vLLM's weight transfer, by its HTTP routes or by a handle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from weightsync.engine.copies import MISSING, optional
+from weightsync.errors import ConfigurationError, PartlyLoadedError, TransportError
+from weightsync.options import Option
+from weightsync.schemes.engines.carrier import Carrier, beside, described
+from weightsync.schemes.engines.client import Bucket, Engine
+from weightsync.schemes.engines.http import EngineError, HttpCalls
+from weightsync.transports.ray.session import require_ray
+from weightsync.weights.loader import BUCKET_BYTES
+
+#: Seconds between two looks at a Ray call, so that `abort` is noticed.
+_STEP: Final = 0.1
+
+
+class VLLMPause(Option):
+    """What vLLM does with requests in progress while weights change: the ``mode`` of its ``/pause``."""
+
+    #: They wait, and go on with the new weights behind what the old ones have computed.
+    KEEP = "keep"
+    #: They are ended.
+    ABORT = "abort"
+    #: They are finished first; new ones wait.
+    WAIT = "wait"
+
+
+class _HttpControl:
+    def __init__(self, calls: HttpCalls, pause: VLLMPause | None) -> None:
+        self._calls = calls
+        self._pause = pause
+        self.name = f"the vLLM server at {calls.url}"
+
+    def phase(self, phase: str, body: Mapping[str, Any]) -> None:
+        self._calls.post(phase, body)
+
+    def pause(self) -> None:
+        if self._pause is not None:
+            self._calls.post(f"pause?mode={self._pause.value}")
+
+    def resume(self) -> None:
+        if self._pause is not None:
+            self._calls.post("resume")
+
+    def open(self) -> None:
+        self._calls.open()
+
+    def abort(self) -> None:
+        self._calls.abort()
+
+
+class _HandleControl:
+    """Calls the methods of an object in this process, or of a Ray actor."""
+
+    #: The phases that take a request; the others are called without arguments.
+    _WITH_REQUEST: Final = frozenset({"init_weight_transfer_engine", "update_weights"})
+
+    def __init__(self, handle: Any) -> None:
+        missing = [name for name in _PHASES if optional(handle, name) is MISSING]
+        if missing:
+            raise ConfigurationError(
+                f"{handle!r} has no {', '.join(missing)}: give a vLLM engine, a Ray actor that holds one, or a URL."
+            )
+        self._handle = handle
+        self._aborted = threading.Event()
+        self.name = f"the vLLM engine {type(handle).__name__}"
+
+    def phase(self, phase: str, body: Mapping[str, Any]) -> None:
+        method = getattr(self._handle, phase)
+        remote = optional(method, "remote")
+        arguments = (dict(body),) if phase in self._WITH_REQUEST else ()
+        if self._aborted.is_set():
+            raise TransportError(f"{phase}() of {self.name}: the link was closed.")
+        try:
+            if remote is MISSING:
+                method(*arguments)
+            else:
+                self._await(remote(*arguments), phase)
+        except (TransportError, EngineError):
+            raise
+        except Exception as error:
+            raise EngineError(f"{phase}() of {self.name} raised {type(error).__name__}: {error}") from error
+
+    def _await(self, reference: Any, phase: str) -> None:
+        ray = require_ray("VLLMEngine")
+        while not ray.wait([reference], timeout=_STEP)[0]:
+            if self._aborted.is_set():
+                raise TransportError(f"{phase}() of {self.name} got no answer: the link was closed.")
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            raise TransportError(f"{phase}() of {self.name}: {error}") from error
+
+    def pause(self) -> None:
+        """An engine that is called directly runs one call at a time."""
+
+    def resume(self) -> None:
+        """As `pause`."""
+
+    def open(self) -> None:
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+
+_PHASES: Final = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
+
+class VLLMEngine(Engine):
+    """A vLLM engine, driven through the four phases of its weight transfer API.
+
+    Once: ``init_weight_transfer_engine``. For each version: pause, ``start_weight_update``, ``update_weights`` for each
+    bucket, ``finish_weight_update``, resume. If one of these fails after the update was started, the engine may hold
+    parts of two versions: it stays paused, and the worker is LOST. A server needs ``VLLM_SERVER_DEV_MODE=1`` and a
+    ``--weight-transfer-config``.
+
+    Args:
+        engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. A handle
+            is not paused: see to it that it does not generate meanwhile.
+        carrier: brings the tensors: the trainer's half of the server's backend.
+        pause: what becomes of a server's requests in progress: "keep" (default), "abort" or "wait"; None: do not
+            pause, so that a request may see parts of two versions.
+        names: the engine's name of a tensor, by its name in the trainer's weights.
+        bucket_bytes: how many bytes go in one ``update_weights``.
+        headers: sent with each HTTP call, such as an ``Authorization``.
+
+    Raises:
+        ConfigurationError: an argument is unusable.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        carrier: Carrier,
+        *,
+        pause: VLLMPause | str | None = VLLMPause.KEEP,
+        names: Mapping[str, str] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if not isinstance(carrier, Carrier):
+            raise ConfigurationError(f"{carrier!r} is no Carrier: give what brings tensors to the engine's workers.")
+        mode = None if pause is None else VLLMPause(pause)
+        at_url = isinstance(engine, str)
+        self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)
+        self._carrier = carrier
+        self._initialised = False
+        self.names = names
+        self.bucket_bytes = bucket_bytes
+
+    def load(self, buckets: Iterable[Bucket], version: str) -> None:
+        """Load a version: see `Engine.load`."""
+        control = self._control
+        if not self._initialised:
+            request = {"init_info": dict(self._carrier.init_info())}
+            self._beside("init_weight_transfer_engine", request, self._carrier.join)
+            self._initialised = True
+        control.pause()
+        self._start()
+        try:
+            for bucket in buckets:
+                self._update(bucket)
+            control.phase("finish_weight_update", {"weight_version": version})
+            control.resume()
+        except EngineError as error:
+            raise PartlyLoadedError(f"It stays paused. {error}") from error
+
+    def open(self) -> None:
+        """Be usable, again too: see `Engine.open`."""
+        self._initialised = False
+        self._control.open()
+
+    def abort(self) -> None:
+        """End the call in progress: see `Engine.abort`."""
+        self._control.abort()
+        self._carrier.give_up()
+
+    def __str__(self) -> str:
+        return self._control.name
+
+    def _start(self) -> None:
+        try:
+            self._control.phase("start_weight_update", {"is_checkpoint_format": True})
+        except EngineError as error:
+            if not error.began_nothing:
+                raise PartlyLoadedError(f"It stays paused. {error}") from error
+            self._control.resume()
+            raise
+
+    def _update(self, bucket: Bucket) -> None:
+        told = described(bucket, "dtype_names")
+        request = {"update_info": {**told, **self._carrier.update_info(bucket)}}
+        self._beside("update_weights", request, lambda: self._carrier.send(bucket))
+
+    def _beside(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:
+        control = self._control
+        beside(lambda: control.phase(phase, request), carry, self._carrier.give_up, control.abort, phase)

@@ -1,0 +1,233 @@
+"""vLLM by a shared directory, by TorchRL's names: the trainer writes versions, the engine's side reads the newest.
+
+Each version has a directory of its own, and a small file names the newest: it is replaced when that is whole. A reader
+never sees a version that is being written. The two newest are kept: a reader that is slower looks again, or fails.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from tensordict import TensorDict, TensorDictBase
+
+from weightsync.clock import Deadline
+from weightsync.engine.copies import MISSING, optional
+from weightsync.errors import ConfigurationError
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.torchrl.llm.senders import EngineSender
+from weightsync.transports.ray.session import require_ray
+from weightsync.weights.strategy import WeightStrategy
+
+#: The file that names the newest version.
+_NEWEST: Final = "newest"
+#: Seconds between two looks for a newer version.
+_STEP: Final = 0.02
+
+
+class VLLMDoubleBufferTransport:
+    """Writes versions into a directory, and reads the newest.
+
+    Args:
+        remote_addr: the directory, as the sender sees it.
+        local_addr: the same, as the receiver sees it; default: ``remote_addr``.
+        num_threads: threads with which the engine's workers read.
+    """
+
+    def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
+        self.remote_addr = remote_addr
+        self.local_addr = remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Write a version, and make it the newest once it is whole. Nobody has applied it when this returns.
+
+        Args:
+            model_id: the model; it is not written.
+            weights: a module, a TensorDict or a dict.
+
+        Raises:
+            ConfigurationError: these are no weights.
+            OSError: the directory cannot be written. The newest version is what it was.
+        """
+        found: TensorDict = WeightStrategy("tensordict").extract_weights(weights)
+        at = Path(self.remote_addr)
+        at.mkdir(parents=True, exist_ok=True)
+        before = newest(at)
+        version = before + 1
+        shutil.rmtree(at / str(version), ignore_errors=True)  # of a trainer that died while it wrote
+        found.memmap(at / str(version), copy_existing=True)  # its threads would outlive the call
+        named = at / f"{_NEWEST}.{version}"
+        named.write_text(str(version), encoding="utf-8")
+        named.replace(at / _NEWEST)
+        shutil.rmtree(at / str(before - 1), ignore_errors=True)
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> TensorDictBase | None:
+        """The newest version, whole, by dotted names, in memory of its own; None: there is none.
+
+        Args:
+            timeout: ignored, as are the others: nothing is waited for.
+        """
+        return read(Path(self.local_addr))[1]
+
+    def check_connection(self) -> bool:
+        """Whether the directory can be reached, or made."""
+        return Path(self.remote_addr).is_dir() or Path(self.remote_addr).parent.is_dir()
+
+
+def newest(at: Path) -> int:
+    """The number of the newest version; 0: there is none."""
+    try:
+        return int((at / _NEWEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
+
+
+def read(at: Path) -> tuple[int, TensorDictBase | None]:
+    """Read the newest version, and its number. One that is removed meanwhile is older than the newest: look again."""
+    while (version := newest(at)) != 0:
+        try:
+            found = TensorDict.load_memmap(at / str(version)).flatten_keys(".").clone()
+        except (FileNotFoundError, NotADirectoryError):
+            if newest(at) == version:
+                raise
+            continue
+        if newest(at) - version < 2:
+            return version, found
+    return 0, None
+
+
+class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
+    """Weights by way of a shared directory, which the engine's side polls.
+
+    No outcome is known in the trainer: `VLLMDoubleBufferWeightSender.update_weights` returns when a version is written.
+
+    Args:
+        remote_addr: the directory, as the sender sees it.
+        local_addr: the same, as the receiver sees it; default: ``remote_addr``.
+        num_threads: threads with which the engine's workers read.
+        strategy: "tensordict" (default) or "state_dict".
+    """
+
+    def __init__(
+        self,
+        remote_addr: str,
+        local_addr: str | None = None,
+        num_threads: int = 1,
+        strategy: WeightStrategy | str = "tensordict",
+    ) -> None:
+        self.remote_addr = remote_addr
+        self.local_addr = remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+        super().__init__(strategy)
+
+    def create_transport(self, *_: Any, **__: Any) -> VLLMDoubleBufferTransport:
+        """A transport over the directory."""
+        return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, self.num_threads)
+
+    def create_sender(self) -> VLLMDoubleBufferWeightSender:  # type: ignore[override]
+        """What writes versions."""
+        return VLLMDoubleBufferWeightSender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:  # type: ignore[override]
+        """What reads versions and loads them into an engine."""
+        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+
+class VLLMDoubleBufferWeightSender:
+    """Writes a model's weights.
+
+    Args:
+        scheme: made it.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+        self._sender = _Writing(scheme)
+
+    def register_model(self, model: Any) -> None:
+        """Write this model's weights when `update_weights` is given none. It is held weakly."""
+        self._sender.register_model(model)
+
+    def update_weights(self, weights: Any = None) -> None:
+        """Write a version: see `VLLMDoubleBufferTransport.send_weights`.
+
+        Raises:
+            ConfigurationError: there are no weights: no model was registered, or it was collected.
+        """
+        self._sender.update_weights(weights)
+
+
+class _Writing(EngineSender):
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+        super().__init__(scheme)
+        self._transport = scheme.create_transport()
+
+
+class VLLMDoubleBufferWeightReceiver:
+    """Reads versions, and loads them into a vLLM engine.
+
+    Args:
+        scheme: made it.
+        vllm_engine: an engine with ``collective_rpc``, whose workers have TorchRL's ``load_weights_from_storage``; or
+            an ``LLM`` in this process, whose model's ``load_weights`` is called.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+        self._scheme = scheme
+        self._engine = vllm_engine
+        self._applied = 0
+
+    def apply_weights(self, weights: TensorDictBase, inplace: bool = True) -> None:
+        """Load weights into the engine in this process, and reset its prefix cache.
+
+        Raises:
+            ConfigurationError: (a ValueError) ``inplace`` is false.
+            Exception: what the engine raised.
+        """
+        if not inplace:
+            raise ConfigurationError("An engine's weights are loaded in place.")
+        engine = optional(self._engine, "llm_engine")
+        inner = self._engine if engine is MISSING else engine
+        model = inner.model_executor.driver_worker.model_runner.model
+        model.load_weights(list(weights.items()))
+        self._reset_cache()
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Load the newest version, if it is newer than the one loaded last.
+
+        Args:
+            timeout: seconds to wait for one.
+
+        Returns:
+            Whether one was loaded.
+        """
+        deadline, at = Deadline(timeout), Path(self._scheme.local_addr)
+        while newest(at) == self._applied:
+            if deadline.passed:
+                return False
+            threading.Event().wait(min(_STEP, deadline.nap or _STEP))
+        self._applied = self._load(at)
+        return True
+
+    def _load(self, at: Path) -> int:
+        rpc = optional(self._engine, "collective_rpc")
+        if rpc is MISSING:
+            version, weights = read(at)
+            assert weights is not None
+            self.apply_weights(weights)
+            return version
+        version = newest(at)
+        called = rpc(method="load_weights_from_storage", args=(str(at / str(version)), self._scheme.num_threads))
+        if optional(self._engine, "llm_engine") is MISSING:
+            require_ray("VLLMDoubleBufferWeightReceiver").get(called)
+        self._reset_cache()
+        return version
+
+    def _reset_cache(self) -> None:
+        reset = optional(self._engine, "reset_prefix_cache")
+        if reset is not MISSING:
+            reset()

@@ -1,0 +1,148 @@
+"""What the senders and transports of all engines share: a `WeightSender` over one engine's link."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weightsync.clock import Timeout
+from weightsync.engine.sequential import SequentialSends
+from weightsync.errors import ConfigurationError, StateError
+from weightsync.protocol.report import SyncReport
+from weightsync.schemes.engines.client import Engine
+from weightsync.schemes.engines.scheme import EngineWeightSyncScheme
+from weightsync.weights.strategy import WeightStrategy
+
+#: The names of a model's tensors, with their dtypes and shapes.
+Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+
+
+def get_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """The dtype and shape of each tensor that is sent of a model, by its name; a LoRA model is merged on a copy.
+
+    Raises:
+        ConfigurationError: (a ValueError) it is nothing that weights are taken from.
+    """
+    found = WeightStrategy("state_dict").extract_weights(model)
+    return {name: (value.dtype, value.shape) for name, value in found.items() if isinstance(value, Tensor)}
+
+
+class EngineTransport:
+    """One engine, and the sender that feeds it. A send is whole, or raises; a late answer never counts for another.
+
+    Args:
+        timeout: seconds until `send_weights` ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+    """
+
+    def __init__(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        self.timeout = timeout
+        self._scheme: EngineWeightSyncScheme | None = None
+        self._sends: SequentialSends | None = None
+
+    def _connect(self, engine: Engine) -> None:
+        """Lay a link to the engine, in place of the one before."""
+        self.shutdown()
+        scheme = EngineWeightSyncScheme()
+        scheme.init_on_sender("policy", engines=[engine])
+        self._scheme, self._sends = scheme, SequentialSends(scheme.get_sender())
+
+    def send_weights(self, model_id: str, weights: Any) -> SyncReport:
+        """Feed the engine, and wait until it has answered.
+
+        Args:
+            model_id: the model, for messages.
+            weights: a module, a TensorDict or a dict.
+
+        Returns:
+            The report; its evidence is CALL.
+
+        Raises:
+            StateError: (a RuntimeError) `init_all_workers_group` was not called.
+            AckTimeoutError, WorkerLostError, RefusedError: as `WeightSender.send`. After WorkerLostError call
+                `init_all_workers_group` again, once the engine was started again.
+        """
+        if self._sends is None:
+            raise StateError(
+                type(self).__name__, "uninitialized", "send_weights", ["init_all_workers_group"], f"{model_id!r}:"
+            )
+        return self._sends.send(weights, timeout=self.timeout)
+
+    def check_connection(self) -> bool:
+        """Whether `init_all_workers_group` was called, and the engine was not lost since."""
+        return self._scheme is not None and self._scheme.get_sender().workers[0].open
+
+    def shutdown(self) -> None:
+        """End the link, and a call in progress. `init_all_workers_group` lays another."""
+        scheme, self._scheme, self._sends = self._scheme, None, None
+        if scheme is not None:
+            scheme.close()
+
+
+class SendingScheme(Protocol):
+    """What a sender reads of its scheme."""
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are taken from a model."""
+
+
+class EngineSender:
+    """Sends a model's weights by a transport, and tells its collectors.
+
+    Args:
+        scheme: gives the strategy.
+    """
+
+    def __init__(self, scheme: SendingScheme) -> None:
+        self._strategy = scheme.strategy
+        self._model: Callable[[], Any] = _no_model
+        self._collectors: list[Any] = []
+        self._transport: Any = None
+
+    def register_model(self, model: Any) -> None:
+        """Send this model's weights when `update_weights` is given none. It is held weakly."""
+        self._model = weakref.ref(model)
+
+    def register_collector(self, collector: Any) -> None:
+        """Call the collector's ``increment_version()`` after each update that was applied."""
+        self._collectors.append(collector)
+
+    def update_weights(self, weights: Any = None) -> SyncReport:
+        """Send weights, and wait until they were applied.
+
+        Args:
+            weights: a module, a TensorDict or a dict; None: those of the registered model.
+
+        Returns:
+            The report.
+
+        Raises:
+            StateError: (a RuntimeError) there is no transport yet.
+            ConfigurationError: there are no weights: no model was registered, or it was collected.
+            AckTimeoutError, WorkerLostError, RefusedError: it was not applied, or perhaps not.
+        """
+        if self._transport is None:
+            raise StateError(type(self).__name__, "uninitialized", "update_weights", ["init_all_workers_group"])
+        found = self._model() if weights is None else weights
+        if found is None:
+            raise ConfigurationError("update_weights() needs weights: no model is registered, or it was collected.")
+        taken = self._strategy.extract_weights(found)
+        report: SyncReport = self._transport.send_weights("policy", taken)
+        for collector in self._collectors:
+            collector.increment_version()
+        return report
+
+    def shutdown(self) -> None:
+        """End the link to the engine, and forget the collectors."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.shutdown()
+        self._collectors.clear()
+
+
+def _no_model() -> None:
+    """Nothing was registered."""

@@ -1,0 +1,229 @@
+"""A destination that is not a model: a function that loads the weights into an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from weightsync.errors import ConfigurationError, LayoutError, PartlyLoadedError
+from weightsync.weights.device.base import DeviceMemory, on_host
+from weightsync.weights.layout import ALIGNMENT, Entry, Layout, listed, quoted
+from weightsync.weights.packing import views
+from weightsync.weights.target import Mode, Staged, SwapBroken, Target
+from weightsync.weights.tensors import address_of, borrowed, owning
+
+#: Called with names and tensors, and the version.
+Load = Callable[[Iterator[tuple[str, Tensor]], int], Any]
+
+#: How many bytes of weights are copied at a time, where they have to be copied.
+BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Loads each version into something that is not a model: ``init_on_worker(..., model=Loader(load))``.
+
+    ``init_on_worker(..., loader=load)`` is the same.
+
+    Args:
+        load: called as ``load(weights, version)`` in the thread that receives, once the version has arrived whole and
+            was verified. ``weights`` yields each name with its tensor, on the CPU. The ack leaves after ``load`` has
+            taken all of them and returned. An exception refuses the version: the engine must still serve the one
+            before. If it does not, raise `PartlyLoadedError`. A tensor is valid until ``load`` returns: clone what you
+            keep.
+        names: the engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
+        bucket_bytes: tensors are views of what arrived. Where that cannot be viewed (read-only or unaligned memory),
+            they are copied in buckets of so many bytes, or of one larger tensor.
+
+    Raises:
+        ConfigurationError: an argument is of another type.
+    """
+
+    load: Load
+    names: Mapping[str, str] | None = None
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        if not callable(self.load):
+            raise ConfigurationError(
+                f"loader= is {self.load!r}: give a function that is called as loader(weights, version)."
+            )
+        if self.names is not None and not isinstance(self.names, Mapping):
+            raise ConfigurationError(f"names= is {self.names!r}: give a mapping of trainer's names to engine's names.")
+        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
+            raise ConfigurationError(f"bucket_bytes= is {self.bucket_bytes!r}: give a number of bytes, 1 or more.")
+
+
+class LoaderTarget(Target):
+    """A target whose swap is a call of the user's, which nothing can undo.
+
+    Args:
+        loader: the user's.
+        version: the version that is being applied.
+    """
+
+    destination: Loader
+
+    def __init__(self, loader: Loader, version: Callable[[], int]) -> None:
+        super().__init__({}, Mode.COPY)
+        self.destination = loader
+        self._version = version
+
+    @property
+    def layout(self) -> Layout:
+        """None can be told.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise _unreadable()
+
+    @property
+    def demanded(self) -> Layout | None:
+        """None: what the engine takes is known to the loader alone."""
+        return None
+
+    @property
+    def devices(self) -> bytes:
+        """None: the loader gets tensors on the CPU."""
+        return b""
+
+    def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
+        """Check that an update is complete, and that its names fit the mapping: see `Target.stage`.
+
+        Raises:
+            LayoutError: it has extra state; or the mapping names a tensor that is not there, or gives two one name.
+            ProtocolError: payload or extras do not match the layout.
+        """
+        decoded = self._decoded(layout, payload, extras)
+        if decoded:
+            raise LayoutError(
+                f"A loader takes tensors, but the weights have the extra state of {sorted(decoded)}. Send weights "
+                "without it: a state dict from which you took the _extra_state entries.",
+                unexpected=sorted(decoded),
+            )
+        renamed(layout, self.destination.names)
+        return Staged(layout, payload, decoded, self._plan)
+
+    def swap(self, staged: Staged) -> None:
+        """Call the loader.
+
+        Raises:
+            LayoutError: it returned without taking any tensor; nothing was loaded.
+            SwapBroken: it said that it had begun to change the engine, or returned without taking all tensors, or
+                raised something other than an Exception.
+            Exception: what it raised; the engine serves what it did.
+        """
+        loader, layout = self.destination, staged.layout
+        taken = _Taken(draw(layout, staged.payload, loader.names, loader.bucket_bytes))
+        try:
+            loader.load(taken, self._version())
+        except PartlyLoadedError as error:
+            raise SwapBroken(f"The loader had begun to change the engine: {error}") from error
+        except Exception:
+            raise
+        except BaseException as error:
+            raise SwapBroken(f"The loader was interrupted: {error!r}.") from error
+        finally:
+            taken.end()
+        if taken.count == len(layout.entries):
+            return
+        if taken.count == 0:
+            raise LayoutError(
+                f"The loader returned without taking any of the {len(layout.entries)} tensors: nothing was loaded. "
+                "It must iterate over all of its first argument before it returns."
+            )
+        raise SwapBroken(f"The loader returned after {taken.count} of {len(layout.entries)} tensors.")
+
+    def apply(self, weights: object) -> None:  # noqa: ARG002 - an override
+        """Weights by hand cannot be applied.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("This worker loads weights by its loader: call that with weights of your own.")
+
+    def digest(self) -> bytes:
+        """What the engine holds cannot be read back.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise _unreadable()
+
+
+def _unreadable() -> ConfigurationError:
+    return ConfigurationError("This worker loads weights by its loader: what the engine holds cannot be read here.")
+
+
+class _Taken(Iterator[tuple[str, Tensor]]):
+    """The iterator that a loader gets. It counts what was taken, and ends for good when the loader has returned."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self.count = 0
+
+    def __next__(self) -> tuple[str, Tensor]:
+        found = next(self._weights)
+        self.count += 1
+        return found
+
+    def end(self) -> None:
+        """Yield nothing more."""
+        self._weights = iter(())
+
+
+def renamed(layout: Layout, names: Mapping[str, str] | None) -> list[str]:
+    """The engine's name of each entry of a layout.
+
+    Raises:
+        LayoutError: the mapping names tensors that are not there, or two tensors would have one name.
+    """
+    if not names:
+        return [entry.name for entry in layout.entries]
+    unknown = sorted(names.keys() - {entry.name for entry in layout.entries})
+    if unknown:
+        raise LayoutError(
+            f"names= maps {listed([quoted(name) for name in unknown])}, but the weights have no such tensors: "
+            f"{layout.summary()}.",
+            missing=unknown,
+        )
+    found = [names.get(entry.name, entry.name) for entry in layout.entries]
+    twice = sorted({name for name in found if found.count(name) > 1}) if len(set(found)) < len(found) else []
+    if twice:
+        raise LayoutError(f"names= gives several tensors the name {listed([quoted(name) for name in twice])}.")
+    return found
+
+
+def buckets(layout: Layout, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Split entries into runs of one dtype, of at most `nbytes` bytes or of one larger entry: ``first, last``."""
+    for group in layout.groups:
+        first = group.first
+        for index in range(group.first, group.last):
+            if first < index and _end(layout.entries[index]) - layout.entries[first].offset > nbytes:
+                yield first, index
+                first = index
+        yield first, group.last
+
+
+def _end(entry: Entry) -> int:
+    return entry.offset + entry.nbytes
+
+
+def draw(
+    layout: Layout, payload: memoryview | DeviceMemory, names: Mapping[str, str] | None, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a payload: views if it can be viewed, else copies, made a bucket at a time.
+
+    The views keep its memory alive; it may be overwritten once the version has been answered.
+    """
+    host, found = on_host(payload, layout.nbytes), renamed(layout, names)
+    viewable = not host.readonly and address_of(host) % ALIGNMENT == 0
+    flat = owning(host) if viewable else borrowed(address_of(host), layout.nbytes)
+    for first, last in buckets(layout, bucket_bytes):
+        start, end = layout.entries[first].offset, _end(layout.entries[last - 1])
+        piece = flat[start:end] if viewable else flat[start:end].clone()
+        yield from zip(found[first:last], views(layout, piece, first, last), strict=True)
