@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.registry import WeightSyncBackend as WeightSyncBackend
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
+    from weightsync.schemes.sharded import send_sharded as send_sharded
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.torchrl.transports.distributed import DistributedTransport as DistributedTransport
     from weightsync.torchrl.transports.mp import MPTransport as MPTransport
@@ -133,6 +134,7 @@ _HOMES = {
     "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "torchrl.transports.rpc",
     "RPCWeightSyncScheme": "schemes.rpc",
+    "send_sharded": "schemes.sharded",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "engine.sender",
     "WeightStrategy": "weights.strategy",

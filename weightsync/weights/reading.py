@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.extra_state import ExtraState
-from weightsync.weights.hidden_state import has_own_state_dict, refuse_hidden_state
+from weightsync.weights.hidden_state import has_own_state_dict, refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
 
@@ -81,20 +81,32 @@ def _kind_may_merge(kind: type[nn.Module]) -> bool:
 
 def read_live(source: object) -> Weights:
     """Read a source without ever merging it. This is what a receiver overwrites."""
-    weights = Weights({}, {})
-    try:
-        _read(source, weights)
-    except RecursionError:
-        raise ConfigurationError(f"The {_type_name(source)} contains itself or is nested too deep.") from None
+    weights, peculiar = _read(source)
+    if peculiar:
+        refuse_fsdp(peculiar)
     return weights
 
 
-def _read(source: object, weights: Weights) -> None:
+def read_shards(source: object) -> Weights:
+    """As `read_live`, of a module that `fully_shard` may have wrapped: its parameters are DTensors."""
+    return _read(source)[0]
+
+
+def _read(source: object) -> tuple[Weights, dict[str, nn.Module]]:
+    """The weights, and the modules that customise their state dict, by name."""
+    weights, peculiar = Weights({}, {}), dict[str, nn.Module]()
+    try:
+        _read_into(source, weights, peculiar)
+    except RecursionError:
+        raise ConfigurationError(f"The {_type_name(source)} contains itself or is nested too deep.") from None
+    return weights, peculiar
+
+
+def _read_into(source: object, weights: Weights, peculiar: dict[str, nn.Module]) -> None:
     # TensorDictParams is a module too, but its names are those of the TensorDict.
     if isinstance(source, TensorDictBase):
         _read_tensordict(source, "", weights)
     elif isinstance(source, nn.Module):
-        peculiar: dict[str, nn.Module] = {}
         _read_module(source, "", weights, peculiar)
         if peculiar:
             refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
