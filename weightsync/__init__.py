@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weightsync.errors import MissingExtraError as MissingExtraError
     from weightsync.errors import ModelBusyError as ModelBusyError
     from weightsync.errors import ModelPathError as ModelPathError
+    from weightsync.errors import NonFiniteError as NonFiniteError
     from weightsync.errors import ProtocolError as ProtocolError
     from weightsync.errors import RefusedError as RefusedError
     from weightsync.errors import SenderClosed as SenderClosed
@@ -102,6 +103,7 @@ _HOMES = {
     "MissingExtraError": "errors",
     "ModelBusyError": "errors",
     "ModelPathError": "errors",
+    "NonFiniteError": "errors",
     "ProtocolError": "errors",
     "RefusedError": "errors",
     "SenderClosed": "errors",

@@ -15,6 +15,7 @@ from weightsync.engine.serving_lock import ServingLock
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
 from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.reading import read_live
 from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Mode, Staged, Target
 
@@ -139,7 +140,16 @@ class ServedModel:
                 "TensorDict, a dict or a path on the context."
             )
         model = self.model
-        target = RelayTarget(model) if isinstance(model, Relay) else Target(model, self._services.apply_mode)
+        chosen = self._services.applied_selection
+        if isinstance(model, Relay):
+            if chosen is not None:
+                raise ConfigurationError(
+                    f"the worker has no model {self._driver.model_id!r} of its own, and forwards weights to its "
+                    "workers: give names= to those, or give this worker the model."
+                )
+            target: Target = RelayTarget(model)
+        else:
+            target = Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
         self.target = target
         self._driver.layout, self._driver.devices = target.demanded, target.devices
         return target

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from weightsync.engine.packer import Packer
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
@@ -22,6 +23,10 @@ class SchemeServices(Protocol):
     @property
     def apply_mode(self) -> Mode:
         """How arrived weights become live."""
+
+    @property
+    def applied_selection(self) -> Selection | None:
+        """Which weights of a worker's model are received; None: all."""
 
     @property
     def packer(self) -> Packer:

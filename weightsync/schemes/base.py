@@ -20,7 +20,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure, Verify, WireDtype, option
+from weightsync.options import OnFailure, Verify, WireDtype, option, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.link_transport import LinkTransport
@@ -54,8 +54,9 @@ from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
 from weightsync.weights.context import held, optional
-from weightsync.weights.meta_device import fill_in
+from weightsync.weights.meta_device import fill_in, is_on_meta
 from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
@@ -66,9 +67,9 @@ logger = logging.getLogger("weightsync")
 
 _ALWAYS_ON_SENDER = (
     *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
-    *("weights", "params_map", "devices", "device_map_fn", "ctx"),
+    *("weights", "params_map", "devices", "device_map_fn", "ctx", "names", "check_finite"),
 )
-_ALWAYS_ON_WORKER = ("model", "worker_idx")
+_ALWAYS_ON_WORKER = ("model", "worker_idx", "names")
 
 
 class WeightSyncScheme(abc.ABC):
@@ -102,6 +103,7 @@ class WeightSyncScheme(abc.ABC):
     #: Attributes that a copy is made without; `_begin` sets them anew.
     _not_copied: tuple[str, ...] = (
         *("_sender", "_receiver", "_context", "_given", "_worker_set", "_rendezvous", "_worker_idx", "_is_blank"),
+        *("_sent_selection", "_finite", "applied_selection"),
     )
 
     def __init__(
@@ -127,6 +129,11 @@ class WeightSyncScheme(abc.ABC):
         self._worker_idx: int | None = None
         #: Whether the worker's model came without weights, and serves nothing before its first version.
         self._is_blank = False
+        #: Which weights are sent, and the name of the model if they must be finite: see `packer`.
+        self._sent_selection: Selection | None = None
+        self._finite: str | None = None
+        #: In a worker: which weights of its model are received; None: all.
+        self.applied_selection: Selection | None = None
         forget_after_fork(self)
 
     @classmethod
@@ -161,7 +168,9 @@ class WeightSyncScheme(abc.ABC):
                 weights)`` with ``num_workers``; ``model``, ``weights``, ``source_model``, ``cached_weights``: what a
                 send without weights sends; ``ctx``, a multiprocessing context; ``fence`` (the incarnation to rise
                 above, after `WorkerLostError.fence`); ``expected_workers``: the least number of workers that a send
-                needs.
+                needs; ``names``: the names of the weights to send, or patterns (``"*.lora_?.*"``): all others stay as
+                they are in the workers, which must be given the same; ``check_finite=True``: weights with NaN or
+                infinite values are not sent (`NonFiniteError`).
 
         Raises:
             StateError: initialised already.
@@ -179,6 +188,8 @@ class WeightSyncScheme(abc.ABC):
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
         processes = processes_of(given.get("processes"), endpoints)
+        self._sent_selection = Selection(given["names"]) if "names" in given else None
+        self._finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
         sender = self.create_sender()
         self.per_worker_weights = self.per_worker_weights or has_factories(context)
         self._given, self._context, self._worker_set = given, held(context), workers
@@ -198,7 +209,9 @@ class WeightSyncScheme(abc.ABC):
                 the first weights are received.
             context: gives what is not given by keyword, from attributes of the same names, and the model by
                 ``.get_model(model_id)``. Held weakly.
-            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``.
+            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``, and ``names``:
+                the names of the weights to receive, or patterns, if the trainer sends only these. All others stay as
+                they are.
 
         Raises:
             StateError: initialised already.
@@ -210,6 +223,7 @@ class WeightSyncScheme(abc.ABC):
         given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
         endpoint = self._endpoint(given, context, model_id)
         model = self._worker_model(given, context, model_id)
+        self.applied_selection = Selection(given["names"]) if "names" in given else None
         receiver = self.create_receiver()
         receiver.set_context(context, model_id)
         receiver.register_model(weights_of(model))
@@ -231,6 +245,11 @@ class WeightSyncScheme(abc.ABC):
             LayoutError: a buffer is on the meta device, and weights do not include it.
         """
         model = kwargs.get("model")
+        if kwargs.get("names") is not None and isinstance(model, nn.Module) and is_on_meta(model):
+            raise ConfigurationError(
+                f"the model {model_id!r} came without its weights (on the meta device), and names= receives only some "
+                "of them: make the model in the worker."
+            )
         is_blank = isinstance(model, nn.Module) and fill_in(model)
         self.init_on_worker(model_id, context, **kwargs)
         self._is_blank = is_blank
@@ -562,7 +581,7 @@ class WeightSyncScheme(abc.ABC):
     @property
     def packer(self) -> Packer:
         """A new packer with buffers of the kind that this scheme's links carry best."""
-        return Packer(self._verify, self._wire_dtype)
+        return Packer(self._verify, self._wire_dtype, self._sent_selection, self._finite)
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.

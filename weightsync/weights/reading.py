@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
@@ -37,6 +37,8 @@ class Weights:
 
     tensors: dict[str, Tensor]
     slots: dict[str, ExtraSlot]
+    #: The source's tensors that do not belong to the weights, if only some were chosen.
+    left_out: dict[str, Tensor] = field(default_factory=dict)
 
     def extras(self) -> dict[str, ExtraState]:
         """Get the current extra state of each module."""
@@ -81,19 +83,27 @@ def _kind_may_merge(kind: type[nn.Module]) -> bool:
 
 def read_live(source: object) -> Weights:
     """Read a source without ever merging it. This is what a receiver overwrites."""
-    weights, peculiar = _read(source)
+    weights, peculiar = read_unchecked(source)
     if peculiar:
+        _refuse_peculiar(source, weights, peculiar)
         refuse_fsdp(peculiar)
     return weights
 
 
 def read_shards(source: object) -> Weights:
     """As `read_live`, of a module that `fully_shard` may have wrapped: its parameters are DTensors."""
-    return _read(source)[0]
+    weights, peculiar = read_unchecked(source)
+    if peculiar:
+        _refuse_peculiar(source, weights, peculiar)
+    return weights
 
 
-def _read(source: object) -> tuple[Weights, dict[str, nn.Module]]:
-    """The weights, and the modules that customise their state dict, by name."""
+def _refuse_peculiar(source: Any, weights: Weights, peculiar: dict[str, nn.Module]) -> None:
+    refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
+
+
+def read_unchecked(source: object) -> tuple[Weights, dict[str, nn.Module]]:
+    """The weights, and the modules that customise their state dict, by name: they may keep more than that."""
     weights, peculiar = Weights({}, {}), dict[str, nn.Module]()
     try:
         _read_into(source, weights, peculiar)
@@ -108,8 +118,6 @@ def _read_into(source: object, weights: Weights, peculiar: dict[str, nn.Module])
         _read_tensordict(source, "", weights)
     elif isinstance(source, nn.Module):
         _read_module(source, "", weights, peculiar)
-        if peculiar:
-            refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
     elif isinstance(source, Mapping):
         _read_mapping(source, "", weights)
     else:

@@ -153,6 +153,8 @@ class CallWiring:
     """
 
     apply_mode = Mode.COPY
+    #: All weights are received.
+    applied_selection = None
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
