@@ -46,7 +46,10 @@ REFERENCE = {
             "InitialSyncTransport",
         ),
     ),
-    "sender": ("The trainer's side", ("WeightSender", "send_sharded", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout")),
+    "sender": (
+        "The trainer's side",
+        ("WeightSender", "send_sharded", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout"),
+    ),
     "receiver": ("The worker's side", ("WeightReceiver",)),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
     "errors": ("Errors", ()),
