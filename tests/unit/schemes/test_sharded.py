@@ -174,11 +174,11 @@ def test_whole_weights_reach_the_worker_and_every_rank_returns_the_report(ranks:
 
 
 def test_shards_never_travel_as_if_they_were_weights(ranks: Ranks) -> None:
-    for refused in (send_alone, send_shards):
-        with pytest.raises(LayoutError, match=r"shard.*weightsync\.send_sharded\(\) on every rank"):
-            ranks.ranks[0].do(refused)
-    with pytest.raises(LayoutError, match=r"'0\.weight' is a DTensor"):
+    with pytest.raises(LayoutError, match=r"'0\.weight' is a DTensor.*weightsync\.send_sharded\(\) on every rank"):
         ranks.ranks[0].do(send_shards)
+    ranks.do(double)  # the parameters are whole now, and older than the shards
+    with pytest.raises(LayoutError, match=r"wrapped by fully_shard.*weightsync\.send_sharded\(\) on every rank"):
+        ranks.ranks[0].do(send_alone)
 
     assert [report.version for report in ranks.do(send)] == [1, 1]
 
