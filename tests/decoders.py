@@ -25,11 +25,11 @@ from weightsync.transports.buffers import Segment
 from weightsync.transports.calls.server import Parcel
 from weightsync.transports.calls.server_link import opened
 from weightsync.transports.pipe.framing import PREAMBLE, Frame, Inflow
-from weightsync.transports.pipe.segments import Mapped
+from weightsync.transports.pipe.link import Mapped
 from weightsync.transports.sealing import Identity
 from weightsync.transports.store.announcing import Announced
-from weightsync.transports.store.receive_buffers import decoded
 from weightsync.transports.store.seals import NoGuard, SenderGuard, WorkerGuard
+from weightsync.transports.store.stream import decoded
 from weightsync.weights.extra_state import decode_extras, encode_extras
 from weightsync.weights.layout import Layout
 

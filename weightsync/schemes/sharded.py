@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.errors import ConfigurationError, LayoutError, SyncError, TransportError, WeightSyncError
-from weightsync.options import OnFailure, option
+from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.protocol.report_codec import decode_report, encode_report
 from weightsync.schemes.base import WeightSyncScheme
@@ -74,7 +74,7 @@ def send_sharded(
             the error itself.
         AckTimeoutError, WorkerLostError, RefusedError, SyncError: on every rank, as `WeightSyncScheme.send`.
     """
-    failing = option(OnFailure, on_failure)
+    failing = OnFailure(on_failure)
     ranks, sends = _Ranks(group, Deadline(timeout)), scheme is not None and scheme.initialized_on_sender
     weights, root = _agreed(ranks, model, sends)
     whole = _gathered(ranks, weights, sends)

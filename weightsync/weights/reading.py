@@ -14,8 +14,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictPara
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.weights.extra_state import ExtraState
-from weightsync.weights.hidden_state import has_own_state_dict, refuse_fsdp, refuse_hidden_state
+from weightsync.weights.extra_state import ExtraState, has_own_state_dict, refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
 
@@ -84,9 +83,10 @@ def _kind_may_merge(kind: type[nn.Module]) -> bool:
 def read_live(source: object) -> Weights:
     """Read a source without ever merging it. This is what a receiver overwrites."""
     weights, peculiar = read_unchecked(source)
+    if isinstance(source, nn.Module):
+        refuse_fsdp({"": source, **peculiar})
     if peculiar:
         _refuse_peculiar(source, weights, peculiar)
-        refuse_fsdp(peculiar)
     return weights
 
 

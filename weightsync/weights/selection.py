@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.weights.hidden_state import refuse_fsdp, refuse_hidden_state
+from weightsync.weights.extra_state import refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import extra_state_name, listed, quoted
 from weightsync.weights.reading import Weights, read_unchecked, read_weights
 
