@@ -8,6 +8,8 @@ BENCH ?= --payloads E,S,M,L,T --workers 2 --verify default,layout --seconds 15
 WORKERS ?= 2
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.
 export HYPOTHESIS_PROFILE ?= ci
+# How long `make fuzz` looks at each decoder.
+FUZZ_SECONDS ?= 60
 # torch asks the name server about every connection to a store, also to this machine: one that is slow is not waited for.
 export RES_OPTIONS ?= timeout:1 attempts:1
 
@@ -19,11 +21,14 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-loaded verify verify-quick demo bench check check-all lint format generate docs protocol clean
+.PHONY: help install test test-loaded test-matrix fuzz smoke verify verify-quick demo bench check check-all lint format generate docs protocol clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
 	@echo 'make test-loaded  the same tests on a machine that is busy with twice as many processes as it has cores'
+	@echo 'make test-matrix  tests on each Python, with the two newest torch and tensordict: hours (TESTS=: which)'
+	@echo 'make smoke      the wheel and the sdist in an empty environment: 2 minutes'
+	@echo 'make fuzz       atheris at each decoder, FUZZ_SECONDS=60 each: 8 minutes'
 	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 15 minutes'
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
@@ -53,6 +58,16 @@ test: lint
 
 test-loaded: $(INSTALLED)
 	$(BIN)/python tests/busy.py $(PYTEST) -m 'not slow and not tlc'
+
+test-matrix: $(INSTALLED)
+	$(BIN)/python spec/packages.py matrix $(TESTS)
+
+smoke: $(INSTALLED)
+	$(BIN)/python spec/packages.py smoke
+
+fuzz: $(INSTALLED)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt 'atheris>=3.0'
+	$(BIN)/python tests/fuzz.py $(FUZZ_SECONDS)
 
 verify-quick: $(INSTALLED)
 	$(BIN)/python spec/check.py model --all --second quick

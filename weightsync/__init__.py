@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from weightsync.errors import MissingExtraError as MissingExtraError
     from weightsync.errors import ModelBusyError as ModelBusyError
     from weightsync.errors import ModelPathError as ModelPathError
+    from weightsync.errors import NonFiniteError as NonFiniteError
     from weightsync.errors import PartlyLoadedError as PartlyLoadedError
     from weightsync.errors import ProtocolError as ProtocolError
     from weightsync.errors import RefusedError as RefusedError
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.registry import WeightSyncBackend as WeightSyncBackend
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
+    from weightsync.schemes.sharded import send_sharded as send_sharded
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.torchrl.transports.distributed import DistributedTransport as DistributedTransport
     from weightsync.torchrl.transports.mp import MPTransport as MPTransport
@@ -120,6 +122,7 @@ _HOMES = {
     "MissingExtraError": "errors",
     "ModelBusyError": "errors",
     "ModelPathError": "errors",
+    "NonFiniteError": "errors",
     "PartlyLoadedError": "errors",
     "ProtocolError": "errors",
     "RefusedError": "errors",
@@ -171,6 +174,7 @@ _HOMES = {
     "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "torchrl.transports.rpc",
     "RPCWeightSyncScheme": "schemes.rpc",
+    "send_sharded": "schemes.sharded",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "engine.sender",
     "WeightStrategy": "weights.strategy",

@@ -15,6 +15,7 @@
       ModelPathError(AttributeError)     .part that did not resolve
       MissingExtraError(ImportError)     .extra to install
       LayoutError(KeyError, ValueError)  .missing, .unexpected, .mismatched: names, shapes or dtypes differ
+      NonFiniteError(ArithmeticError)    in the trainer, with check_finite=True: .tensors have NaN or infinite values
       ProtocolError                      a peer violated the protocol or speaks another version of it; .unread bytes
       TransportError(ConnectionError)    a link failed; the library's own exception is its __cause__
         AuthenticationError              a peer has a different key or none; its message was discarded
@@ -297,6 +298,22 @@ class LayoutError(WeightSyncError, KeyError, ValueError):
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = dict(mismatched or {})
+
+
+class NonFiniteError(WeightSyncError, ArithmeticError):
+    """Weights that were to be sent have NaN or infinite values, and ``check_finite=True`` was given. Nothing was sent.
+
+    What to do: look at the trainer's loss and gradients; the workers keep the version that they serve. If such values
+    belong there (the mask of an attention layer has infinite ones), keep them in buffers that are not persistent, or
+    leave them out by ``names=``.
+
+    Attributes:
+        tensors: the name of each such tensor to the number of its NaN and infinite values.
+    """
+
+    def __init__(self, message: str, tensors: Mapping[str, tuple[int, int]] | None = None) -> None:
+        super().__init__(message)
+        self.tensors = dict(tensors or {})
 
 
 class ProtocolError(WeightSyncError):

@@ -47,7 +47,10 @@ REFERENCE = {
         ),
     ),
     "engines": ("Engines", ("EngineWeightSyncScheme", "VLLMEngine", "SGLangEngine", "Engine", "Carrier")),
-    "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout")),
+    "sender": (
+        "The trainer's side",
+        ("WeightSender", "send_sharded", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout"),
+    ),
     "receiver": ("The worker's side", ("WeightReceiver", "Loader")),
     "group": ("Worker groups", ("WorkerGroup", "Worker", "WorkerResult", "OnStale")),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),

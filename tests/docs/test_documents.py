@@ -8,6 +8,7 @@ import pkgutil
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -57,6 +58,25 @@ def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_pat
     assert output
     for line in "".join(blocks(page(name), "text")).splitlines():
         assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so() -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = subprocess.run(
+        [*program, "docs/examples/torchrun_fsdp.py"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+    assert found.returncode == 0, found.stderr
+    for rank in range(2):
+        for version in range(1, 4):
+            assert f"rank {rank}: version {version} of 'policy' [worker 0: APPLIED] 904 bytes" in found.stdout
 
 
 @pytest.mark.parametrize("name", ["transports", "observability", "engines"])

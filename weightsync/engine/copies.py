@@ -19,6 +19,7 @@ from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
+from weightsync.weights.selection import Selection
 from weightsync.weights.target import Mode
 
 
@@ -235,6 +236,10 @@ class SchemeServices(Sources, Protocol):
     @property
     def apply_mode(self) -> Mode:
         """How arrived weights become live."""
+
+    @property
+    def applied_selection(self) -> Selection | None:
+        """Which weights of a worker's model are received; None: all."""
 
     @property
     def packer(self) -> Packer:

@@ -19,13 +19,14 @@ from weightsync.protocol.codec import MAX_BODY_NBYTES
 from weightsync.protocol.messages import SlotRef, WeightsForm
 from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
-from weightsync.weights.casting import refuse_overflow, sent_layout
+from weightsync.weights.casting import refuse_non_finite, refuse_overflow, sent_layout
 from weightsync.weights.device.base import DeviceError, DeviceMemory
 from weightsync.weights.device.registry import backends, device_of, open_memory
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import pack, pack_digested
-from weightsync.weights.reading import Weights, layout_of, read_weights
+from weightsync.weights.reading import Weights, layout_of
+from weightsync.weights.selection import Selection, read_to_send
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import address_of, borrowed
 from weightsync.weights.tree_digest import LEAST, digest
@@ -106,11 +107,21 @@ class Packer:
 
     Args:
         wire_dtype: what wider floating tensors are cast to while they are packed; None: nothing is cast.
+        selection: which weights are sent; None: all.
+        finite: the name of the model whose weights are refused if they are not finite; None: they are not checked.
     """
 
-    def __init__(self, verify: Verify = Verify.AUTO, wire_dtype: WireDtype | None = None) -> None:
+    def __init__(
+        self,
+        verify: Verify = Verify.AUTO,
+        wire_dtype: WireDtype | None = None,
+        selection: Selection | None = None,
+        finite: str | None = None,
+    ) -> None:
         self.wire_dtype = wire_dtype
         self._verify = verify
+        self._selection = selection
+        self._finite = finite
         self._pool = Pool()
         self._on_devices = DevicePools()
         self._lock = threading.Lock()
@@ -121,7 +132,7 @@ class Packer:
 
         Raises ConfigurationError, LayoutError: they cannot be sent.
         """
-        self._layout = layout_of(read_weights(weights), self._layout)
+        self._layout = layout_of(read_to_send(weights, self._selection), self._layout)
         return sent_layout(self._layout, self.wire_dtype)
 
     def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
@@ -134,9 +145,10 @@ class Packer:
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent, or a value is too large for `wire_dtype`.
+            NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
-        read = read_weights(weights)
+        read = read_to_send(weights, self._selection)
         self._layout = layout_of(read, self._layout)
         layout = sent_layout(self._layout, self.wire_dtype)
         extras = encode_extras(read.extras())
@@ -152,6 +164,8 @@ class Packer:
                 _copy(read, packed, readers)
             if self.wire_dtype is not None and layout is not self._layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
+            if self._finite is not None:
+                refuse_non_finite(self._finite, layout, flat_of(buffer))
             return packed
         except BaseException:
             buffer.unpin(self)

@@ -19,6 +19,7 @@ from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.reading import read_live
 from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Mode, Staged, Target
 
@@ -265,12 +266,18 @@ class ServedModel:
         return target
 
     def _target_of(self, model: Any) -> Target:
+        chosen = self._services.applied_selection
         match model:
+            case Relay() if chosen is not None:
+                raise ConfigurationError(
+                    f"the worker has no model {self._driver.model_id!r} of its own, and forwards weights to its "
+                    "workers: give names= to those, or give this worker the model."
+                )
             case Relay():
                 return RelayTarget(model)
             case Loader():
                 return LoaderTarget(model, self._pending_version)
-        return Target(model, self._services.apply_mode)
+        return Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
 
     def _pending_version(self) -> int:
         pending = self._driver.pending

@@ -123,6 +123,8 @@ class SyncReport:
     previous: SyncReport | None = None
     #: Workers that closed their receiver since the last report, and why. They are no longer among the workers.
     left: Mapping[int, str] = field(default_factory=dict)
+    #: Of `send_sharded`, on every rank: the rank that sent. None: this process did.
+    sent_by_rank: int | None = None
 
     def __str__(self) -> str:
         sent = f"version {self.version} of" if self.version else "nothing sent of"
@@ -136,6 +138,8 @@ class SyncReport:
         text = f"{sent} {self.model_id!r} [{', '.join(items)}] {self.nbytes} bytes{cast} in {took:.3f} s"
         if self.connect_s:
             text += f", after waiting {self.connect_s:.3f} s for workers to connect"
+        if self.sent_by_rank is not None:
+            text += f", sent by rank {self.sent_by_rank}"
         return text if self.previous is None else f"{text}; before it: {self.previous}"
 
     def __getitem__(self, worker_id: int) -> Outcome:

@@ -29,7 +29,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure, Verify, WireDtype
+from weightsync.options import OnFailure, Verify, WireDtype, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.facade_services import LinkTransport
@@ -63,8 +63,9 @@ from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
 from weightsync.weights.loader import Loader
-from weightsync.weights.meta_device import fill_in
+from weightsync.weights.meta_device import fill_in, is_on_meta
 from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
@@ -75,9 +76,9 @@ logger = logging.getLogger("weightsync")
 
 _ALWAYS_ON_SENDER = (
     *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
-    *("weights", "params_map", "devices", "device_map_fn", "ctx"),
+    *("weights", "params_map", "devices", "device_map_fn", "ctx", "names", "check_finite"),
 )
-_ALWAYS_ON_WORKER = ("model", "loader", "names", "bucket_bytes", "worker_idx")
+_ALWAYS_ON_WORKER = ("model", "names", "loader", "name_map", "bucket_bytes", "worker_idx")
 
 
 class WeightSyncScheme(abc.ABC):
@@ -111,7 +112,7 @@ class WeightSyncScheme(abc.ABC):
     #: Attributes that a copy is made without; `_begin` sets them anew.
     _not_copied: tuple[str, ...] = (
         *("_sender", "_receiver", "_context", "_given", "_worker_set", "_rendezvous", "_worker_idx", "_is_blank"),
-        "_events",
+        *("_events", "_sent_selection", "_finite", "applied_selection"),
     )
 
     def __init__(
@@ -139,6 +140,11 @@ class WeightSyncScheme(abc.ABC):
         self._is_blank = False
         #: The events of both sides; None: nobody has asked for them.
         self._events: Events | None = None
+        #: Which weights are sent, and the name of the model if they must be finite: see `packer`.
+        self._sent_selection: Selection | None = None
+        self._finite: str | None = None
+        #: In a worker: which weights of its model are received; None: all.
+        self.applied_selection: Selection | None = None
         forget_after_fork(self)
 
     @classmethod
@@ -171,7 +177,9 @@ class WeightSyncScheme(abc.ABC):
                 weights)`` with ``num_workers``; ``model``, ``weights``, ``source_model``, ``cached_weights``: what a
                 send without weights sends; ``ctx``, a multiprocessing context; ``fence`` (the incarnation to rise
                 above, after `WorkerLostError.fence`); ``expected_workers``: the least number of workers that a send
-                needs.
+                needs; ``names``: the names of the weights to send, or patterns (``"*.lora_?.*"``): all others stay as
+                they are in the workers, which must be given the same; ``check_finite=True``: weights with NaN or
+                infinite values are not sent (`NonFiniteError`).
 
         Raises:
             StateError: initialised already.
@@ -189,6 +197,8 @@ class WeightSyncScheme(abc.ABC):
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
         processes = processes_of(given.get("processes"), endpoints)
+        self._sent_selection = Selection(given["names"]) if "names" in given else None
+        self._finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
         sender = self.create_sender()
         self._report_events(sender, None)
         self.per_worker_weights = self.per_worker_weights or has_factories(context)
@@ -209,8 +219,9 @@ class WeightSyncScheme(abc.ABC):
                 the first weights are received.
             context: gives what is not given by keyword, from attributes of the same names, and the model by
                 ``.get_model(model_id)``. Held weakly.
-            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``; in place of a
-                model ``loader``, with ``names`` and ``bucket_bytes`` if need be: see `Loader`.
+            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``; ``names``: the
+                names of the weights to receive, or patterns, if the trainer sends only these (all others stay as they
+                are); in place of a model ``loader``, with ``name_map`` and ``bucket_bytes`` if need be: see `Loader`.
 
         Raises:
             StateError: initialised already.
@@ -222,6 +233,7 @@ class WeightSyncScheme(abc.ABC):
         given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
         endpoint = self._endpoint(given, context, model_id)
         model = self._worker_model(given, context, model_id)
+        self.applied_selection = Selection(given["names"]) if "names" in given else None
         receiver = self.create_receiver()
         self._report_events(None, receiver)
         receiver.set_context(context, model_id)
@@ -244,6 +256,11 @@ class WeightSyncScheme(abc.ABC):
             LayoutError: a buffer is on the meta device, and weights do not include it.
         """
         model = kwargs.get("model")
+        if kwargs.get("names") is not None and isinstance(model, nn.Module) and is_on_meta(model):
+            raise ConfigurationError(
+                f"the model {model_id!r} came without its weights (on the meta device), and names= receives only some "
+                "of them: make the model in the worker."
+            )
         is_blank = isinstance(model, nn.Module) and fill_in(model)
         self.init_on_worker(model_id, context, **kwargs)
         self._is_blank = is_blank
@@ -600,7 +617,7 @@ class WeightSyncScheme(abc.ABC):
     @property
     def packer(self) -> Packer:
         """A new packer with buffers of the kind that this scheme's links carry best."""
-        return Packer(self._verify, self._wire_dtype)
+        return Packer(self._verify, self._wire_dtype, self._sent_selection, self._finite)
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.

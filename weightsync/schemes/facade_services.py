@@ -39,6 +39,8 @@ class FacadeServices:
 
     #: What a facade returns is always a copy.
     apply_mode = Mode.COPY
+    #: All weights are received.
+    applied_selection = None
 
     def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.AUTO) -> None:
         # Weakly: without a cycle, all behind a transport is freed as soon as the transport is.

@@ -67,7 +67,7 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
     """
     if "loader" in given:
         return _loader(given)
-    alone = [f"{name}=" for name in ("names", "bucket_bytes") if name in given]
+    alone = [f"{name}=" for name in ("name_map", "bucket_bytes") if name in given]
     if alone:
         raise ConfigurationError(f"init_on_worker() takes {', '.join(alone)} with loader= only.")
     if "model" in given:
@@ -85,7 +85,9 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
 def _loader(given: Mapping[str, Any]) -> Loader:
     if "model" in given:
         raise ConfigurationError("init_on_worker() takes model= or loader=: give one of them.")
-    return Loader(given["loader"], **{name: given[name] for name in ("names", "bucket_bytes") if name in given})
+    if "names" in given:
+        raise ConfigurationError("init_on_worker() takes names= with model= only: a loader is given all that is sent.")
+    return Loader(given["loader"], **{name: given[name] for name in ("name_map", "bucket_bytes") if name in given})
 
 
 def weights_of(model: Any) -> Any:

@@ -38,6 +38,14 @@ def sharing_of(tensors: Sequence[Tensor]) -> Sharing:
     return Sharing(tuple(ties), tuple(overlaps), expanded)
 
 
+def shared_with(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The index of a tensor, and that of one of the others with which it shares memory; None: there are none."""
+    for cluster in _clusters([*tensors, *others]):
+        if cluster[0] < len(tensors) <= cluster[-1]:
+            return cluster[0], cluster[-1] - len(tensors)
+    return None
+
+
 def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     """Whether overlapping tensors can hold all of these values at once. This is tried out on a scratch copy."""
     base = min(tensor.data_ptr() for tensor in tensors) // 64 * 64

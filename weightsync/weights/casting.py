@@ -1,7 +1,7 @@
-"""Casting weights to a narrower floating dtype on their way to the workers: the option ``wire_dtype``.
+"""Casting weights to a narrower floating dtype on their way to the workers, and checks of the values that are sent.
 
-A cast is a layout: packing copies each tensor into the place that the layout of what is sent has for it, and torch
-converts it there, on the device of the weights.
+A cast (the option ``wire_dtype``) is a layout: packing copies each tensor into the place that the layout of what is
+sent has for it, and torch converts it there, on the device of the weights.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from weightsync.errors import LayoutError
+from weightsync.errors import LayoutError, NonFiniteError
 from weightsync.options import WireDtype
-from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout
+from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout, listed, quoted
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
 
@@ -66,6 +66,44 @@ def refuse_overflow(weights: Weights, sent: Layout, flat: Tensor, wire_dtype: Wi
             for entry in sent.entries[group.first : group.last]:
                 cast = _bytes(flat, entry).view(dtype).view(entry.shape)
                 _refuse_overflow_of(entry, weights.tensors[entry.name], cast)
+
+
+def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
+    """Refuse weights with NaN or infinite values: the option ``check_finite``.
+
+    Args:
+        model_id: the name of the model, for the message.
+        sent: the layout of what was packed.
+        flat: the bytes of what was packed, where they are. Integers and bools are not read.
+
+    Raises:
+        NonFiniteError: there are such values. The error names the tensors.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    with torch.inference_mode():
+        for group in sent.groups:
+            dtype = DTYPES[group.dtype]
+            if not (dtype.is_floating_point or dtype.is_complex) or _is_finite(_real(_bytes(flat, group), dtype)):
+                continue
+            for entry in sent.entries[group.first : group.last]:
+                values = _real(_bytes(flat, entry), dtype)
+                if not _is_finite(values):
+                    found[entry.name] = int(values.isnan().sum()), int(values.isinf().sum())
+    if found:
+        counts = [f"{quoted(name)} ({nans} NaN, {infinite} infinite)" for name, (nans, infinite) in found.items()]
+        raise NonFiniteError(
+            f"{len(found)} tensors of {model_id!r} have values that are not finite: {listed(counts)}. Nothing was "
+            "sent, the workers keep their version.",
+            found,
+        )
+
+
+def _real(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as real numbers that can be compared: float8 has no such kernels."""
+    values = flat.view(dtype)
+    if dtype.is_complex:
+        return torch.view_as_real(values.to(torch.complex64) if dtype is torch.complex32 else values).flatten()
+    return values.to(torch.float32) if dtype.itemsize == 1 else values
 
 
 def _bytes(flat: Tensor, part: Entry | Group) -> Tensor:

@@ -288,12 +288,30 @@ def _refuse_invisible_state(peculiar: Mapping[str, nn.Module]) -> None:
     sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, module in peculiar.items():
         if isinstance(module, sharding):
-            why = "shards its parameters (FullyShardedDataParallel): send the full state dict that it gathers"
+            why = (
+                "shards its parameters (FullyShardedDataParallel): send the full state dict that it gathers, or wrap "
+                "the model by fully_shard() and call weightsync.send_sharded() on every rank"
+            )
         elif isinstance(module, torch.jit.ScriptModule) and _PACKED.search(_code_of(module)):
             why = "is scripted and quantised: its weights are packed and are not tensors"
         else:
             continue
         raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
+
+
+def refuse_fsdp(peculiar: Mapping[str, nn.Module]) -> None:
+    """Refuse modules that `torch.distributed.fsdp.fully_shard` has wrapped.
+
+    Between two forward passes their parameters may be whole, but need not be those that the optimizer has changed.
+    """
+    wrapped: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for name, module in peculiar.items():
+        if isinstance(module, wrapped):
+            why = (
+                "is wrapped by fully_shard(): this rank holds only its shards. To send the model, call "
+                "weightsync.send_sharded() on every rank; a worker's model must hold plain tensors"
+            )
+            raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
 
 
 def _code_of(module: torch.jit.ScriptModule) -> str:

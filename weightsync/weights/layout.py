@@ -227,10 +227,15 @@ class Layout:
     def misfit(self, sent: Layout) -> LayoutError | None:
         """Return the error of a worker whose model has this layout, for weights of layout `sent`; None if they fit.
 
-        If nothing but a dtype differs, it names the option that chooses what is sent.
+        If nothing but a dtype differs, or one is a part of the other, it names the option that chooses what is sent.
         """
         error, pairs = self.difference(sent), set(self.other_dtypes(sent).values())
-        if error is None or len(pairs) != 1:
+        if error is None:
+            return None
+        if not error.mismatched and bool(error.missing) != bool(error.unexpected):
+            hint = "To sync a part of a model, give init_on_sender() and init_on_worker() the same names=."
+            return LayoutError(f"{error} {hint}", error.missing, error.unexpected)
+        if len(pairs) != 1:
             return error
         ((wanted, given),) = pairs
         cast = f"cast the model: model.to(torch.{given})"

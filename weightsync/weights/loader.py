@@ -34,7 +34,7 @@ class Loader:
             taken all of them and returned. An exception refuses the version: the engine must still serve the one
             before. If it does not, raise `PartlyLoadedError`. A tensor is valid until ``load`` returns: clone what you
             keep.
-        names: the engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
+        name_map: the engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
         bucket_bytes: tensors are views of what arrived. Where that cannot be viewed (read-only or unaligned memory),
             they are copied in buckets of so many bytes, or of one larger tensor.
 
@@ -43,7 +43,7 @@ class Loader:
     """
 
     load: Load
-    names: Mapping[str, str] | None = None
+    name_map: Mapping[str, str] | None = None
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
@@ -51,8 +51,10 @@ class Loader:
             raise ConfigurationError(
                 f"loader= is {self.load!r}: give a function that is called as loader(weights, version)."
             )
-        if self.names is not None and not isinstance(self.names, Mapping):
-            raise ConfigurationError(f"names= is {self.names!r}: give a mapping of trainer's names to engine's names.")
+        if self.name_map is not None and not isinstance(self.name_map, Mapping):
+            raise ConfigurationError(
+                f"name_map= is {self.name_map!r}: give a mapping of the trainer's names to the engine's."
+            )
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes= is {self.bucket_bytes!r}: give a number of bytes, 1 or more.")
 
@@ -105,7 +107,7 @@ class LoaderTarget(Target):
                 "without it: a state dict from which you took the _extra_state entries.",
                 unexpected=sorted(decoded),
             )
-        renamed(layout, self.destination.names)
+        renamed(layout, self.destination.name_map)
         return Staged(layout, payload, decoded, self._plan)
 
     def swap(self, staged: Staged) -> None:
@@ -118,7 +120,7 @@ class LoaderTarget(Target):
             Exception: what it raised; the engine serves what it did.
         """
         loader, layout = self.destination, staged.layout
-        taken = _Taken(draw(layout, staged.payload, loader.names, loader.bucket_bytes))
+        taken = _Taken(draw(layout, staged.payload, loader.name_map, loader.bucket_bytes))
         try:
             loader.load(taken, self._version())
         except PartlyLoadedError as error:
@@ -187,14 +189,14 @@ def renamed(layout: Layout, names: Mapping[str, str] | None) -> list[str]:
     unknown = sorted(names.keys() - {entry.name for entry in layout.entries})
     if unknown:
         raise LayoutError(
-            f"names= maps {listed([quoted(name) for name in unknown])}, but the weights have no such tensors: "
+            f"name_map= maps {listed([quoted(name) for name in unknown])}, but the weights have no such tensors: "
             f"{layout.summary()}.",
             missing=unknown,
         )
     found = [names.get(entry.name, entry.name) for entry in layout.entries]
     twice = sorted({name for name in found if found.count(name) > 1}) if len(set(found)) < len(found) else []
     if twice:
-        raise LayoutError(f"names= gives several tensors the name {listed([quoted(name) for name in twice])}.")
+        raise LayoutError(f"name_map= gives several tensors the name {listed([quoted(name) for name in twice])}.")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictPara
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.weights.extra_state import ExtraState, has_own_state_dict, refuse_hidden_state
+from weightsync.weights.extra_state import ExtraState, has_own_state_dict, refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
 
@@ -36,6 +36,8 @@ class Weights:
 
     tensors: dict[str, Tensor]
     slots: dict[str, ExtraSlot]
+    #: The source's tensors that do not belong to the weights, if only some were chosen.
+    left_out: dict[str, Tensor] = field(default_factory=dict)
 
     def extras(self) -> dict[str, ExtraState]:
         """Get the current extra state of each module."""
@@ -80,23 +82,42 @@ def _kind_may_merge(kind: type[nn.Module]) -> bool:
 
 def read_live(source: object) -> Weights:
     """Read a source without ever merging it. This is what a receiver overwrites."""
-    weights = Weights({}, {})
-    try:
-        _read(source, weights)
-    except RecursionError:
-        raise ConfigurationError(f"The {_type_name(source)} contains itself or is nested too deep.") from None
+    weights, peculiar = read_unchecked(source)
+    if isinstance(source, nn.Module):
+        refuse_fsdp({"": source, **peculiar})
+    if peculiar:
+        _refuse_peculiar(source, weights, peculiar)
     return weights
 
 
-def _read(source: object, weights: Weights) -> None:
+def read_shards(source: object) -> Weights:
+    """As `read_live`, of a module that `fully_shard` may have wrapped: its parameters are DTensors."""
+    weights, peculiar = read_unchecked(source)
+    if peculiar:
+        _refuse_peculiar(source, weights, peculiar)
+    return weights
+
+
+def _refuse_peculiar(source: Any, weights: Weights, peculiar: dict[str, nn.Module]) -> None:
+    refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
+
+
+def read_unchecked(source: object) -> tuple[Weights, dict[str, nn.Module]]:
+    """The weights, and the modules that customise their state dict, by name: they may keep more than that."""
+    weights, peculiar = Weights({}, {}), dict[str, nn.Module]()
+    try:
+        _read_into(source, weights, peculiar)
+    except RecursionError:
+        raise ConfigurationError(f"The {_type_name(source)} contains itself or is nested too deep.") from None
+    return weights, peculiar
+
+
+def _read_into(source: object, weights: Weights, peculiar: dict[str, nn.Module]) -> None:
     # TensorDictParams is a module too, but its names are those of the TensorDict.
     if isinstance(source, TensorDictBase):
         _read_tensordict(source, "", weights)
     elif isinstance(source, nn.Module):
-        peculiar: dict[str, nn.Module] = {}
         _read_module(source, "", weights, peculiar)
-        if peculiar:
-            refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
     elif isinstance(source, Mapping):
         _read_mapping(source, "", weights)
     else:

@@ -7,7 +7,7 @@ does to each of them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import is_
@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError, ProtocolError, WeightSyncError
-from weightsync.weights.aliasing import Sharing, agrees, same_bits, sharing_of
+from weightsync.weights.aliasing import Sharing, agrees, same_bits, shared_with, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory
 from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import digest_of, kept_views, pack, scatter, views
 from weightsync.weights.reading import ExtraSlot, Weights, are_formed, layout_of, ordered, read_live, read_weights
-from weightsync.weights.tensors import PLAIN, address_of, borrowed, owning
+from weightsync.weights.tensors import PLAIN, address_of, borrowed, owning, why_unsupported
 
 Places = tuple[list[int], list[tuple[int, ...]]]
+Read = Callable[[object], Weights]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,15 +90,15 @@ class DestinationPlan:
         )
 
 
-def plan_for(destination: object, before: DestinationPlan | None = None) -> DestinationPlan:
+def plan_for(destination: object, before: DestinationPlan | None = None, read: Read = read_live) -> DestinationPlan:
     """Read the destination and return its plan, which is `before` if its tensors and their places are unchanged.
 
     Raises:
         ConfigurationError: the destination, or a value in it, is of an unsupported type.
-        LayoutError: a tensor in it cannot be written (quantised, sparse, uninitialised, freed ...), or a module in it
-            keeps state elsewhere.
+        LayoutError: a tensor in it cannot be written (quantised, sparse, uninitialised, freed ...) or shares memory
+            with one that is not read, or a module in it keeps state elsewhere.
     """
-    weights = read_live(destination)
+    weights = read(destination)
     same = _if_unchanged(weights, before) if before else None
     if same is not None:
         return same
@@ -108,6 +109,7 @@ def plan_for(destination: object, before: DestinationPlan | None = None) -> Dest
     tensors = ordered(weights, layout)
     sharing = sharing_of(tensors)
     _refuse_raising(layout, tensors, sharing)
+    _refuse_shared_with_others(weights, layout, tensors)
     mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
     return DestinationPlan(weights, layout, tensors, places_of(tensors), sharing, mappable, devices_of(tensors))
 
@@ -117,9 +119,9 @@ def places_of(tensors: Sequence[Tensor]) -> Places:
     return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
 
 
-def plan_if_unchanged(destination: object, before: DestinationPlan) -> DestinationPlan | None:
+def plan_if_unchanged(destination: object, before: DestinationPlan, read: Read = read_live) -> DestinationPlan | None:
     """Read the destination again; return None if its tensors or their places have changed."""
-    return _if_unchanged(read_live(destination), before)
+    return _if_unchanged(read(destination), before)
 
 
 def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
@@ -133,9 +135,9 @@ def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan 
     return None
 
 
-def refuse_temporary_tensors(destination: object, plan: DestinationPlan) -> None:
+def refuse_temporary_tensors(destination: object, plan: DestinationPlan, read: Read = read_live) -> None:
     """Raise ConfigurationError if the destination creates new tensors on each read, so that writes would be lost."""
-    tensors = ordered(read_live(destination), plan.layout)
+    tensors = ordered(read(destination), plan.layout)
     for entry, tensor, address in zip(plan.layout.entries, tensors, plan.places[0], strict=True):
         if tensor.data_ptr() != address:
             raise ConfigurationError(
@@ -158,6 +160,19 @@ def _refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> 
             kind = "lazily conjugated or negated tensor" if type(tensor) in PLAIN else type(tensor).__name__
             why = f"is a {kind}, which cannot be written ({error!r})"
             raise LayoutError(f"'{name}' of the destination {why}.", mismatched={name: why}) from error
+
+
+def _refuse_shared_with_others(weights: Weights, layout: Layout, tensors: list[Tensor]) -> None:
+    """Raise LayoutError for a tensor that shares memory with one that was not chosen: that would change too."""
+    others = {name: tensor for name, tensor in weights.left_out.items() if not why_unsupported(tensor)}
+    found = shared_with(tensors, list(others.values())) if others else None
+    if found is not None:
+        name, other = layout.entries[found[0]].name, list(others)[found[1]]
+        raise LayoutError(
+            f"'{name}' of the destination shares memory with '{other}', which names= leaves out and which would change "
+            f"too: add '{other}' to names= on both sides.",
+            missing=[other],
+        )
 
 
 def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
@@ -231,12 +246,13 @@ class Target:
     #: How many payloads to keep views of (mode MAP). Shared-memory slots are reused, so their views are too.
     KEPT_PAYLOADS = 4
 
-    def __init__(self, destination: object, mode: Mode = Mode.COPY) -> None:
+    def __init__(self, destination: object, mode: Mode = Mode.COPY, read: Read = read_live) -> None:
         self.destination = destination
         self.mode = mode
-        self._plan = plan_for(destination)
+        self._read = read
+        self._plan = plan_for(destination, None, read)
         if not isinstance(destination, nn.Module):
-            refuse_temporary_tensors(destination, self._plan)
+            refuse_temporary_tensors(destination, self._plan, read)
         self._mapped: OrderedDict[tuple[int, Layout], list[Tensor] | None] = OrderedDict()
         #: The slot on a device that parameters view; None: they view none.
         self._slot: DeviceMemory | None = None
@@ -345,7 +361,7 @@ class Target:
         return decoded
 
     def _refreshed_plan(self) -> DestinationPlan:
-        self._plan = plan_for(self.destination, self._plan)
+        self._plan = plan_for(self.destination, self._plan, self._read)
         return self._plan
 
     def _validated(self, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
@@ -364,7 +380,8 @@ class Target:
 
     def _revalidated(self, staged: Staged) -> DestinationPlan:
         """The staged plan, or, if the destination has changed since, a new plan after validating the update again."""
-        return plan_if_unchanged(self.destination, staged.plan) or self._validated(staged.layout, staged.payload)
+        plan = plan_if_unchanged(self.destination, staged.plan, self._read)
+        return plan or self._validated(staged.layout, staged.payload)
 
     def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> list[Tensor] | None:
         """Point parameters at the payload; return their new memory, or None if there was nothing to map."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, TypeGuard
 
 import numpy
 import torch
@@ -23,6 +25,12 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 
 #: Types without surprises: a tensor of one of them that is strided and of a known dtype has its own bytes.
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
+    """Whether this is a `torch.distributed.tensor.DTensor`, whose own memory is one rank's shard."""
+    module = sys.modules.get("torch.distributed.tensor")  # which takes long to import, and has made every DTensor
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def why_unsupported(tensor: Tensor) -> str:
@@ -44,6 +52,11 @@ def _why_unsupported(tensor: Tensor) -> str:
         return f"has the layout {tensor.layout}: convert it to a dense tensor"
     if tensor.is_meta:
         return "is on the meta device and has no data"
+    if is_dtensor(tensor):
+        return (
+            "is a DTensor, of which this rank holds only a shard: to send the whole model, call "
+            "weightsync.send_sharded() on every rank; a worker's model must hold plain tensors"
+        )
     if is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}, which wraps other tensors: send those instead"
     if tensor.dtype not in DTYPE_NAMES:

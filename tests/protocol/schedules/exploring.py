@@ -91,6 +91,7 @@ class Scheme:
     """Wires a sender to such links."""
 
     apply_mode = Mode.COPY
+    applied_selection = None
     strategy = WeightStrategy("tensordict")
 
     @property

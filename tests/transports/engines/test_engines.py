@@ -102,7 +102,7 @@ def test_weights_go_in_buckets_of_bounded_size(world: World) -> None:
 
 
 def test_names_and_dtypes_are_the_engines_own(world: World) -> None:
-    world.start(world.make(world.server.url, names={"0.weight": "embed"}), wire_dtype="bfloat16")
+    world.start(world.make(world.server.url, name_map={"0.weight": "embed"}), wire_dtype="bfloat16")
     assert world.outcome().kind is OutcomeKind.APPLIED
     assert "embed" in world.server.weights
     assert "0.weight" not in world.server.weights

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import decoders
 import pytest
-import torch
 import wire_strategies as strategies
-import xxhash
+from decoders import DECODERS, carrying, sealed
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -26,7 +26,6 @@ from weightsync.transports.base import Received
 from weightsync.transports.calls.server import Parcel, decoded
 from weightsync.transports.calls.server_link import opened
 from weightsync.transports.sealing import Identity, KeyedSeal
-from weightsync.weights.extra_state import decode_extras, encode_extras
 from weightsync.weights.layout import Layout
 
 Edit = tuple[str, int, bytes]
@@ -45,13 +44,6 @@ def edited(data: bytes, changes: list[Edit]) -> bytes:
         behind = {"write": at + len(piece), "insert": at, "cut": at + piece[0]}[how]
         data = data[:at] + (b"" if how == "cut" else piece) + data[behind:]
     return data
-
-
-def sealed(head: bytes, body: bytes) -> bytes:
-    """A frame whose size and checksum fit, whatever else it holds."""
-    covered = bytearray(head[16:] + body)
-    covered[4:8] = struct.pack("!I", len(body))
-    return head[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(bytes(covered))) + bytes(covered)
 
 
 def is_understood_or_refused(data: bytes) -> None:
@@ -116,12 +108,6 @@ def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
 
 
 # ---------------------------------------------------------------------------------------- reports in an ack
-
-
-def carrying(report: bytes) -> bytes:
-    """An ack that brings these bytes as what became of the version elsewhere."""
-    with mock.patch.object(codec, "encode_report", return_value=report):
-        return codec.encode(Ack(model_id="m", incarnation=1, version=1, nested=nested(1)))
 
 
 @given(strategies.reports, edits)
@@ -235,39 +221,29 @@ def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
         codec.encode(replace(message, version=0))
 
 
-# -------------------------------------------------------------------------------------- layouts, extra state
-
-LAYOUT = Layout([("a.weight", "float32", (2, 3)), ("b", "int8", ()), ("ö", "bfloat16", (0, 4))], ["norm"])
-EXTRAS = encode_extras({"norm": {"t": torch.ones(2), "n": [1, 2.5, None, (True, "x")], 3: b"y"}, "other": 2**70})
+# ---------------------------------------------------------------------------------- what `make fuzz` goes on with
 
 
-@given(edits)
-def test_an_edited_layout_is_understood_or_refused(changes: Any) -> None:
-    data = edited(LAYOUT.encode(), changes)
-    try:
-        layout = Layout.decode(data)
-    except ProtocolError:
-        return
-    assert layout.encode() == data
+@pytest.mark.parametrize(("decode", "seeds"), DECODERS.values(), ids=DECODERS)
+@given(which=st.integers(0, 9), changes=edits, other=st.binary(max_size=80))
+def test_only_typed_errors_escape_a_decoder(
+    decode: Callable[[bytes], None], seeds: list[bytes], which: int, changes: Any, other: bytes
+) -> None:
+    decode(edited(seeds[which % len(seeds)], changes))
+    decode(other)
 
 
-@given(edits)
-def test_edited_extra_state_is_understood_or_refused(changes: Any) -> None:
-    try:
-        extras = decode_extras(edited(EXTRAS, changes))
-    except ProtocolError:
-        return
-    assert decode_extras(encode_extras(extras)).keys() == extras.keys()
+@pytest.mark.parametrize(("decode", "seeds"), DECODERS.values(), ids=DECODERS)
+def test_another_error_of_a_decoder_would_be_seen(
+    decode: Callable[[bytes], None], seeds: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OverflowError
 
-
-@pytest.mark.parametrize("decode", [Layout.decode, decode_extras, codec.decode])
-@given(data=st.binary(min_size=1, max_size=80))
-def test_arbitrary_bytes_raise_nothing_else(decode: Callable[[bytes], object], data: bytes) -> None:
-    try:
-        decode(data)
-    except ProtocolError:
-        return
-    assert decode is not codec.decode
+    for home, name in [(codec, "decode_with"), (Layout, "decode"), (decoders, "decode_extras")]:
+        monkeypatch.setattr(home, name, fails)
+    with pytest.raises(OverflowError):
+        decode(seeds[0])
 
 
 # ------------------------------------------------------------------------------------------ calls (Ray, RPC)

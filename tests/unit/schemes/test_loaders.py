@@ -194,16 +194,16 @@ def test_one_worker_that_writes_into_what_it_is_given_changes_no_other_and_no_la
 
 
 def test_names_are_mapped_and_a_mapping_that_does_not_fit_is_refused(engine: Engine, scheme_class: Any) -> None:
-    pair = Pair(scheme_class, model=feeding(engine, names={"0.weight": "model.embed.weight"}))
+    pair = Pair(scheme_class, model=feeding(engine, name_map={"0.weight": "model.embed.weight"}))
     assert pair.sync().ok
     assert "model.embed.weight" in engine.held
     assert "0.weight" not in engine.held
     pair.close()
-    pair = Pair(scheme_class, model=feeding(engine, names={"lm_head.weight": "head"}))
+    pair = Pair(scheme_class, model=feeding(engine, name_map={"lm_head.weight": "head"}))
     pair.sender.send_async()
     assert pair.receiver.receive(timeout=0) is False
     outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
-    assert "names= maps 'lm_head.weight', but the weights have no such tensors" in outcome.reason
+    assert "name_map= maps 'lm_head.weight', but the weights have no such tensors" in outcome.reason
     assert engine.versions == [1]
     pair.close()
 
@@ -302,8 +302,8 @@ def test_a_bucket_is_never_larger_than_asked_but_for_one_tensor() -> None:
     [
         ({"loader": 3}, "give a function"),
         ({"loader": print, "model": nn.Linear(1, 1)}, "model= or loader="),
-        ({"model": nn.Linear(1, 1), "names": {"a": "b"}}, "takes names= with loader= only"),
-        ({"loader": print, "names": ["a"]}, "give a mapping"),
+        ({"model": nn.Linear(1, 1), "name_map": {"a": "b"}}, "takes name_map= with loader= only"),
+        ({"loader": print, "name_map": ["a"]}, "give a mapping"),
         ({"loader": print, "bucket_bytes": 0}, "1 or more"),
         ({}, "needs model=, loader="),
     ],

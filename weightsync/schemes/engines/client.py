@@ -37,7 +37,7 @@ class Engine(abc.ABC):
     #: How many bytes go to the engine in one call. A larger tensor goes alone.
     bucket_bytes: int
     #: The engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
-    names: Mapping[str, str] | None
+    name_map: Mapping[str, str] | None
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -119,7 +119,7 @@ class EngineClient:
                     "state dict from which you took the _extra_state entries.",
                     unexpected=layout.extras,
                 )
-            drawn = draw(layout, view, engine.names, engine.bucket_bytes)
+            drawn = draw(layout, view, engine.name_map, engine.bucket_bytes)
             engine.load(bucketed(drawn, engine.bucket_bytes), f"{update.incarnation}.{update.version}")
         except PartlyLoadedError as error:
             lost = TransportError(f"{engine} may hold parts of two versions: {error}")

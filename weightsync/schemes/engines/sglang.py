@@ -47,7 +47,7 @@ class SGLangEngine(Engine):
         pause: what becomes of requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
             so that a request may see parts of two versions.
         flush_cache: with ``pause="abort"``: whether the prefix cache is flushed, which holds what old weights computed.
-        names: the engine's name of a tensor, by its name in the trainer's weights.
+        name_map: the engine's name of a tensor, by its name in the trainer's weights.
         bucket_bytes: how many bytes go in one call. The call holds about three times as many.
         headers: sent with each call, such as an ``Authorization``.
 
@@ -63,7 +63,7 @@ class SGLangEngine(Engine):
         tp_size: int = 1,
         pause: SGLangPause | str | None = SGLangPause.RETRACT,
         flush_cache: bool = True,
-        names: Mapping[str, str] | None = None,
+        name_map: Mapping[str, str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class SGLangEngine(Engine):
         self._tp_size = tp_size
         self._pause = None if pause is None else SGLangPause(pause)
         self._flushes = flush_cache and self._pause is SGLangPause.ABORT
-        self.names = names
+        self.name_map = name_map
         self.bucket_bytes = bucket_bytes
 
     def load(self, buckets: Iterable[Bucket], version: str) -> None:

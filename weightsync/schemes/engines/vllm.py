@@ -126,7 +126,7 @@ class VLLMEngine(Engine):
         carrier: brings the tensors: the trainer's half of the server's backend.
         pause: what becomes of a server's requests in progress: "keep" (default), "abort" or "wait"; None: do not
             pause, so that a request may see parts of two versions.
-        names: the engine's name of a tensor, by its name in the trainer's weights.
+        name_map: the engine's name of a tensor, by its name in the trainer's weights.
         bucket_bytes: how many bytes go in one ``update_weights``.
         headers: sent with each HTTP call, such as an ``Authorization``.
 
@@ -140,7 +140,7 @@ class VLLMEngine(Engine):
         carrier: Carrier,
         *,
         pause: VLLMPause | str | None = VLLMPause.KEEP,
-        names: Mapping[str, str] | None = None,
+        name_map: Mapping[str, str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -151,7 +151,7 @@ class VLLMEngine(Engine):
         self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)
         self._carrier = carrier
         self._initialised = False
-        self.names = names
+        self.name_map = name_map
         self.bucket_bytes = bucket_bytes
 
     def load(self, buckets: Iterable[Bucket], version: str) -> None:

@@ -138,6 +138,8 @@ class CallWiring:
     """`SchemeServices` of an updater's sender: one link per worker, whose updates become calls."""
 
     apply_mode = Mode.COPY
+    #: All weights are received.
+    applied_selection = None
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls

@@ -1,0 +1,151 @@
+"""`make smoke`: the wheel and the sdist work where the source tree is not. `make test-matrix`: so do other releases.
+
+    python spec/packages.py smoke
+    python spec/packages.py matrix [PYTEST ARGUMENT...]
+
+`smoke` builds both, installs each into an empty environment without extras, and runs the program of a documentation
+page there. `matrix` runs tests on each Python of `PYTHONS`, with the two newest minor releases of torch and tensordict,
+without Ray and TorchRL: these may not have followed yet. A Python is taken from this machine, or fetched by uv; one
+that cannot be had is named at the end, and fails the run where the environment's ``CI`` is set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = str(Path(sys.executable).with_name("uv"))
+PYTHONS = ("3.11", "3.12", "3.13")
+#: What the matrix runs, unless it is told.
+TESTS = (
+    "tests/unit/weights",
+    "tests/unit/schemes",
+    "tests/unit/engine",
+    "tests/protocol/pure",
+    "tests/transports/pipe",
+)
+#: Seconds for the smoke program.
+PATIENCE = 120
+PAGE = "docs/schemes/shared.md"
+
+#: Run after the page's program: what the package promises beside it.
+CHECKS = """
+import pathlib, subprocess, sys
+import weightsync
+home = pathlib.Path(weightsync.__file__)
+assert home.is_relative_to(sys.prefix), home
+for name in weightsync.__all__:
+    getattr(weightsync, name)
+assert (home.parent / "tla" / "AckProtocol.tla").is_file()
+found = subprocess.run([sys.executable, "-I", "-m", "weightsync", "check"], capture_output=True, text=True)
+assert found.returncode and "weightsync[cli]" in found.stderr + found.stdout, found
+"""
+
+
+def smoke() -> int:
+    """Build, install and try both packages; the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        _uv("build", "--quiet", "--out-dir", folder, str(ROOT))
+        packages = sorted(each for each in Path(folder).iterdir() if each.suffix in {".whl", ".gz"})
+        assert len(packages) == 2, packages
+        for package in packages:
+            _try(package, Path(folder))
+            print(f"{package.name} works in an empty environment.", flush=True)
+    return 0
+
+
+def _try(package: Path, folder: Path) -> None:
+    environment, elsewhere = folder / "environment", folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    python = str(environment / "bin" / "python")
+    _uv("venv", "--quiet", "--clear", "--python", sys.executable, str(environment))
+    _uv("pip", "install", "--quiet", "--python", python, "-c", str(ROOT / "constraints.txt"), str(package))
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    for name, text in (("page.py", program), ("checks.py", CHECKS)):
+        (elsewhere / name).write_text(text, encoding="utf-8")
+        subprocess.run([python, "-I", name], cwd=elsewhere, check=True, timeout=PATIENCE)
+
+
+def matrix(arguments: Sequence[str]) -> int:
+    """Run the tests on each Python with each pair of releases; the exit status."""
+    results: dict[str, str] = {}
+    for version in PYTHONS:
+        python = _interpreter(version)
+        if python is None:
+            results[f"Python {version}"] = "MISSING: there is none on this machine, and uv could not fetch one"
+            continue
+        for releases in _releases(python):
+            results[f"Python {version}, {' '.join(releases)}"] = _tested(python, releases, arguments)
+    print("\n".join(["", *(f"{where}: {what}" for where, what in results.items())]))
+    failed = [what for what in results.values() if what == "FAILED" or (what.startswith("MISSING") and _in_ci())]
+    return 1 if failed else 0
+
+
+def _in_ci() -> bool:
+    return bool(os.environ.get("CI"))
+
+
+def _interpreter(version: str) -> str | None:
+    """A Python of this version: one that uv knows, one of pyenv's, or one that uv fetches now."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for command in (["find", "--no-python-downloads", version], ["install", version], ["find", version]):
+        found = subprocess.run([UV, "python", *command], check=False, capture_output=True, text=True)
+        if command[0] == "find" and found.returncode == 0:
+            return found.stdout.strip()
+        ours = sorted(pyenv.glob(f"{version}.*/bin/python"))
+        if ours:
+            return str(ours[-1])
+    return None
+
+
+def _releases(python: str) -> list[list[str]]:
+    """The two newest minor releases of torch and tensordict that this Python can have together."""
+    newest = _resolved(python, ["torch", "tensordict"])
+    below = [re.sub(r"==(\d+\.\d+).*", r"<\1", each) for each in newest]
+    return [newest, _resolved(python, below)]
+
+
+def _resolved(python: str, wanted: list[str]) -> list[str]:
+    command = [UV, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python", python, "-"]
+    found = subprocess.run(command, input="\n".join(wanted), check=True, capture_output=True, text=True)
+    return re.findall(r"^(?:torch|tensordict)==\S+", found.stdout, re.MULTILINE)
+
+
+def _tested(python: str, releases: list[str], arguments: Sequence[str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = Path(folder, "environment")
+        own = str(environment / "bin" / "python")
+        _uv("venv", "--quiet", "--python", python, str(environment))
+        try:
+            _uv("pip", "install", "--quiet", "--python", own, *releases, "-e", f"{ROOT}[cli,test]")
+        except subprocess.CalledProcessError:
+            return "FAILED"
+        command = [own, "-m", "pytest", "-q", "-m", "not slow and not tlc and not ray", *(arguments or TESTS)]
+        tools_may_be_missing = {name: value for name, value in os.environ.items() if name != "CI"}
+        found = subprocess.run(command, cwd=ROOT, check=False, env=tools_may_be_missing)
+        return "FAILED" if found.returncode else "passed"
+
+
+def _uv(*arguments: str) -> None:
+    subprocess.run([UV, *arguments], check=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `smoke` or `matrix`; the exit status."""
+    if arguments[:1] == ["matrix"]:
+        return matrix(arguments[1:])
+    if list(arguments) == ["smoke"]:
+        return smoke()
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""What is built works outside the tree, and the matrix of releases does not pass over a Python in silence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import packages
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_wheel_and_sdist_work_in_an_empty_environment() -> None:
+    found = subprocess.run([sys.executable, "spec/packages.py", "smoke"], cwd=ROOT, check=False, capture_output=True)
+
+    assert found.returncode == 0, found.stderr.decode()
+    assert found.stdout.decode().count("works in an empty environment") == 2
+
+
+@pytest.mark.parametrize(("ci", "status"), [("true", 1), ("", 0)])
+def test_a_python_that_cannot_be_had_is_named_and_fails_in_ci(
+    ci: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(packages, "_interpreter", lambda version: None if version == "3.12" else "/python")
+    monkeypatch.setattr(packages, "_releases", lambda python: [["torch==1"], ["torch==0"]])
+    monkeypatch.setattr(packages, "_tested", lambda *_: "passed")
+
+    assert packages.matrix([]) == status
+    said = capsys.readouterr().out
+    assert "Python 3.12: MISSING" in said
+    assert said.count("passed") == 4
+
+    monkeypatch.setattr(packages, "_tested", lambda *_: "FAILED")
+    assert packages.matrix([]) == 1

@@ -1,0 +1,167 @@
+"""`names=`: a part of a model (adapters), declared on both sides; the rest of the worker's model stays untouched."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, constants, filled
+from torch import nn
+
+from weightsync import ConfigurationError, LayoutError, MultiProcessWeightSyncScheme, RefusedError, TransportError
+
+ADAPTERS = "*.lora_?.weight"
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, as peft has it: merging is what a send of the whole would do."""
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4)
+        self.lora_A = nn.Linear(4, 2, bias=False)
+        self.lora_B = nn.Linear(2, 4, bias=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        filled(self, fill)
+
+
+class Mergeable(nn.Module):
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        self.layer = Adapted(fill)
+
+    def merge_and_unload(self) -> nn.Module:
+        raise AssertionError("adapters are sent as they are")
+
+
+class Quantised(Mergeable):
+    """Keeps state elsewhere, as a quantised base does."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "quant_state"] = torch.ones(1)
+
+
+class Linked:
+    """A trainer and a worker in this process, each with its own ``names=`` (None: not given)."""
+
+    def __init__(self, scheme_class: Any, names: Any, theirs: Any, source: Any, destination: Any) -> None:
+        self.pipes = multiprocessing.Pipe()
+        self.model, self.scheme, self.worker = destination, scheme_class(), scheme_class()
+        self.scheme.init_on_sender("policy", pipes=[self.pipes[0]], model=source, names=names)
+        self.worker.init_on_worker("policy", pipe=self.pipes[1], model=destination, names=theirs)
+        self.sender, self.receiver = self.scheme.get_sender(), self.worker.get_receiver()
+
+    def sync(self, weights: Any = None) -> Any:
+        self.sender.send_async(weights)
+        self.receiver.receive(timeout=0)
+        return self.sender.wait_async(timeout=PATIENCE)
+
+    def close(self) -> None:
+        self.scheme.close()
+        self.worker.close()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+@pytest.fixture
+def link(scheme_class: Any) -> Iterator[Any]:
+    """Makes a trainer and a worker."""
+    made: list[Linked] = []
+
+    def make(names: Any = ADAPTERS, theirs: Any = ADAPTERS, source: Any = None, destination: Any = None) -> Linked:
+        source, destination = source or Mergeable(1.0), destination or Mergeable(0.0)
+        made.append(Linked(scheme_class, names, theirs, source, destination))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("kind", [Mergeable, Quantised])
+def test_only_the_chosen_weights_change_and_the_digest_covers_them(link: Any, kind: Any) -> None:
+    one = link(source=kind(1.0), destination=kind(0.0))
+    rest = one.model.layer.base.weight
+    report = one.sync()
+
+    assert (report.ok, report.nbytes) == (True, 2 * 8 * 4)
+    assert one.receiver.digest() == one.sender.digest()
+    assert constants(one.model.layer.lora_A) == constants(one.model.layer.lora_B) == {1.0}
+    assert constants(one.model.layer.base) == {0.0}
+    assert one.model.layer.base.weight is rest
+    assert int(one.model.layer.steps) == 0
+
+    with torch.no_grad():
+        one.model.layer.base.weight.fill_(7)  # what was not sent is the worker's own
+    one.sync(dict(filled(Mergeable(), 3.0).named_parameters()))
+    assert (constants(one.model.layer.lora_A), one.receiver.version) == ({3.0}, 2)
+    assert constants(one.model.layer.base) == {7.0, 0.0}
+
+
+def test_names_that_make_the_same_set_agree_however_they_are_given(link: Any) -> None:
+    exact = ["layer.lora_B.weight", "layer.lora_A.weight"]
+    assert link(names=exact).sync().ok
+    adapters = {name: torch.zeros_like(tensor) for name, tensor in Mergeable().named_parameters() if name in exact}
+    one = link(names=None, source=filled_dict(adapters, 5.0))
+    assert one.sync().ok
+    assert constants(one.model.layer.lora_A) == {5.0}
+
+
+def filled_dict(weights: dict[str, torch.Tensor], fill: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, fill) for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "theirs"),
+    [(ADAPTERS, None), (None, ADAPTERS), (ADAPTERS, "layer.lora_A.*")],
+    ids=["the worker expects all", "the trainer sends all", "another set"],
+)
+def test_a_partial_set_that_the_other_side_does_not_know_of_is_refused(link: Any, names: Any, theirs: Any) -> None:
+    one = link(names, theirs, source=plain(1.0), destination=plain(0.0))
+    with pytest.raises(TransportError, match="its handshake was refused"):
+        one.receiver.receive(timeout=0)
+    with pytest.raises(RefusedError, match=r"(missing|unexpected) .*'layer\..* the same names=\."):
+        one.sender.send(timeout=PATIENCE)
+    assert constants(one.model) == {0.0}
+
+
+def plain(fill: float) -> nn.Module:
+    model = nn.Module()
+    model.layer = Adapted(fill)
+    return model
+
+
+def test_a_chosen_tensor_that_shares_memory_with_another_is_refused(link: Any) -> None:
+    tied = plain(0.0)
+    tied.head = nn.Linear(4, 2, bias=False)
+    tied.head.weight = tied.layer.lora_A.weight
+    with pytest.raises(LayoutError, match=r"'layer\.lora_A\.weight' .* shares memory with 'head\.weight'.*add"):
+        link(destination=tied)
+
+
+def test_names_that_match_nothing_are_refused_by_both_sides(link: Any) -> None:
+    with pytest.raises(
+        LayoutError, match=r"'\*\.adapter\.\*', which match nothing here: there are 'layer\.base\.bias'"
+    ):
+        link(theirs=[ADAPTERS, "*.adapter.*"])
+    one = link(names="lora_A")
+    with pytest.raises(LayoutError, match=r"'lora_A', which match nothing"):
+        one.sender.send(timeout=PATIENCE)
+    assert one.sender.version == 0
+
+
+@pytest.mark.parametrize("names", ["", [], [3], 3, b"weight"])
+def test_names_are_names(names: Any) -> None:
+    with pytest.raises(ConfigurationError, match="names="):
+        MultiProcessWeightSyncScheme().init_on_sender("policy", num_workers=1, names=names)
+
+
+def test_a_model_without_weights_needs_them_all() -> None:
+    with pytest.raises(ConfigurationError, match="meta device"):
+        MultiProcessWeightSyncScheme().init_on_receiver(
+            model_id="policy", model=nn.Linear(2, 2, device="meta"), names="weight", worker_idx=0
+        )

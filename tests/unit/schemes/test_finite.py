@@ -1,0 +1,66 @@
+"""`check_finite=True`: weights with NaN or infinite values are refused in the trainer, by name; workers keep theirs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, constants, small
+from torch import nn
+
+from weightsync import NonFiniteError
+from weightsync.engine.packer import Packer
+from weightsync.weights.tensors import DTYPES
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_nothing_is_sent_and_the_worker_keeps_its_version(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    source, model = small(1.0), small(0.0)
+    with ours, theirs, scheme_class() as trainer, scheme_class() as worker:
+        trainer.init_on_sender("policy", pipes=[ours], model=source, check_finite=True)
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        sender, receiver = trainer.get_sender(), worker.get_receiver()
+        sender.send_async()
+        receiver.receive(timeout=0)
+        sender.wait_async(timeout=PATIENCE)
+
+        with torch.no_grad():
+            source[0].weight[0, :2] = torch.tensor([NAN, -INF])
+            source[2].bias[1] = INF
+        for send in (sender.send, sender.send_async):
+            with pytest.raises(NonFiniteError, match=r"'0\.weight' \(1 NaN, 1 infinite\).*Nothing was sent") as caught:
+                send()
+        assert caught.value.tensors == {"0.weight": (1, 1), "2.bias": (0, 1)}
+        assert (sender.version, receiver.version, constants(model)) == (1, 1, {1.0})
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, dtype in DTYPES.items() if dtype.is_floating_point or dtype.is_complex]
+)
+def test_values_of_every_dtype_are_seen(name: str) -> None:
+    warnings.simplefilter("ignore", UserWarning)  # of torch, about complex32
+    weights = {
+        "fine": torch.ones(3).to(DTYPES[name]),
+        "empty": torch.ones(0).to(DTYPES[name]),
+        "count": torch.tensor(3),
+    }
+    packer = Packer(finite="policy")
+    packer.handed_over(packer.pack(weights))
+
+    bad = torch.tensor([1.0, NAN]).to(DTYPES[name])
+    with pytest.raises(NonFiniteError) as caught:
+        packer.pack({**weights, "bad": bad})
+    assert caught.value.tensors == {"bad": (1, 0)}
+    packer.close()
+
+
+def test_without_the_option_such_weights_are_sent() -> None:
+    packer = Packer()
+    packed = packer.pack(nn.ParameterDict({"bad": nn.Parameter(torch.tensor([NAN]))}))
+    packer.handed_over(packed)
+    packer.close()

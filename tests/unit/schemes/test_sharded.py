@@ -1,0 +1,239 @@
+"""`send_sharded`: FSDP2 over gloo on two ranks. Whole weights reach a worker, and every rank learns its outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fleet import PATIENCE, Crew, Worker, WorkerSetup
+from torch import nn
+
+from weightsync import (
+    ConfigurationError,
+    LayoutError,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    RefusedError,
+    SenderClosed,
+    SyncError,
+    TransportError,
+    send_sharded,
+)
+
+pytestmark = pytest.mark.gloo
+
+
+def model(seed: int = 0) -> nn.Module:
+    """5 and 3 rows do not divide by 2: the ranks' shards differ in size. The buffers are not sharded."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def enter(setup: WorkerSetup, file: str, rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - in the rank only: it takes long
+
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    setup.model = fully_shard(model())
+    if rank == 0:
+        setup.scheme.init_on_sender("policy", pipes=[setup.pipe])
+
+
+def connect(setup: WorkerSetup) -> None:
+    setup.scheme.connect(timeout=PATIENCE)
+
+
+def send(setup: WorkerSetup, timeout: float = PATIENCE, on_failure: str = "raise") -> Any:
+    return send_sharded(setup.scheme, setup.model, timeout=timeout, on_failure=on_failure)
+
+
+def double(setup: WorkerSetup) -> None:
+    """Change the shards behind the back of parameters that a forward pass has made whole."""
+    shards = list(setup.model.parameters())
+    with torch.no_grad():
+        setup.model.eval()(torch.ones(1, 4))
+        for shard in shards:
+            shard.to_local().mul_(2)
+
+
+def send_alone(setup: WorkerSetup) -> None:
+    setup.scheme.send(setup.model)
+
+
+def send_shards(setup: WorkerSetup) -> None:
+    setup.scheme.send({name: tensor.detach() for name, tensor in setup.model.named_parameters()})
+
+
+def send_another(setup: WorkerSetup) -> None:
+    send_sharded(setup.scheme, {"other": torch.zeros(3)}, timeout=PATIENCE)
+
+
+def send_unconnected(setup: WorkerSetup) -> None:
+    setup.scheme.close()
+    send(setup)
+
+
+def send_as_two(setup: WorkerSetup, rank: int) -> None:
+    scheme = MultiProcessWeightSyncScheme()
+    scheme.init_on_sender("policy", num_workers=1)
+    with scheme:
+        send_sharded(scheme, setup.model, timeout=PATIENCE)
+
+
+def fail_while_gathering(setup: WorkerSetup, dies: bool) -> str:
+    """Fail at the second tensor."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    whole, calls = DTensor.full_tensor, []
+
+    def full_tensor(tensor: Any) -> torch.Tensor:
+        calls.append(tensor)
+        if len(calls) == 2 and dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory for a whole tensor")
+        return whole(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", full_tensor)
+        with pytest.raises(TransportError, match="no memory for a whole tensor"):
+            send(setup)
+    return "raised"
+
+
+def timeouts(setup: WorkerSetup) -> float:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return backend.options._timeout.total_seconds()
+
+
+class Ranks:
+    """Two ranks of a trainer, and the worker: this process."""
+
+    def __init__(self, crew: Crew, folder: Path, destination: nn.Module | None = None) -> None:
+        self.ranks: list[Worker] = crew.start(MultiProcessWeightSyncScheme(), 2)
+        for rank, each in enumerate(self.ranks):
+            each.tell(enter, str(folder / "meet"), rank)
+        self.model = model(1) if destination is None else destination
+        self.scheme = MultiProcessWeightSyncScheme()
+        self.scheme.init_on_worker("policy", pipe=self.ranks[0].pipe, model=self.model)
+        for each in self.ranks:
+            each.answer()
+        self.ranks[0].tell(connect)
+        self.receive()
+        self.ranks[0].answer()
+
+    def receive(self) -> None:
+        """Receive until rank 0 knows."""
+        while not self.ranks[0].answered():
+            with contextlib.suppress(SenderClosed):
+                self.scheme.get_receiver().receive(timeout=0.01)
+
+    def do(self, function: Any, *arguments: Any) -> list[Any]:
+        """Have both ranks do something; what came of it, an error among it."""
+        for each in self.ranks:
+            each.tell(function, *arguments)
+        self.receive()
+        return [_outcome(each) for each in self.ranks]
+
+
+def _outcome(rank: Worker) -> Any:
+    try:
+        return rank.answer()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return error
+
+
+@pytest.fixture
+def ranks(crew: Crew, tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(crew, tmp_path)
+    yield made
+    made.scheme.close()
+
+
+def test_whole_weights_reach_the_worker_and_every_rank_returns_the_report(ranks: Ranks) -> None:
+    ordinary = ranks.do(timeouts)
+    first = ranks.do(send)
+
+    assert [(report.version, report.ok, report.sent_by_rank) for report in first] == [(1, True, 0), (1, True, 0)]
+    assert str(first[1]).endswith(", sent by rank 0")
+    assert first[0].outcomes == first[1].outcomes
+    want = model().state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in ranks.model.state_dict().items())
+
+    ranks.do(double)
+    assert [report.version for report in ranks.do(send)] == [2, 2]
+    for name, tensor in ranks.model.named_parameters():
+        assert torch.equal(tensor, 2 * want[name]), name
+    assert ranks.do(timeouts) == ordinary
+
+
+def test_shards_never_travel_as_if_they_were_weights(ranks: Ranks) -> None:
+    with pytest.raises(LayoutError, match=r"'0\.weight' is a DTensor.*weightsync\.send_sharded\(\) on every rank"):
+        ranks.ranks[0].do(send_shards)
+    ranks.do(double)  # the parameters are whole now, and older than the shards
+    with pytest.raises(LayoutError, match=r"wrapped by fully_shard.*weightsync\.send_sharded\(\) on every rank"):
+        ranks.ranks[0].do(send_alone)
+
+    assert [report.version for report in ranks.do(send)] == [1, 1]
+
+
+def test_ranks_that_do_not_fit_together_all_raise_and_send_nothing(ranks: Ranks) -> None:
+    ranks.ranks[1].tell(send_another)
+    ranks.ranks[0].tell(send)
+    ranks.receive()
+    found = [_outcome(each) for each in ranks.ranks]
+    assert [type(error) for error in found] == [LayoutError, LayoutError]
+    assert "Ranks [1] hold a model with other names" in str(found[0])
+
+    ranks.ranks[1].tell(send_as_two, 1)
+    ranks.ranks[0].tell(send)
+    ranks.receive()
+    found = [_outcome(each) for each in ranks.ranks]
+    assert [type(error) for error in found] == [ConfigurationError, ConfigurationError]
+    assert "Ranks [0, 1] gave a scheme" in str(found[0])
+
+    assert [report.version for report in ranks.do(send)] == [1, 1]
+
+
+def test_a_failed_send_is_raised_on_every_rank(crew: Crew, tmp_path: Path) -> None:
+    ranks = Ranks(crew, tmp_path, nn.Linear(2, 2))
+    reports = ranks.do(send, PATIENCE, "report")
+    assert [report[0].kind for report in reports] == [OutcomeKind.REFUSED, OutcomeKind.REFUSED]
+    assert [type(error) for error in ranks.do(send)] == [RefusedError, RefusedError]
+
+    found = ranks.do(send_unconnected)
+    assert type(found[1]) is SyncError
+    assert f"{type(found[0]).__name__}: {found[0]}" in str(found[1])
+    ranks.scheme.close()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["raises", "is killed"])
+def test_a_rank_that_fails_amid_a_collective_fails_the_others(ranks: Ranks, dies: bool) -> None:
+    ranks.ranks[1].tell(fail_while_gathering, dies)
+    ranks.ranks[0].tell(send)
+    if dies:
+        ranks.ranks[1].process.join(PATIENCE)
+    else:
+        assert ranks.ranks[1].answer() == "raised"
+    ranks.ranks[1].kill()  # so that the other rank need not wait for its deadline
+
+    with pytest.raises(TransportError, match=r"could not gather the weights: .*\. Nothing was sent\.") as caught:
+        ranks.ranks[0].answer()
+    assert "cannot be used again" in str(caught.value)
+    assert ranks.scheme.get_receiver().version is None
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks: Ranks) -> None:
+    with pytest.raises(TransportError, match=r"could not compare what the ranks hold: .*\. Nothing was sent\."):
+        ranks.ranks[0].do(send, 0.3)
+
+
+def test_without_a_process_group_it_says_so() -> None:
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        send_sharded(None, nn.Linear(1, 1))

@@ -1,0 +1,254 @@
+"""`send_sharded`: a model that is sharded over the ranks of a process group (FSDP2, DTensor) becomes one version.
+
+Every rank calls it. They compare what they hold, gather the tensors one by one, and the rank whose scheme has workers
+sends. The others learn its report. All messages between the ranks are collectives of the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weightsync.clock import Deadline, Timeout
+from weightsync.errors import ConfigurationError, LayoutError, SyncError, TransportError, WeightSyncError
+from weightsync.options import OnFailure
+from weightsync.protocol.report import SyncReport
+from weightsync.protocol.report_codec import decode_report, encode_report
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.weights.layout import extra_state_name
+from weightsync.weights.sharded import ShardedWeights
+
+#: Seconds that the other ranks wait for the outcome after the deadline, by which the sending rank's wait ends.
+GRACE: Final = 10.0
+
+logger = logging.getLogger("weightsync")
+
+_NO_FINGERPRINT: Final = bytes(16)
+
+
+def send_sharded(
+    scheme: WeightSyncScheme | None,
+    model: Any,
+    worker_ids: int | Sequence[int] | None = None,
+    *,
+    group: Any = None,
+    timeout: float | Timeout | None = Timeout.DEFAULT,
+    on_failure: OnFailure | str = OnFailure.RAISE,
+) -> SyncReport:
+    """Send a model that is sharded over ranks as the next version. Every rank of the group must call it.
+
+    The ranks gather the model tensor by tensor with `DTensor.full_tensor`: each holds one whole tensor at a time, and
+    the sending rank also a copy of all of them on the host. Tensors that are not sharded, and extra state, are those
+    of the sending rank. A LoRA module is not merged.
+
+    Args:
+        scheme: on one rank (usually 0) a scheme that was initialised as the sender and connected; on the others None,
+            or a scheme that was not initialised as a sender.
+        model: this rank's part: a module wrapped by `torch.distributed.fsdp.fully_shard`, or a module, TensorDict or
+            dict that holds DTensors. Do not register it with ``init_on_sender(model=...)``.
+        worker_ids: as for `WeightSyncScheme.send`; only the sending rank's counts.
+        group: the process group of all these ranks; None: the default one. Its timeout, and those of the DTensors'
+            meshes, are set to what is left of ``timeout`` if they are gloo's, and restored afterwards.
+        timeout: seconds until the wait ends, on every rank alike; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or
+            60. Other backends than gloo wait for their peers as long as their own timeout says.
+        on_failure: as for `WeightSyncScheme.send`, on every rank alike.
+
+    Returns:
+        The outcome of each worker, on every rank. `SyncReport.sent_by_rank` names the rank that sent.
+
+    Raises:
+        ConfigurationError: there is no default process group, or not exactly one rank has workers; nothing was sent.
+        LayoutError: the ranks hold different models, or one holds what cannot be sent; nothing was sent.
+        TransportError: a rank did not come, or failed, before the deadline. Before the sending rank sends, nothing
+            was sent; the others cannot know. A process group whose collective has failed cannot be used again.
+        SyncError: on the other ranks, the sending rank's send failed before it had a report. The sending rank raises
+            the error itself.
+        AckTimeoutError, WorkerLostError, RefusedError, SyncError: on every rank, as `WeightSyncScheme.send`.
+    """
+    failing = OnFailure(on_failure)
+    ranks, sends = _Ranks(group, Deadline(timeout)), scheme is not None and scheme.initialized_on_sender
+    weights, root = _agreed(ranks, model, sends)
+    whole = _gathered(ranks, weights, sends)
+    if scheme is None or not sends:
+        return _learned(ranks.told_by(root), root, failing)
+    try:
+        given = scheme.strategy.extract_weights(whole)
+        report = scheme.send(given, worker_ids, timeout=ranks.deadline.remaining, on_failure=OnFailure.REPORT)
+        report = replace(report, sent_by_rank=root)
+    except BaseException as error:
+        ranks.tell(root, {"report": "", "error": f"{type(error).__name__}: {error}"})
+        raise
+    ranks.tell(root, {"report": encode_report(report).decode(), "error": _failure_of(report)})
+    if failing is OnFailure.RAISE:
+        report.raise_on_failure()
+    return report
+
+
+def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int]:
+    """This rank's part of the model, once all ranks hold parts of the same, and the rank that sends."""
+    failure, fingerprint = None, _NO_FINGERPRINT
+    try:
+        weights = ShardedWeights(model)
+        fingerprint = weights.fingerprint
+    except WeightSyncError as error:
+        failure = error
+    found = ranks.all_told(bytes([sends, failure is not None]) + fingerprint)
+    if failure is not None:
+        raise failure
+    unreadable = [rank for rank, each in enumerate(found) if each[1]]
+    if unreadable:
+        raise LayoutError(f"Ranks {unreadable} hold weights that cannot be sent; they raise why. Nothing was sent.")
+    others = [rank for rank, each in enumerate(found) if each[2:] != fingerprint]
+    if others:
+        raise LayoutError(
+            f"Ranks {others} hold a model with other names, shapes, dtypes or meshes than rank {ranks.rank}: give "
+            "every rank its part of the same model. Nothing was sent."
+        )
+    senders = [rank for rank, each in enumerate(found) if each[0]]
+    if len(senders) != 1:
+        raise ConfigurationError(
+            f"Ranks {senders} gave a scheme that was initialised as the sender: exactly one rank must, usually rank 0. "
+            "Nothing was sent."
+        )
+    return weights, senders[0]
+
+
+def _gathered(ranks: _Ranks, weights: ShardedWeights, sends: bool) -> dict[str, Any]:
+    """The whole tensors and the extra state by name, on the rank that sends; empty on the others."""
+    whole: dict[str, Any] = {}
+    with ranks.limited(*weights.groups) as limit, _failing("gather the weights", "Nothing was sent"):
+        for name, tensor in weights.gather(limit):
+            if sends:
+                whole[name] = tensor.cpu()
+    return whole | {extra_state_name(module): state for module, state in weights.extras().items() if sends}
+
+
+def _failure_of(report: SyncReport) -> str:
+    try:
+        report.raise_on_failure()
+    except SyncError as error:
+        return str(error)
+    return ""
+
+
+def _learned(told: dict[str, str], root: int, failing: OnFailure) -> SyncReport:
+    """The report of the rank that sent, or its failure."""
+    report = decode_report(told["report"].encode())
+    if report is None:
+        raise SyncError(f"Rank {root}, which sends, could not: {told['error']} It raised the error itself.")
+    report = replace(report, sent_by_rank=root)
+    if failing is OnFailure.RAISE:
+        report.raise_on_failure()
+        if told["error"]:  # of an update before this one, whose report stays with the rank that sent it
+            raise SyncError(told["error"], report)
+    return report
+
+
+class _Ranks:
+    """The ranks of a process group, for one send.
+
+    Args:
+        group: the process group; None: the default one.
+        deadline: when waiting for the others ends.
+
+    Raises:
+        ConfigurationError: there is no such group.
+    """
+
+    def __init__(self, group: Any, deadline: Deadline) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigurationError(
+                "send_sharded() needs a process group: call torch.distributed.init_process_group() on every rank, or "
+                "scheme.send() for a model that is not sharded. Nothing was sent."
+            )
+        self._group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self._group)
+        self.deadline = deadline
+        on_host = "cpu:" in dist.get_backend_config(self._group)
+        self._device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+
+    def all_told(self, own: bytes) -> list[bytes]:
+        """What each rank told, in the order of the ranks; all tell the same number of bytes."""
+        mine = self._tensor(own)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        with self.limited(self._group) as limit, _failing("compare what the ranks hold", "Nothing was sent"):
+            limit()
+            dist.all_gather(found, mine, group=self._group)
+        return [bytes(each.cpu().numpy()) for each in found]
+
+    def tell(self, root: int, told: dict[str, str]) -> None:
+        """On the rank that sends: tell the others. That they cannot be told changes nothing for the workers."""
+        try:
+            data = json.dumps(told).encode()
+            self._broadcast(self._tensor(len(data).to_bytes(8)), root)
+            self._broadcast(self._tensor(data), root)
+        except TransportError as error:
+            logger.warning("%s The workers' outcomes are known on this rank only.", error)
+
+    def told_by(self, root: int) -> dict[str, str]:
+        """What the rank that sends tells."""
+        header = self._broadcast(self._tensor(bytes(8)), root)
+        size = int.from_bytes(bytes(header.cpu().numpy()))
+        data = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self._device), root)
+        told: dict[str, str] = json.loads(bytes(data.cpu().numpy()))
+        return told
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        unknown = "Whether the version was sent is known on that rank only"
+        with self.limited(self._group) as limit, _failing(f"learn from rank {root} what became of it", unknown):
+            limit(GRACE)
+            dist.broadcast(tensor, group=self._group, group_src=root)
+        return tensor
+
+    def _tensor(self, data: bytes) -> Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+    @contextlib.contextmanager
+    def limited(self, *groups: Any) -> Iterator[_Limit]:
+        """Give collectives of these groups no more time than is left; afterwards their own timeouts hold again."""
+        cpu = torch.device("cpu")
+        gloo = [group._get_backend(cpu) for group in groups if "cpu:gloo" in dist.get_backend_config(group)]
+        timeouts = [backend.options._timeout for backend in gloo]
+        try:
+            yield _Limit(gloo, self.deadline)
+        finally:
+            for backend, timeout in zip(gloo, timeouts, strict=True):
+                backend._set_default_timeout(timeout)
+
+
+class _Limit:
+    """Sets the timeout of gloo's groups to what is left: called before each collective."""
+
+    def __init__(self, backends: Sequence[Any], deadline: Deadline) -> None:
+        self._backends = backends
+        self._deadline = deadline
+
+    def __call__(self, grace: float = 0.0) -> None:
+        left = self._deadline.remaining
+        if left is None:
+            return
+        for backend in self._backends:
+            backend._set_default_timeout(timedelta(seconds=max(left + grace, 0.001)))
+
+
+@contextlib.contextmanager
+def _failing(what: str, known: str) -> Iterator[None]:
+    """Raise TransportError for a collective that failed: torch raises a RuntimeError of its own."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(
+            f"The ranks of send_sharded() could not {what}: {error}. A rank did not call it in time, ended, or failed: "
+            f"look at the other ranks' logs. {known}. A process group whose collective failed cannot be used again."
+        ) from error

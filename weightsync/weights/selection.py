@@ -1,0 +1,99 @@
+"""`Selection`: some of a model's weights, chosen by name on both sides: what ``names=`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.weights.extra_state import refuse_fsdp, refuse_hidden_state
+from weightsync.weights.layout import extra_state_name, listed, quoted
+from weightsync.weights.reading import Weights, read_unchecked, read_weights
+
+
+class Selection:
+    """Chooses the tensors and the extra state whose dotted names match.
+
+    Args:
+        names: names, or patterns as a shell has them: ``"*.lora_?.*"``. A dot is matched as any other character.
+
+    Raises:
+        ConfigurationError: they are no names.
+    """
+
+    def __init__(self, names: str | Iterable[str]) -> None:
+        given: Any = (names,) if isinstance(names, str) else names
+        if not isinstance(given, Iterable) or isinstance(given, bytes):
+            raise ConfigurationError(f"names= is {names!r}: give names of weights, or patterns such as '*.lora_?.*'.")
+        self._patterns = tuple(given)
+        if not self._patterns or not all(isinstance(each, str) and each for each in self._patterns):
+            raise ConfigurationError(
+                f"names= has {self._patterns!r}: give at least one name of a weight, or a pattern such as "
+                "'*.lora_?.*'. Nothing has changed."
+            )
+        #: Whether a name matches, by name.
+        self._known: dict[str, bool] = {}
+        #: The names that were chosen last: each pattern matched one of them. None: nothing was read yet.
+        self._matched: list[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"Selection({list(self._patterns)})"
+
+    def read(self, source: object) -> Weights:
+        """Read the chosen weights of a source, and nothing else of it. An adapted module (LoRA) is not merged.
+
+        Raises:
+            ConfigurationError: the source or a value in it is of an unsupported type.
+            LayoutError: a pattern matches nothing, or a module with a chosen tensor keeps state elsewhere.
+        """
+        found, peculiar = read_unchecked(source)
+        chosen = Weights(
+            {name: tensor for name, tensor in found.tensors.items() if self._has(name)},
+            {module: slot for module, slot in found.slots.items() if self._has(extra_state_name(module))},
+            {name: tensor for name, tensor in found.tensors.items() if not self._has(name)},
+        )
+        self._refuse_unmatched(chosen, found)
+        if peculiar:
+            refuse_fsdp(peculiar)
+            _refuse_hidden_state(found, chosen, peculiar)
+        return chosen
+
+    def _has(self, name: str) -> bool:
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        return known
+
+    def _refuse_unmatched(self, chosen: Weights, found: Weights) -> None:
+        names = [*chosen.tensors, *map(extra_state_name, chosen.slots)]
+        if names == self._matched:
+            return
+        unmatched = [each for each in self._patterns if not any(fnmatchcase(name, each) for name in names)]
+        if unmatched:
+            has = listed([quoted(name) for name in sorted(found.tensors)]) or "no tensors"
+            lacking = listed([quoted(each) for each in unmatched])
+            raise LayoutError(f"names= has {lacking}, which match nothing here: there are {has}.", missing=unmatched)
+        self._matched = names
+
+
+def read_to_send(source: object, selection: Selection | None) -> Weights:
+    """Read what is sent of a source: as `read_weights` does, or what was chosen.
+
+    Raises:
+        ConfigurationError, LayoutError: as these.
+    """
+    return read_weights(source) if selection is None else selection.read(source)
+
+
+def _refuse_hidden_state(found: Weights, chosen: Weights, peculiar: dict[str, nn.Module]) -> None:
+    """Refuse modules that customise their state dict and have chosen tensors of their own, if they keep more state."""
+    owners = {name.rpartition(".")[0] for name in chosen.tensors}
+    for name in owners.intersection(peculiar):
+        prefix = f"{name}." if name else ""
+        tensors = {each.removeprefix(prefix): t for each, t in found.tensors.items() if each.startswith(prefix)}
+        extras = (extra_state_name(module) for module in found.slots)
+        own = {each.removeprefix(prefix) for each in extras if each.startswith(prefix)}
+        refuse_hidden_state(peculiar[name], {"": peculiar[name]}, tensors, own)

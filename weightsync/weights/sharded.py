@@ -1,0 +1,82 @@
+"""Weights whose tensors are sharded over the ranks of a process group: DTensors, as FSDP2 and tensor parallelism make.
+
+No message is exchanged here but by `DTensor.full_tensor`, which every rank of a tensor's mesh must call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from weightsync.errors import LayoutError
+from weightsync.weights.layout import quoted
+from weightsync.weights.reading import Weights, read_shards
+from weightsync.weights.tensors import DTYPE_NAMES, is_dtensor, why_unsupported
+
+
+class ShardedWeights:
+    """This rank's part of a model.
+
+    Args:
+        source: a module, a TensorDict or a dict. A LoRA module is not merged.
+
+    Raises:
+        ConfigurationError: the source or a value in it is of an unsupported type.
+        LayoutError: a tensor cannot be sent even when it is whole.
+    """
+
+    def __init__(self, source: object) -> None:
+        self._weights: Weights = read_shards(_resharded(source))
+        for name, tensor in self._weights.tensors.items():
+            why = "" if is_dtensor(tensor) else why_unsupported(tensor)
+            why = why or ("" if tensor.dtype in DTYPE_NAMES else f"has the dtype {tensor.dtype}, which cannot be sent")
+            if why:
+                raise LayoutError(f"{quoted(name)} {why}.", mismatched={name: why})
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes, equal on ranks whose tensors have the same order, names, whole shapes, dtypes and meshes."""
+        return xxhash.xxh3_128_digest(repr([_described(*item) for item in self._weights.tensors.items()]).encode())
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups over which `gather` communicates."""
+        meshes = {id(t.device_mesh): t.device_mesh for t in self._weights.tensors.values() if is_dtensor(t)}
+        return [group for mesh in meshes.values() for group in mesh.get_all_groups()]
+
+    def gather(self, before_each: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor whole, one at a time, in the same order on every rank; replicated ones are this rank's.
+
+        Args:
+            before_each: called before each tensor that is gathered.
+        """
+        with torch.no_grad():
+            for name, tensor in self._weights.tensors.items():
+                if is_dtensor(tensor):
+                    before_each()
+                    yield name, tensor.full_tensor()
+                else:
+                    yield name, tensor.detach()
+
+    def extras(self) -> dict[str, Any]:
+        """This rank's extra state, by module."""
+        return self._weights.extras()
+
+
+def _resharded(source: object) -> object:
+    """The source, whose parameters are shards again: those that a forward pass made whole may be older."""
+    wrapped: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in source.modules() if isinstance(source, nn.Module) else ():
+        if isinstance(module, wrapped):
+            module.reshard()
+    return source
+
+
+def _described(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
+    mesh = str(tensor.device_mesh.mesh.tolist()) if is_dtensor(tensor) else ""
+    return name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), mesh
