@@ -313,7 +313,7 @@ class WeightSender(Participant):
     @property
     def workers(self) -> Mapping[int, pure.Entry]:
         """Each worker's entry: the state of its link, the version it acked last."""
-        return dict(self._driver.data.workers)
+        return dict(self._driver.data.workers.items())
 
     @property
     def roll(self) -> Mapping[int, pure.Entry]:
