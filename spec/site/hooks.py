@@ -46,7 +46,7 @@ REFERENCE = {
             "InitialSyncTransport",
         ),
     ),
-    "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "Timeout")),
+    "sender": ("The trainer's side", ("WeightSender", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout")),
     "receiver": ("The worker's side", ("WeightReceiver",)),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
     "errors": ("Errors", ()),

@@ -36,16 +36,11 @@ class OutgoingWeights:
         self._context = context
 
     def registered_layout(self) -> Layout | None:
-        """The layout of the registered model; None: there is no such model yet.
-
-        Raises:
-            ConfigurationError, LayoutError: its weights cannot be sent.
-        """
+        """The layout of the registered model; None: there is no such model yet, or it cannot be sent."""
         try:
-            weights = self._prepared(None, self._context())
+            return self._packer.layout_of(self._prepared(None, self._context()))
         except (ConfigurationError, LayoutError):
             return None  # the first send says why
-        return self._packer.layout_of(weights)
 
     def pack(self, weights: Any) -> Packed:
         """Pack weights, which are the caller's until `Packer.handed_over`.
@@ -87,11 +82,8 @@ class OutgoingWeights:
         """
         if given == self._driver.layout:
             return
-        try:
-            registered = self.registered_layout()
-        except (ConfigurationError, LayoutError):
-            return  # a model that cannot be sent does not show which weights can
-        if registered is None:
+        registered = self.registered_layout()
+        if registered is None:  # a model that cannot be sent does not show which weights can
             self._refuse_other_dtypes(given)
             return
         text = f"The weights are not those of the model that is registered for {self._driver.model_id!r}"

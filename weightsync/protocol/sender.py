@@ -262,9 +262,9 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
     if state is State.CLOSED:
         return None
     message = event.message
-    entry = data.workers.get(event.worker)
-    if entry is None or entry.link != event.link or not entry.open or message.incarnation != data.incarnation:
+    if not current(data, event.worker, event.link) or message.incarnation != data.incarnation:
         return SenderInput.STALE
+    entry = data.workers[event.worker]
     match message:
         case Hello():
             return SenderInput.ARRIVED if entry.link_state is LinkState.EXPECTED else SenderInput.STALE

@@ -16,6 +16,7 @@ import torch
 from policy import Policy
 from reference import SENDER, WORKER, Content, Interrupt, Raised
 
+from weightsync.clock import Clock as SystemClock
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import WeightSyncError
@@ -105,8 +106,8 @@ def described(message: messages.Message) -> reference.Message:
             return reference.Message(type(message).__name__, message.incarnation, message.version)
 
 
-class Clock:
-    """Stands in for `time` and `secrets`: nothing passes by itself."""
+class Clock(SystemClock):
+    """Stands in for the system clock and `secrets`: no time passes by itself."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -208,7 +209,7 @@ class World:
     def __init__(self, delivery: Delivery, payloads: Payloads, mode: Mode, patch: pytest.MonkeyPatch) -> None:
         self.delivery, self.payloads, self.mode = delivery, payloads, mode
         self.clock = Clock()
-        for name in ("time", "secrets"):
+        for name in ("_clock", "secrets"):
             patch.setattr(f"weightsync.clock.{name}", self.clock)
         patch.setattr("weightsync.engine.driver.wait", self._waiting)
         self.trainers: list[Trainer] = []
@@ -265,8 +266,10 @@ class World:
 
     _interrupted = False
 
-    def _waiting(self, waker: Any, links: Any, timeout: float | None, since: int) -> None:
-        """Stands in for the one place where a sender blocks."""
+    def _waiting(self, waker: Any, links: Any, timeout: float | None, since: int) -> list[Any] | None:
+        """Stands in for the one place where a sender blocks. Which links can be read is not known: all are read."""
+        if timeout == 0.0:  # it asks which links can be read now
+            return list(links)
         assert self._blocked is not None, "a call that must not block did"
         try:
             next(self._blocked)
@@ -281,6 +284,7 @@ class World:
         else:
             self._interrupted = True
             raise KeyboardInterrupt
+        return None
 
     def during_the_wait(self, script: list[Callable[[], None]], way_out: str) -> None:
         """What the next wait will see happen."""
