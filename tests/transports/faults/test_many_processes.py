@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,8 @@ def resources(_: WorkerSetup) -> tuple[int, int]:
 
 
 @pytest.fixture
-def workers(crew: Crew) -> Iterator[list[Worker]]:
-    yield crew.start(SharedMemWeightSyncScheme(), WORKERS)
+def workers(crew: Crew) -> list[Worker]:
+    return crew.start(SharedMemWeightSyncScheme(), WORKERS)
 
 
 @pytest.mark.slow
