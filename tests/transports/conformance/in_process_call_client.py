@@ -9,24 +9,28 @@ from typing import Any
 
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
+from weightsync.protocol.messages import Update
 from weightsync.transports.calls.client import Answers
+from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.server import CallServer, Parcel, decoded
 
 
 class DirectCallClient:
-    """Knocks in the thread that sends."""
+    """Calls in the thread that sends."""
 
     def __init__(self, call_server: CallServer) -> None:
         self.call_server = call_server
         self._link = uuid.uuid4().hex
         self._numbers = itertools.count()
+        self._shared = SharedPayloads()
         self._closed = False
 
     def start(self, message: Any, payload: Any) -> Answers:
         if self._closed:
             raise TransportError("The call client is closed.")
-        carried = None if payload is None else memoryview(bytearray(payload.view[: message.nbytes]))
-        parcel = Parcel(self._link, next(self._numbers), codec.encode(message), carried)
+        place = self._shared.place(message, payload) if isinstance(message, Update) and message.nbytes else None
+        carried = None if payload is None or place else memoryview(bytearray(payload.view[: message.nbytes]))
+        parcel = Parcel(self._link, next(self._numbers), codec.encode(message), carried, place)
         answers: Answers = Future()
         self._bring(parcel, answers)
         return answers
@@ -37,14 +41,24 @@ class DirectCallClient:
         except Exception as error:  # noqa: BLE001 - as a remote call's
             answers.set_exception(error)
             return
-        frames.add_done_callback(lambda done: _came_home(answers, done))
+        frames.add_done_callback(lambda done: self._came_home(answers, done))
+
+    def _came_home(self, answers: Answers, done: Future[Any]) -> None:
+        try:
+            messages = decoded(self._shared.without_mark(done.result()))
+        except Exception as error:  # noqa: BLE001 - as a remote call's
+            answers.set_exception(error)
+            return
+        self._shared.heard(messages)
+        answers.set_result(messages)
 
     def close(self) -> None:
         self._closed = True
+        self._shared.close()
 
 
 class ThreadedCallClient(DirectCallClient):
-    """Knocks in threads of its own, so that calls overtake each other."""
+    """Calls in threads of its own, so that calls overtake each other."""
 
     def __init__(self, call_server: CallServer) -> None:
         super().__init__(call_server)
@@ -59,10 +73,3 @@ class ThreadedCallClient(DirectCallClient):
     def close(self) -> None:
         super().close()
         self._threads.shutdown(wait=False)
-
-
-def _came_home(answers: Answers, done: Future[Any]) -> None:
-    try:
-        answers.set_result(decoded(done.result()))
-    except Exception as error:  # noqa: BLE001 - as a remote call's
-        answers.set_exception(error)

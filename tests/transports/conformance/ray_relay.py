@@ -21,6 +21,7 @@ from weightsync import RayWeightSyncScheme
 from weightsync.protocol.codec import decode
 from weightsync.protocol.messages import Bye
 from weightsync.testing import Ends
+from weightsync.transports.calls.same_host import Place
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
 
 
@@ -38,7 +39,7 @@ class Relay:
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
         answer: concurrent.futures.Future[Frames] = concurrent.futures.Future()
-        carried = None if payload is None else memoryview(payload).tobytes()
+        carried = payload if payload is None or isinstance(payload, tuple) else memoryview(payload).tobytes()
         with self._lock:
             call = next(self._numbers)
             self._waiting[call] = answer
@@ -73,7 +74,9 @@ class ActorServer:
         self, call: int, model_id: str, link: str, number: int, frame: bytes, carried: Any, lost: Any
     ) -> None:
         call_server = self.call_servers[model_id]
-        parcel = Parcel(link, number, frame, None if carried is None else memoryview(bytearray(carried)))
+        place = Place.read(carried) if isinstance(carried, tuple) else None
+        payload = None if carried is None or place else memoryview(bytearray(carried))
+        parcel = Parcel(link, number, frame, payload, place)
         try:
             if isinstance(decode(frame), Bye):
                 call_server.hang_up(parcel)
