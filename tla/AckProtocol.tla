@@ -72,11 +72,11 @@ VARIABLES
   blocked,  \* blocked[s]: is a caller waiting?
   rstate,   \* rstate[w]: control state
   rdata,    \* rdata[w]: the receiver's other data
-  letters,  \* messages on their way to workers
+  messages,  \* messages on their way to workers
   answers,  \* messages on their way to senders
   gone      \* gone[s][w]: the worker's end of the sender's open link is closed
 
-vars == <<sstate, sdata, slife, blocked, rstate, rdata, letters, answers, gone>>
+vars == <<sstate, sdata, slife, blocked, rstate, rdata, messages, answers, gone>>
 sender == <<sstate, sdata, slife, blocked>>
 receiver == <<rstate, rdata>>
 
@@ -106,7 +106,7 @@ Entry(link, standing, served, due, catching, fence) ==
 \* The data of a new, copied or unpickled sender. `out` is the outstanding update, or the last report.
 NewSender == [
   incarnation |-> 0, version |-> 0, serial |-> 0, dueAll |-> 0,
-  roll |-> [w \in Workers |-> Entry(0, "NONE", 0, 0, 0, 0)],
+  members |-> [w \in Workers |-> Entry(0, "NONE", 0, 0, 0, 0)],
   out |-> [version |-> 0, owed |-> [w \in Workers |-> 0], outcomes |-> [w \in Workers |-> "NONE"], did |-> {}]
 ]
 
@@ -117,49 +117,49 @@ NewReceiver == [
   served |-> NoPayload, live |-> <<NoPayload, NoPayload>>
 ]
 
-Letters == [s : Senders, w : Workers, k : 1..MaxLink, v : 0..MaxVersion, p : 0..MaxVersion]   \* v = 0: Hello
+Messages == [s : Senders, w : Workers, k : 1..MaxLink, v : 0..MaxVersion, p : 0..MaxVersion]   \* v = 0: Hello
 Answers == [s : Senders, w : Workers, k : 1..MaxLink, inc : Incarnations, v : 0..MaxVersion, p : 0..(MaxVersion + 1),
             kind : {"HELLO", "ACK", "BYE"} \cup RefusalKinds, fence : Incarnations]
 
-Letter(s, w, k, v, p) == [s |-> s, w |-> w, k |-> k, v |-> v, p |-> p]
+Message(s, w, k, v, p) == [s |-> s, w |-> w, k |-> k, v |-> v, p |-> p]
 Word(s, w, k, key, kind, fence) ==
   [s |-> s, w |-> w, k |-> k, inc |-> key[1], v |-> key[2], p |-> key[3], kind |-> kind, fence |-> fence]
 
 -----------------------------------------------------------------------------
 (* Derived *)
 
-OnRoll(s) == {w \in Workers : sdata[s].roll[w].standing # "NONE"}
+Members(s) == {w \in Workers : sdata[s].members[w].standing # "NONE"}
 Connected(s) == sdata[s].incarnation # 0
 
 \* The sender's end of this link is open.
 Open(s, w, k) ==
   /\ slife[s] = "alive" /\ sstate[s] # Final /\ Connected(s)
-  /\ sdata[s].roll[w].link = k /\ sdata[s].roll[w].standing \in {"EXPECTED", "UP"}
+  /\ sdata[s].members[w].link = k /\ sdata[s].members[w].standing \in {"EXPECTED", "UP"}
 
-Current(s, w, k) == Open(s, w, k) \/ (~Rule("SameLink") /\ Open(s, w, sdata[s].roll[w].link))
+Current(s, w, k) == Open(s, w, k) \/ (~Rule("SameLink") /\ Open(s, w, sdata[s].members[w].link))
 Owes(s, w) == sdata[s].out.owed[w] # 0
 Owing(s) == {w \in Workers : sdata[s].out.owed[w] # 0}
 OwesOver(s, w, k) == Owes(s, w) /\ (sdata[s].out.owed[w] = k \/ ~Rule("SameLink"))
 
 \* The highest fence reported to a closed sender, whose user passes it to the successor.
-Told == {sdata[t].roll[w].fence : t \in {u \in Senders : sstate[u] = Final}, w \in Workers}
+Told == {sdata[t].members[w].fence : t \in {u \in Senders : sstate[u] = Final}, w \in Workers}
 Hint == CHOOSE f \in Told \cup {0} : \A g \in Told : f >= g
 
 \* Is it first on its link? `p` increases along an ordered link; NothingOvertakes checks this.
-LetterDue(m) == Reorders \/ \A n \in letters : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
+MessageDue(m) == Reorders \/ \A n \in messages : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
 AnswerDue(m) == Reorders \/ \A n \in answers : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
 
 Taken(box, m) == IF Duplicates THEN box ELSE box \ {m}
-LettersBut(w, s, k) == {m \in letters : ~(m.w = w /\ m.s = s /\ m.k = k)}
+MessagesBut(w, s, k) == {m \in messages : ~(m.w = w /\ m.s = s /\ m.k = k)}
 
 \* The messages that remain on the links when the sender closes them.
 AnswersLeft(s, ws) == IF Lingers THEN answers ELSE {m \in answers : ~(m.s = s /\ m.w \in ws)}
-LettersLeft(s, ws) == IF Lingers THEN letters ELSE {m \in letters : ~(m.s = s /\ m.w \in ws)}
+MessagesLeft(s, ws) == IF Lingers THEN messages ELSE {m \in messages : ~(m.s = s /\ m.w \in ws)}
 Posted(box, m) == IF Open(m.s, m.w, m.k) THEN box \cup {m} ELSE box
 
 \* The worker's ends of these links close.
 Gone(ends) == [s \in Senders |-> [w \in Workers |->
-  gone[s][w] \/ (<<s, w, sdata[s].roll[w].link>> \in ends /\ Open(s, w, sdata[s].roll[w].link))]]
+  gone[s][w] \/ (<<s, w, sdata[s].members[w].link>> \in ends /\ Open(s, w, sdata[s].members[w].link))]]
 AllEnds(w) == {<<s, w, k>> : s \in Senders, k \in 1..MaxLink}
 
 SenderTo(s, to) == sstate' = [sstate EXCEPT ![s] = to]
@@ -174,64 +174,64 @@ Copy(s, t) ==
   /\ slife' = [slife EXCEPT ![t] = "alive"]
   /\ IF Rule("CopyStartsEmpty") THEN UNCHANGED <<sstate, sdata>>
      ELSE SenderTo(t, sstate[s]) /\ sdata' = [sdata EXCEPT ![t] = sdata[s]]
-  /\ UNCHANGED <<blocked, receiver, letters, answers, gone>>
+  /\ UNCHANGED <<blocked, receiver, messages, answers, gone>>
 
 \* Kill -9. Only its messages remain.
 Die(s) ==
   /\ slife[s] = "alive"
   /\ slife' = [slife EXCEPT ![s] = "dead"]
   /\ SenderTo(s, Initial)
-  /\ sdata' = [sdata EXCEPT ![s].dueAll = 0, ![s].roll = NewSender.roll, ![s].out = NewSender.out]
+  /\ sdata' = [sdata EXCEPT ![s].dueAll = 0, ![s].members = NewSender.members, ![s].out = NewSender.out]
   /\ blocked' = [blocked EXCEPT ![s] = FALSE]
   /\ answers' = {m \in answers : m.s # s}
   /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> FALSE]]
-  /\ letters' = LettersLeft(s, Workers)
+  /\ messages' = MessagesLeft(s, Workers)
   /\ UNCHANGED receiver
 
 (* The sender: calls *)
 
 Connect(s, clock) ==
   LET incarnation == Max(clock, Hint + 1) IN
-  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "CONNECT") /\ OnRoll(s) # {}
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "CONNECT") /\ Members(s) # {}
   /\ \A t \in Senders : sdata[t].incarnation # incarnation   \* random bits
   /\ SenderTo(s, SenderNext(sstate[s], "CONNECT"))
   /\ sdata' = [sdata EXCEPT ![s].incarnation = incarnation]
-  /\ letters' = letters \cup {Letter(s, w, sdata[s].roll[w].link, 0, 0) : w \in {x \in OnRoll(s) : rstate[x] # Final}}
-  /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> w \in OnRoll(s) /\ rstate[w] = Final]]
+  /\ messages' = messages \cup {Message(s, w, sdata[s].members[w].link, 0, 0) : w \in {x \in Members(s) : rstate[x] # Final}}
+  /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> w \in Members(s) /\ rstate[w] = Final]]
   /\ UNCHANGED <<slife, blocked, receiver, answers>>
 
 \* A link that is still open is lost first, by GiveUp.
 Join(s, w) ==
-  LET entry == sdata[s].roll[w]
+  LET entry == sdata[s].members[w]
       due == Max(sdata[s].dueAll, entry.due)
       serial == IF due = sdata[s].version THEN sdata[s].serial ELSE due
-      greeting == {Letter(s, w, entry.link + 1, 0, 0)}
-      update == IF due # 0 /\ Rule("JoinCatchesUp") THEN {Letter(s, w, entry.link + 1, due, serial)} ELSE {} IN
+      greeting == {Message(s, w, entry.link + 1, 0, 0)}
+      update == IF due # 0 /\ Rule("JoinCatchesUp") THEN {Message(s, w, entry.link + 1, due, serial)} ELSE {} IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "JOIN")
   /\ entry.standing \in {"NONE"} \cup Ended /\ entry.link < MaxLink
   /\ SenderTo(s, SenderNext(sstate[s], "JOIN"))
-  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link + 1, "EXPECTED", 0, due, due, 0)]
-  /\ letters' = IF Connected(s) /\ rstate[w] # Final THEN letters \cup greeting \cup update ELSE letters
+  /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link + 1, "EXPECTED", 0, due, due, 0)]
+  /\ messages' = IF Connected(s) /\ rstate[w] # Final THEN messages \cup greeting \cup update ELSE messages
   /\ gone' = [gone EXCEPT ![s][w] = Connected(s) /\ rstate[w] = Final]
   /\ UNCHANGED <<slife, blocked, receiver, answers>>
 
 \* A link that is still open is lost first, by GiveUp.
 Remove(s, w) ==
-  LET entry == sdata[s].roll[w] IN
+  LET entry == sdata[s].members[w] IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "REMOVE")
   /\ entry.standing \in Ended \/ (entry.standing = "EXPECTED" /\ ~Connected(s))
   /\ SenderTo(s, SenderNext(sstate[s], "REMOVE"))
-  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0)]
-  /\ UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
+  /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link, "NONE", 0, 0, 0, 0)]
+  /\ UNCHANGED <<slife, blocked, receiver, messages, answers, gone>>
 
 \* Dispatch the next version to the targets. A message on a link whose other end is closed is lost.
 Dispatch(s, targets, all, input) ==
   LET data == sdata[s]
-      live == {w \in targets : data.roll[w].standing \notin Ended}
-      reached == IF Rule("OnlyTargets") THEN live ELSE {w \in OnRoll(s) : data.roll[w].standing \notin Ended}
+      live == {w \in targets : data.members[w].standing \notin Ended}
+      reached == IF Rule("OnlyTargets") THEN live ELSE {w \in Members(s) : data.members[w].standing \notin Ended}
       version == data.version + 1 IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], input)
-  /\ targets # {} /\ targets \subseteq OnRoll(s)
+  /\ targets # {} /\ targets \subseteq Members(s)
   /\ live # {} \/ ~Rule("LiveTarget")
   /\ data.serial < MaxVersion
   /\ SenderTo(s, SenderNext(sstate[s], input))
@@ -239,29 +239,29 @@ Dispatch(s, targets, all, input) ==
        ![s].version = version,
        ![s].serial = data.serial + 1,
        ![s].dueAll = IF all THEN version ELSE data.dueAll,
-       ![s].roll = [w \in Workers |->
+       ![s].members = [w \in Workers |->
           IF w \in targets
-          THEN Entry(data.roll[w].link, data.roll[w].standing, data.roll[w].served, version,
-                     data.roll[w].catching, data.roll[w].fence)
-          ELSE data.roll[w]],
+          THEN Entry(data.members[w].link, data.members[w].standing, data.members[w].served, version,
+                     data.members[w].catching, data.members[w].fence)
+          ELSE data.members[w]],
        ![s].out = [version |-> version,
-                   owed |-> [w \in Workers |-> IF w \in live THEN data.roll[w].link ELSE 0],
+                   owed |-> [w \in Workers |-> IF w \in live THEN data.members[w].link ELSE 0],
                    outcomes |-> [w \in Workers |-> IF w \in live THEN "PENDING"
-                                                   ELSE IF w \in targets THEN data.roll[w].standing ELSE "NONE"],
+                                                   ELSE IF w \in targets THEN data.members[w].standing ELSE "NONE"],
                    did |-> {}]]
-  /\ letters' = letters \cup
-       {Letter(s, w, data.roll[w].link, version, data.serial + 1) : w \in {x \in reached : ~gone[s][x]}}
+  /\ messages' = messages \cup
+       {Message(s, w, data.members[w].link, version, data.serial + 1) : w \in {x \in reached : ~gone[s][x]}}
   /\ blocked' = [blocked EXCEPT ![s] = input = "SEND"]
   /\ UNCHANGED <<slife, receiver, answers, gone>>
 
 SendAll(s) == /\ TRUE
-              /\ Dispatch(s, OnRoll(s), TRUE, "SEND")
+              /\ Dispatch(s, Members(s), TRUE, "SEND")
 
 SendTo(s, targets) == /\ TRUE
                       /\ Dispatch(s, targets, FALSE, "SEND")
 
 SendAsyncAll(s) == /\ TRUE
-                   /\ Dispatch(s, OnRoll(s), TRUE, "SEND_ASYNC")
+                   /\ Dispatch(s, Members(s), TRUE, "SEND_ASYNC")
 
 SendAsyncTo(s, targets) == /\ TRUE
                            /\ Dispatch(s, targets, FALSE, "SEND_ASYNC")
@@ -272,19 +272,19 @@ Wait(s) ==
   /\ SenderTo(s, SenderNext(sstate[s], input))
   /\ blocked' = [blocked EXCEPT ![s] = input = "WAIT"]
   /\ sdata' = IF input = "WAIT" THEN sdata ELSE [sdata EXCEPT ![s].out.did = {}]
-  /\ UNCHANGED <<slife, receiver, letters, answers, gone>>
+  /\ UNCHANGED <<slife, receiver, messages, answers, gone>>
 
 Deadline(s) ==
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "DEADLINE")
   /\ SenderTo(s, SenderNext(sstate[s], "DEADLINE"))
   /\ blocked' = [blocked EXCEPT ![s] = FALSE]
-  /\ UNCHANGED <<sdata, slife, receiver, letters, answers, gone>>
+  /\ UNCHANGED <<sdata, slife, receiver, messages, answers, gone>>
 
 Interrupted(s) ==
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "INTERRUPTED")
   /\ SenderTo(s, SenderNext(sstate[s], "INTERRUPTED"))
   /\ blocked' = [blocked EXCEPT ![s] = FALSE]
-  /\ UNCHANGED <<sdata, slife, receiver, letters, answers, gone>>
+  /\ UNCHANGED <<sdata, slife, receiver, messages, answers, gone>>
 
 GivenUp(s) == [w \in Workers |-> IF w \in Owing(s) THEN "ABANDONED" ELSE sdata[s].out.outcomes[w]]
 Nobody == [w \in Workers |-> 0]
@@ -294,7 +294,7 @@ Abandon(s) ==
   /\ SenderTo(s, SenderNext(sstate[s], "ABANDON"))
   /\ sdata' = [sdata EXCEPT ![s].out.owed = Nobody, ![s].out.outcomes = GivenUp(s), ![s].out.did = {},
                             ![s].version = IF Rule("VersionsNeverReused") THEN @ ELSE @ - 1]
-  /\ UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
+  /\ UNCHANGED <<slife, blocked, receiver, messages, answers, gone>>
 
 CloseSender(s) ==
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "CLOSE")
@@ -303,7 +303,7 @@ CloseSender(s) ==
   /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ ~Rule("CloseWakesCaller")]
   /\ answers' = {m \in answers : m.s # s}
   /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> FALSE]]
-  /\ letters' = LettersLeft(s, Workers)
+  /\ messages' = MessagesLeft(s, Workers)
   /\ UNCHANGED <<slife, receiver>>
 
 (* The sender: messages and losses *)
@@ -331,9 +331,9 @@ Settled(s, w, k, outcome, input) ==
 
 \* The link is closed at once and no longer owes an answer. It was lost, or its worker refused the handshake.
 End(s, w, k, standing, fence, input) ==
-  LET entry == sdata[s].roll[w] IN
+  LET entry == sdata[s].members[w] IN
   /\ Took(s, input)
-  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, standing, entry.served, entry.due, 0, fence),
+  /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link, standing, entry.served, entry.due, 0, fence),
                             ![s].out = Settled(s, w, k, standing, input)]
   /\ gone' = [gone EXCEPT ![s][w] = FALSE]
 
@@ -341,27 +341,27 @@ Lose(s, w, k, input) == End(s, w, k, "LOST", 0, input)
 
 \* The driver notices that the other end is closed; on an ordered link, after it has read what came before.
 Notice(s, w) ==
-  LET k == sdata[s].roll[w].link IN
+  LET k == sdata[s].members[w].link IN
   /\ Open(s, w, k) /\ gone[s][w]
   /\ Reorders \/ {m \in answers : m.s = s /\ m.w = w /\ m.k = k} = {}
   /\ Rule("IdleLinksWatched") \/ Owes(s, w)
   /\ Lose(s, w, k, Settling(s, w, k, "LOST"))
   /\ answers' = AnswersLeft(s, {w})
-  /\ letters' = LettersLeft(s, {w})
+  /\ messages' = MessagesLeft(s, {w})
   /\ UNCHANGED <<slife, receiver>>
 
 \* The driver gives up the link of a working worker: a wrong loss, a failed write, or a new link that replaces it.
 GiveUp(s, w) ==
-  LET k == sdata[s].roll[w].link IN
+  LET k == sdata[s].members[w].link IN
   /\ Open(s, w, k) /\ ~gone[s][w]
   /\ Lose(s, w, k, Settling(s, w, k, "LOST"))
   /\ answers' = AnswersLeft(s, {w})
-  /\ letters' = LettersLeft(s, {w})
+  /\ messages' = MessagesLeft(s, {w})
   /\ UNCHANGED <<slife, receiver>>
 
 \* The input for an answer over link k.
 NameAnswer(s, m) ==
-  LET entry == sdata[s].roll[m.w] IN
+  LET entry == sdata[s].members[m.w] IN
   CASE ~Current(s, m.w, m.k) \/ (m.inc # sdata[s].incarnation /\ Rule("NamesIncarnation")) -> "STALE"
     [] m.kind = "HELLO" -> IF entry.standing = "EXPECTED" THEN "ARRIVED" ELSE "STALE"
     [] m.kind = "BYE" -> Settling(s, m.w, m.k, "LEFT")
@@ -372,9 +372,9 @@ NameAnswer(s, m) ==
 
 \* The effect of an answer with an outcome: the link is up, and the worker no longer owes an answer.
 Count(s, m, outcome, input) ==
-  LET entry == sdata[s].roll[m.w] IN
+  LET entry == sdata[s].members[m.w] IN
   sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT
-    ![s].roll[m.w] = Entry(entry.link, "UP", IF outcome = "APPLIED" THEN m.v ELSE entry.served, entry.due,
+    ![s].members[m.w] = Entry(entry.link, "UP", IF outcome = "APPLIED" THEN m.v ELSE entry.served, entry.due,
                            IF m.v >= entry.catching THEN 0 ELSE entry.catching, entry.fence),
     ![s].out = IF input = "CAUGHT_UP" THEN @ ELSE Settled(s, m.w, m.k, outcome, input),
     ![s].version = IF Rule("VersionsNeverReused") \/ outcome # "REFUSED" \/ input # "SETTLED" THEN @ ELSE @ - 1]
@@ -384,9 +384,9 @@ AnswerHello(s, w, k) ==
     LET input == NameAnswer(s, m) IN
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.kind = "HELLO" /\ AnswerDue(m)
     /\ Took(s, input)
-    /\ sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT ![s].roll[w].standing = "UP"]
+    /\ sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT ![s].members[w].standing = "UP"]
     /\ answers' = Taken(answers, m)
-    /\ UNCHANGED <<slife, receiver, letters, gone>>
+    /\ UNCHANGED <<slife, receiver, messages, gone>>
 
 AnswerAck(s, w, k, v) ==
   \E m \in answers :
@@ -395,7 +395,7 @@ AnswerAck(s, w, k, v) ==
     /\ Took(s, input)
     /\ Count(s, m, "APPLIED", input)
     /\ answers' = Taken(answers, m)
-    /\ UNCHANGED <<slife, receiver, letters, gone>>
+    /\ UNCHANGED <<slife, receiver, messages, gone>>
 
 AnswerRefusal(s, w, k, v, kind) ==
   \E m \in answers :
@@ -404,7 +404,7 @@ AnswerRefusal(s, w, k, v, kind) ==
     /\ Took(s, input)
     /\ Count(s, m, IF Rule("RefusalIsNoAck") THEN "REFUSED" ELSE "APPLIED", input)
     /\ answers' = Taken(answers, m)
-    /\ UNCHANGED <<slife, receiver, letters, gone>>
+    /\ UNCHANGED <<slife, receiver, messages, gone>>
 
 \* The worker refused the handshake, failed, or has seen a newer sender: it accepts nothing more from
 \* this sender over this link.
@@ -416,23 +416,23 @@ AnswerRejected(s, w, k, kind) ==
        ELSE End(s, w, k, IF kind = "REFUSED" /\ Rule("MisfitIsRefused") THEN "REFUSED" ELSE "LOST",
                 IF kind = "FENCED" THEN m.fence ELSE 0, input)
     /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersLeft(s, {w}) \ {m}
-    /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
+    /\ messages' = IF input = "STALE" THEN messages ELSE MessagesLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
 
 \* Bye: the link is closed and no longer owes an answer, and the worker is removed. Messages that remain on a
 \* closed link are never read.
 AnswerBye(s, w, k) ==
   \E m \in answers :
-    LET entry == sdata[s].roll[w]
+    LET entry == sdata[s].members[w]
         input == NameAnswer(s, m) IN
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.kind = "BYE" /\ AnswerDue(m) /\ Open(s, w, k)
     /\ Took(s, input)
     /\ IF input = "STALE" THEN UNCHANGED <<sdata, gone>>
-       ELSE /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
+       ELSE /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
                                       ![s].out = Settled(s, w, k, "LOST", input)]
             /\ gone' = [gone EXCEPT ![s][w] = FALSE]
     /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersLeft(s, {w}) \ {m}
-    /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
+    /\ messages' = IF input = "STALE" THEN messages ELSE MessagesLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
 
 -----------------------------------------------------------------------------
@@ -457,24 +457,24 @@ Parted(w, kind, fence) == IF Link(w) = NoLink THEN answers ELSE Posted(answers, 
 Rejection(w, s, k, kind) == Word(s, w, k, <<sdata[s].incarnation, 0, 0>>, kind, rdata[w].fence)
 
 HelloArrived(w, s, k) ==
-  LET m == Letter(s, w, k, 0, 0)
+  LET m == Message(s, w, k, 0, 0)
       input == NameHello(w, s, k)
       incarnation == sdata[s].incarnation
       old == <<Link(w)[1], w, Link(w)[2]>> IN
-  /\ m \in letters /\ ReceiverMay(rstate[w], input)
+  /\ m \in messages /\ ReceiverMay(rstate[w], input)
   /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
   /\ CASE input = "REJECTED" ->
-            /\ letters' = LettersBut(w, s, k)
+            /\ messages' = MessagesBut(w, s, k)
             /\ answers' = Posted(answers, Rejection(w, s, k, "FENCED"))
             /\ gone' = Gone({<<s, w, k>>})
             /\ UNCHANGED rdata
        [] input = "DUPLICATE" ->
-            /\ letters' = Taken(letters, m)
+            /\ messages' = Taken(messages, m)
             /\ UNCHANGED <<answers, gone, rdata>>
        [] OTHER ->
             /\ rdata' = [rdata EXCEPT ![w].link = <<s, k>>, ![w].fence = incarnation, ![w].met = Max(@, incarnation),
                                       ![w].pending = NoPayload]
-            /\ letters' = Taken({n \in letters : ~(n.w = w /\ <<n.s, n.k>> = Link(w))}, m)
+            /\ messages' = Taken({n \in messages : ~(n.w = w /\ <<n.s, n.k>> = Link(w))}, m)
             /\ answers' = Posted(IF rdata[w].fence < incarnation THEN Parted(w, "FENCED", incarnation) ELSE answers,
                                   Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
             /\ gone' = Gone({old})
@@ -482,11 +482,11 @@ HelloArrived(w, s, k) ==
 
 \* Another layout, protocol or key. An older sender is answered FENCED, whatever else does not fit.
 Misfit(w, s, k) ==
-  LET m == Letter(s, w, k, 0, 0)
+  LET m == Message(s, w, k, 0, 0)
       kind == IF sdata[s].incarnation < rdata[w].fence THEN "FENCED" ELSE "REFUSED" IN
-  /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
+  /\ m \in messages /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
-  /\ letters' = LettersBut(w, s, k)
+  /\ messages' = MessagesBut(w, s, k)
   /\ answers' = Posted(answers, Rejection(w, s, k, kind))
   /\ gone' = Gone({<<s, w, k>>})
   /\ UNCHANGED <<sender, rdata>>
@@ -500,18 +500,18 @@ NameUpdate(w, key) ==
 
 \* Nothing is read from a link before its Hello, and no update in awaiting_ack.
 UpdateArrived(w, s, k, v) ==
-  \E m \in letters :
+  \E m \in messages :
     LET key == <<sdata[s].incarnation, v, m.p>>
         input == NameUpdate(w, key)
         again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) /\ rdata[w].answer # "DEFERRED"
         \* A deferred answer leaves before a newer version takes its place: its sender may be catching up with it.
         overdue == input = "UPDATE" /\ rdata[w].answer = "DEFERRED" /\ rdata[w].decided[1] = key[1] IN
-    /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
+    /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ MessageDue(m)
     /\ Link(w) = <<s, k>> /\ ReceiverMay(rstate[w], input)
     /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
     /\ rdata' = IF input \in {"UPDATE", "NEWER"}
                 THEN [rdata EXCEPT ![w].pending = key, ![w].answer = IF overdue THEN "ACK" ELSE @] ELSE rdata
-    /\ letters' = Taken(letters, m)
+    /\ messages' = Taken(messages, m)
     /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
                     [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
                     [] overdue -> Posted(answers, Word(s, w, k, rdata[w].decided, "ACK", 0))
@@ -535,7 +535,7 @@ Applied(w) ==
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "ACK",
                             ![w].served = key, ![w].live = <<key, key>>]
   /\ sdata' = Did(w, key)
-  /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
+  /\ UNCHANGED <<sstate, slife, blocked, messages, answers, gone>>
 
 \* Applied, and forwarded to its own workers before the answer is sent.
 Defer(w) ==
@@ -545,7 +545,7 @@ Defer(w) ==
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "DEFERRED",
                             ![w].served = key, ![w].live = <<key, key>>]
   /\ sdata' = Did(w, key)
-  /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
+  /\ UNCHANGED <<sstate, slife, blocked, messages, answers, gone>>
 
 \* It was forwarded. In awaiting_ack, Answered sends the answer; else it goes over its sender's current link, if any.
 SendAck(w) ==
@@ -554,7 +554,7 @@ SendAck(w) ==
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "SEND_ACK"))
   /\ rdata' = [rdata EXCEPT ![w].answer = "ACK"]
   /\ answers' = IF due THEN Posted(answers, Word(Link(w)[1], w, Link(w)[2], rdata[w].decided, "ACK", 0)) ELSE answers
-  /\ UNCHANGED <<sender, letters, gone>>
+  /\ UNCHANGED <<sender, messages, gone>>
 
 Refused(w) ==
   LET key == rdata[w].pending IN
@@ -563,14 +563,14 @@ Refused(w) ==
   /\ rdata' = IF Rule("RefusalsRemembered")
               THEN [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "REFUSED"]
               ELSE [rdata EXCEPT ![w].answer = "REFUSED"]
-  /\ UNCHANGED <<sender, letters, answers, gone>>
+  /\ UNCHANGED <<sender, messages, answers, gone>>
 
 Broken(w) ==
   /\ ReceiverMay(rstate[w], "BROKEN")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "BROKEN"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload, ![w].served = NoPayload,
                             ![w].live = <<NoPayload, NoPayload>>]
-  /\ letters' = {m \in letters : m.w # w}
+  /\ messages' = {m \in messages : m.w # w}
   /\ answers' = Parted(w, "FAILED", rdata[w].fence)
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender>>
@@ -582,7 +582,7 @@ Invalidate(w) ==
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "INVALIDATED"))
   /\ rdata' = [rdata EXCEPT ![w].served = IF Rule("HandInvalidates") THEN NoPayload ELSE @,
                             ![w].live = <<NoPayload, NoPayload>>]
-  /\ UNCHANGED <<sender, letters, answers, gone>>
+  /\ UNCHANGED <<sender, messages, answers, gone>>
 
 \* The answer to the decided version is sent.
 OwnAnswer(w) ==
@@ -597,14 +597,14 @@ Answered(w) ==
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
   /\ answers' = Posted(answers, OwnAnswer(w))
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload]
-  /\ UNCHANGED <<sender, letters, gone>>
+  /\ UNCHANGED <<sender, messages, gone>>
 
 \* The worker's end of a link closes: the sender's is closed, or ("break") it broke in between, or the answer that
 \* was due could not be sent. LINK_DOWN if it is the current link or the only one; one that is replaced or never was it
 \* is LATE, and only loses the messages on it.
 LinkDown(w, s, k) ==
   LET ours == Link(w) \in {<<s, k>>, NoLink} IN
-  /\ Link(w) = <<s, k>> \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k
+  /\ Link(w) = <<s, k>> \/ \E m \in messages : m.w = w /\ m.s = s /\ m.k = k
   /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
   /\ IF ours
      THEN /\ ReceiverMay(rstate[w], "LINK_DOWN")
@@ -612,7 +612,7 @@ LinkDown(w, s, k) ==
           /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload,
                                     ![w].fence = IF Rule("FenceKept") THEN @ ELSE 0]
      ELSE UNCHANGED <<rstate, rdata>>
-  /\ letters' = LettersBut(w, s, k)
+  /\ messages' = MessagesBut(w, s, k)
   /\ gone' = Gone({<<s, w, k>>})
   /\ UNCHANGED <<sender, answers>>
 
@@ -622,7 +622,7 @@ LinkFailed(w, s, k) ==
   /\ ReceiverMay(rstate[w], "LINK_DOWN")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
-  /\ letters' = LettersBut(w, s, k)
+  /\ messages' = MessagesBut(w, s, k)
   /\ answers' = Parted(w, "FAILED", rdata[w].fence)
   /\ gone' = Gone({<<s, w, k>>})
   /\ UNCHANGED <<sender>>
@@ -632,7 +632,7 @@ EndReceiver(w, kind, fence) ==
   /\ ReceiverMay(rstate[w], "CLOSE")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "CLOSE"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
-  /\ letters' = {m \in letters : m.w # w}
+  /\ messages' = {m \in messages : m.w # w}
   /\ answers' = Parted(w, kind, fence)
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender>>
@@ -651,24 +651,24 @@ CrashReceiver(w) ==
   /\ rdata[w] # NewReceiver
   /\ ReceiverTo(w, Initial)
   /\ rdata' = [rdata EXCEPT ![w] = NewReceiver]
-  /\ letters' = {m \in letters : m.w # w}
+  /\ messages' = {m \in messages : m.w # w}
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender, answers>>
 
 -----------------------------------------------------------------------------
 (* The network *)
 
-LoseLetter(s, w, k, v) ==
-  \E m \in letters :
+LoseMessage(s, w, k, v) ==
+  \E m \in messages :
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v
-    /\ letters' = letters \ {m}
+    /\ messages' = messages \ {m}
     /\ UNCHANGED <<sender, receiver, answers, gone>>
 
 LoseAnswer(s, w, k, v, kind) ==
   \E m \in answers :
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v /\ m.kind = kind
     /\ answers' = answers \ {m}
-    /\ UNCHANGED <<sender, receiver, letters, gone>>
+    /\ UNCHANGED <<sender, receiver, messages, gone>>
 
 \* "In order, once, or the link breaks": of one that broke, or that the sender is about to give up, any answers may be
 \* lost that it had not read.
@@ -677,7 +677,7 @@ CutAnswers(s, w, k, ps) ==
   /\ Open(s, w, k) /\ (gone[s][w] \/ May("wrong"))
   /\ ps # {} /\ ps \subseteq {m.p : m \in on}
   /\ answers' = answers \ {m \in on : m.p \in ps}
-  /\ UNCHANGED <<sender, receiver, letters, gone>>
+  /\ UNCHANGED <<sender, receiver, messages, gone>>
 
 \* Two senders use one store or connection: an answer to s arrives at t, over its link of the same number.
 Stray(s, t, w, k) ==
@@ -686,7 +686,7 @@ Stray(s, t, w, k) ==
     /\ m.inc = sdata[s].incarnation
     /\ answers' = Taken(answers, m) \cup {[s |-> t, w |-> w, k |-> k, inc |-> m.inc, v |-> m.v, p |-> m.p,
                                             kind |-> m.kind, fence |-> m.fence]}
-    /\ UNCHANGED <<sender, receiver, letters, gone>>
+    /\ UNCHANGED <<sender, receiver, messages, gone>>
 
 (* Removed rules *)
 
@@ -694,31 +694,31 @@ Stray(s, t, w, k) ==
 SwapFirst(w) ==
   /\ rstate[w] = "pending_async" /\ rdata[w].served # rdata[w].pending
   /\ rdata' = [rdata EXCEPT ![w].served = rdata[w].pending, ![w].live = <<rdata[w].pending, rdata[w].pending>>]
-  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rstate, messages, answers, gone>>
 
 \* Half of the swap.
 SwapHalf(w) ==
   /\ rstate[w] = "pending_async"
   /\ rdata' = [rdata EXCEPT ![w].live = <<rdata[w].pending, rdata[w].live[2]>>]
-  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rstate, messages, answers, gone>>
 
 \* The answer could not be sent, but the link stays.
 DropAnswer(w) ==
   /\ rstate[w] = "awaiting_ack"
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
-  /\ UNCHANGED <<sender, rdata, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rdata, messages, answers, gone>>
 
 \* A second send while one is outstanding is queued.
 SendAgain(s) ==
   /\ slife[s] = "alive" /\ sstate[s] = "pending_async" /\ sdata[s].serial < MaxVersion
   /\ sdata' = [sdata EXCEPT ![s].version = @ + 1, ![s].serial = @ + 1, ![s].out.version = @ + 1]
-  /\ UNCHANGED <<sstate, slife, blocked, receiver, letters, answers, gone>>
+  /\ UNCHANGED <<sstate, slife, blocked, receiver, messages, answers, gone>>
 
 \* An update is applied in a receiver that is closed.
 ApplyClosed(w) ==
   /\ rstate[w] = Final
   /\ rdata' = [rdata EXCEPT ![w].served = <<rdata[w].fence, MaxVersion, MaxVersion>>]
-  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rstate, messages, answers, gone>>
 
 -----------------------------------------------------------------------------
 
@@ -729,7 +729,7 @@ Init ==
   /\ blocked = [s \in Senders |-> FALSE]
   /\ rstate = [w \in Workers |-> Initial]
   /\ rdata = [w \in Workers |-> NewReceiver]
-  /\ letters = {} /\ answers = {}
+  /\ messages = {} /\ answers = {}
   /\ gone = [s \in Senders |-> [w \in Workers |-> FALSE]]
 
 Links == 1..MaxLink
@@ -780,7 +780,7 @@ Next ==
   \/ \E w \in If("bye", Workers) : CloseReceiver(w)
   \/ \E w \in If("fail", Workers) : FailReceiver(w)
   \/ \E w \in If("crash", Workers) : CrashReceiver(w)
-  \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
+  \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion : LoseMessage(s, w, k, v)
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion,
         kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds : LoseAnswer(s, w, k, v, kind)
   \/ \E s \in If("cut", Senders), w \in Workers, k \in Links,
@@ -800,7 +800,7 @@ TypeOK ==
   /\ slife \in [Senders -> {"unborn", "alive", "dead"}]
   /\ blocked \in [Senders -> BOOLEAN]
   /\ rstate \in [Workers -> States]
-  /\ letters \subseteq Letters
+  /\ messages \subseteq Messages
   /\ answers \subseteq Answers
   /\ gone \in [Senders -> [Workers -> BOOLEAN]]
   /\ \A s \in Senders :
@@ -810,9 +810,9 @@ TypeOK ==
        /\ d.out.did \subseteq Workers
        /\ \A w \in Workers :
             /\ d.out.owed[w] \in 0..MaxLink /\ d.out.outcomes[w] \in Outcomes
-            /\ d.roll[w].link \in 0..MaxLink /\ d.roll[w].standing \in Standings
-            /\ d.roll[w].served \in 0..MaxVersion /\ d.roll[w].due \in 0..MaxVersion
-            /\ d.roll[w].catching \in 0..MaxVersion /\ d.roll[w].fence \in Incarnations
+            /\ d.members[w].link \in 0..MaxLink /\ d.members[w].standing \in Standings
+            /\ d.members[w].served \in 0..MaxVersion /\ d.members[w].due \in 0..MaxVersion
+            /\ d.members[w].catching \in 0..MaxVersion /\ d.members[w].fence \in Incarnations
   /\ \A w \in Workers :
        LET d == rdata[w] IN
        /\ d.link = NoLink \/ (d.link[1] \in Senders /\ d.link[2] \in Links)
@@ -832,7 +832,7 @@ Consistent ==
             LET link == sdata[s].out.owed[w] IN
             /\ (link # 0) <=> sdata[s].out.outcomes[w] = "PENDING"
             /\ link # 0 => Open(s, w, link)                    \* only an open link owes an answer
-            /\ gone[s][w] => Open(s, w, sdata[s].roll[w].link)
+            /\ gone[s][w] => Open(s, w, sdata[s].members[w].link)
   /\ \A w \in Workers :
        /\ (rstate[w] \in {"uninitialized", "closed"} <=> Link(w) = NoLink)
        /\ (rstate[w] = "pending_async" <=> rdata[w].pending # NoPayload)
@@ -842,16 +842,16 @@ Consistent ==
 \* A message that may be read has a row; otherwise its reader would reject a correct peer. Only a Hello of another
 \* incarnation is read in awaiting_ack.
 EveryMessageHasARow ==
-  /\ \A m \in letters : LetterDue(m) /\ rstate[m.w] # "awaiting_ack" =>
+  /\ \A m \in messages : MessageDue(m) /\ rstate[m.w] # "awaiting_ack" =>
        IF m.v = 0 THEN ReceiverMay(rstate[m.w], NameHello(m.w, m.s, m.k))
        ELSE Link(m.w) = <<m.s, m.k>> =>
               ReceiverMay(rstate[m.w], NameUpdate(m.w, <<sdata[m.s].incarnation, m.v, m.p>>))
   /\ \A m \in answers : SenderMay(sstate[m.s], NameAnswer(m.s, m))
 
-\* The order that LetterDue and AnswerDue read off `p` is the order in which messages were sent.
+\* The order that MessageDue and AnswerDue read off `p` is the order in which messages were sent.
 NothingOvertakes ==
   [][Reorders \/
-     /\ \A m \in letters' \ letters, n \in letters : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => n.p < m.p
+     /\ \A m \in messages' \ messages, n \in messages : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => n.p < m.p
      /\ \A m \in answers' \ answers, n \in answers : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => n.p < m.p]_vars
 
 \* Control state moves only through the rows.
@@ -882,7 +882,7 @@ SenderBooks ==
     /\ sstate[s] \notin {"uninitialized", "closed"} => d.incarnation # 0
     /\ d.out.did # {} => IsOutstanding(s)
     /\ \A w \in Workers :
-         LET e == d.roll[w] IN
+         LET e == d.members[w] IN
          /\ e.standing = "NONE" => e.served = 0 /\ e.due = 0 /\ e.catching = 0 /\ e.fence = 0
          /\ e.standing # "NONE" => e.link # 0 /\ d.dueAll <= e.due /\ e.due <= d.version
          /\ e.standing # "LOST" => e.fence = 0
@@ -907,15 +907,15 @@ ReceiverBooks ==
 \* An open link whose far end is not closed is its worker's current link, or its Hello has not arrived yet.
 OpenLinksLeadSomewhere ==
   Loses \/ \A s \in Senders, w \in Workers :
-    LET k == sdata[s].roll[w].link IN
+    LET k == sdata[s].members[w].link IN
     Open(s, w, k) /\ ~gone[s][w] =>
-      rdata[w].link = <<s, k>> \/ \E m \in letters : m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0
+      rdata[w].link = <<s, k>> \/ \E m \in messages : m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0
 
 \* A successor connects above every fence that was reported to a closed sender.
 FencesAreHeeded ==
   [][\A s \in Senders : sdata[s].incarnation = 0 /\ sdata'[s].incarnation # 0 =>
        \A t \in Senders, w \in Workers :
-         sstate[t] = Final => sdata[t].roll[w].fence < sdata'[s].incarnation]_vars
+         sstate[t] = Final => sdata[t].members[w].fence < sdata'[s].incarnation]_vars
 
 \* An answer reports what happened at its worker in the step that sent it.
 AnswersSayWhatHappened ==
@@ -966,14 +966,14 @@ NothingIsLeftUnsaid ==
        /\ new.fence < old.fence => new = NewReceiver]_vars
 
 \* If a message to a worker vanishes from a link that stays, it was the only one read, and had its proper effect.
-LettersAreRead ==
-  [][Loses \/ \A m \in letters \ letters' :
+MessagesAreRead ==
+  [][Loses \/ \A m \in messages \ messages' :
        LET old == rdata[m.w] new == rdata'[m.w]
            key == <<sdata[m.s].incarnation, m.v, m.p>>
            again == <<old.decided[1], old.decided[2]>> = <<key[1], key[2]>> IN
        Open(m.s, m.w, m.k) /\ Open(m.s, m.w, m.k)' /\ ~gone[m.s][m.w] /\ ~gone'[m.s][m.w] =>
-         /\ \A n \in letters \ letters' : n = m \/ OverLink(n) # OverLink(m)
-         /\ Reorders \/ \A n \in letters : OverLink(n) = OverLink(m) => m.p <= n.p
+         /\ \A n \in messages \ messages' : n = m \/ OverLink(n) # OverLink(m)
+         /\ Reorders \/ \A n \in messages : OverLink(n) = OverLink(m) => m.p <= n.p
          /\ m.v = 0 => new.link = <<m.s, m.k>>
          /\ m.v # 0 => old.link = <<m.s, m.k>> /\ new.link = <<m.s, m.k>>
          /\ m.v # 0 /\ Lower(old.decided, key) /\ Lower(old.pending, key) => new.pending = key
@@ -984,14 +984,14 @@ LettersAreRead ==
 
 \* Answers of one link are cut, which broke or is about to be given up; no machine takes a step.
 IsCut ==
-  /\ May("cut") /\ UNCHANGED <<sender, receiver, letters, gone>>
-  /\ \E s \in Senders, w \in Workers : LET k == sdata[s].roll[w].link IN
+  /\ May("cut") /\ UNCHANGED <<sender, receiver, messages, gone>>
+  /\ \E s \in Senders, w \in Workers : LET k == sdata[s].members[w].link IN
        Open(s, w, k) /\ (gone[s][w] \/ May("wrong")) /\ \A m \in answers \ answers' : OverLink(m) = <<s, w, k>>
 
 \* If a message to a sender vanishes from a link that stays, it was the only one read, and had its proper effect.
 AnswersAreRead ==
   [][Loses \/ IsCut \/ \A m \in answers \ answers' :
-       LET e == sdata[m.s].roll[m.w] f == sdata'[m.s].roll[m.w]
+       LET e == sdata[m.s].members[m.w] f == sdata'[m.s].members[m.w]
            own == m.inc = sdata[m.s].incarnation
            counts == sdata[m.s].out.owed[m.w] = m.k /\ m.v = sdata[m.s].version /\ own
            strays == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
@@ -1013,7 +1013,7 @@ AnswersAreRead ==
 \* What vanishes while no machine takes a step was one ignored message, or was cut; what then arrives at another
 \* sender strayed: it is no longer where it was.
 NetworkKeepsItsWord ==
-  [][UNCHANGED <<sender, receiver, letters, gone>> =>
+  [][UNCHANGED <<sender, receiver, messages, gone>> =>
        /\ Loses \/ IsCut \/ Cardinality(answers \ answers') <= 1
        /\ \A n \in answers' \ answers : n.inc # sdata[n.s].incarnation =>
             \E m \in answers : /\ sdata[m.s].incarnation = m.inc /\ Open(n.s, n.w, n.k)
@@ -1023,7 +1023,7 @@ NetworkKeepsItsWord ==
 \* where links break.
 FarEndsCloseForAReason ==
   [][\A s \in Senders, w \in Workers :
-       LET k == sdata[s].roll[w].link old == rdata[w] new == rdata'[w] IN
+       LET k == sdata[s].members[w].link old == rdata[w] new == rdata'[w] IN
        Open(s, w, k) /\ Open(s, w, k)' /\ ~gone[s][w] /\ gone'[s][w] =>
          \/ May("break") \/ rstate'[w] = Final
          \/ old # NewReceiver /\ new = NewReceiver
@@ -1035,10 +1035,10 @@ DispatchesReachTheirTargets ==
   [][\A s \in Senders : sdata'[s].serial # sdata[s].serial =>
        LET d == sdata[s] e == sdata'[s] targets == {w \in Workers : e.out.outcomes[w] # "NONE"} IN
        /\ e.serial = d.serial + 1 /\ e.out.version = e.version /\ e.incarnation = d.incarnation
-       /\ e.dueAll \in {d.dueAll, e.version} /\ (e.dueAll # d.dueAll => targets = OnRoll(s))
+       /\ e.dueAll \in {d.dueAll, e.version} /\ (e.dueAll # d.dueAll => targets = Members(s))
        /\ blocked'[s] = (sstate'[s] = "awaiting_ack")
        /\ \A w \in Workers :
-            LET old == d.roll[w] new == e.roll[w] IN
+            LET old == d.members[w] new == e.members[w] IN
             /\ new.link = old.link /\ new.standing = old.standing /\ new.served = old.served
             /\ new.catching = old.catching /\ new.fence = old.fence
             /\ new.due = IF w \in targets THEN e.version ELSE old.due
@@ -1046,31 +1046,31 @@ DispatchesReachTheirTargets ==
             /\ e.out.outcomes[w] =
                  CASE w \notin targets -> "NONE" [] old.standing \in Ended -> old.standing [] OTHER -> "PENDING"
             /\ e.out.outcomes[w] = "PENDING" /\ ~gone[s][w] =>
-                 \E m \in letters' : OverLink(m) = <<s, w, old.link>> /\ m.v = e.version /\ m.p = e.serial]_vars
+                 \E m \in messages' : OverLink(m) = <<s, w, old.link>> /\ m.v = e.version /\ m.p = e.serial]_vars
 
 \* A new link has a new number, and its Hello precedes the version its worker missed; or its far end is closed.
 LinksBeginWhole ==
   [][\A s \in Senders, w \in Workers :
-       LET e == sdata[s].roll[w] f == sdata'[s].roll[w]
+       LET e == sdata[s].members[w] f == sdata'[s].members[w]
            begins == f.link # e.link /\ Connected(s)
            opens == sdata[s].incarnation = 0 /\ sdata'[s].incarnation # 0 /\ e.standing # "NONE"
-           Sent(v) == \E m \in letters' : OverLink(m) = <<s, w, f.link>> /\ m.v = v IN
+           Sent(v) == \E m \in messages' : OverLink(m) = <<s, w, f.link>> /\ m.v = v IN
        slife'[s] = "alive" =>
        /\ f.link # e.link =>
             /\ f.link = e.link + 1 /\ f.standing = "EXPECTED" /\ e.standing \in {"NONE"} \cup Ended
             /\ f.due = Max(sdata[s].dueAll, e.due) /\ f.catching = f.due /\ f.served = 0 /\ f.fence = 0
-       /\ sdata'[s].incarnation # sdata[s].incarnation => OnRoll(s) # {}
+       /\ sdata'[s].incarnation # sdata[s].incarnation => Members(s) # {}
        /\ begins \/ opens => IF rstate[w] = Final THEN gone'[s][w] ELSE Sent(0) /\ ~gone'[s][w]
        /\ begins /\ rstate[w] # Final /\ f.due # 0 => Sent(f.due)
        /\ f.standing = "EXPECTED" /\ e.standing # "EXPECTED" => f.link # e.link
        /\ f.standing = "UP" /\ e.standing # "UP" => e.standing = "EXPECTED" /\ f.link = e.link
        /\ opens => \A t \in Senders : sstate[t] = Final =>
-            \A x \in Workers : sdata'[s].incarnation > sdata[t].roll[x].fence]_vars
+            \A x \in Workers : sdata'[s].incarnation > sdata[t].members[x].fence]_vars
 
 \* A link that ends owes nothing, keeps the version addressed to its worker, and keeps the fence if that was the reason.
 LinksEndWhole ==
   [][\A s \in Senders, w \in Workers :
-       LET e == sdata[s].roll[w] f == sdata'[s].roll[w] out == sdata'[s].out
+       LET e == sdata[s].members[w] f == sdata'[s].members[w] out == sdata'[s].out
            ends == Open(s, w, e.link) /\ f.standing \in {"NONE"} \cup Ended
            Comes(kind) == \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.v = 0 /\ m.kind = kind
                                              /\ m.inc = sdata[s].incarnation IN
@@ -1084,7 +1084,7 @@ LinksEndWhole ==
               /\ Comes("BYE") => f.standing = "NONE"
               /\ Comes("REFUSED") => f.standing = "REFUSED"
               /\ Comes("FAILED") => f.standing = "LOST"
-         /\ ends /\ ~Lingers => ~\E m \in letters' \cup answers' : m.s = s /\ m.w = w
+         /\ ends /\ ~Lingers => ~\E m \in messages' \cup answers' : m.s = s /\ m.w = w
          /\ ends /\ f.standing \in Ended => f.link = e.link /\ f.due = e.due /\ f.served = e.served
          /\ ends /\ ~gone[s][w] /\ ~May("wrong") =>
               \E m \in answers \ answers' : OverLink(m) = <<s, w, e.link>> /\ m.v = 0
@@ -1105,19 +1105,19 @@ OnlyTheLivingAct ==
        /\ slife'[s] # slife[s] => slife[s] = "unborn" /\ slife'[s] = "alive"
        /\ slife'[s] = slife[s] =>
             sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s] /\ gone'[s] = gone[s]
-       /\ \A m \in (letters' \ letters) \cup answers' : m.s # s]_vars
+       /\ \A m \in (messages' \ messages) \cup answers' : m.s # s]_vars
 
 \* Every call and step that a state allows is possible in it.
 CallsArePossible ==
   /\ \A s \in Senders : slife[s] = "alive" =>
        /\ sstate[s] = "ready" /\ sdata[s].serial < MaxVersion
-          /\ (\E w \in Workers : sdata[s].roll[w].standing \in {"EXPECTED", "UP"}) =>
+          /\ (\E w \in Workers : sdata[s].members[w].standing \in {"EXPECTED", "UP"}) =>
             (ENABLED SendAll(s)) /\ (ENABLED SendAsyncAll(s))
        /\ sstate[s] = "pending_async" => (ENABLED Wait(s)) /\ (ENABLED Abandon(s))
        /\ sstate[s] = "awaiting_ack" => (ENABLED Deadline(s)) /\ (ENABLED Interrupted(s))
        /\ sstate[s] # Final => ENABLED CloseSender(s)
        /\ \A w \in Workers :
-            LET e == sdata[s].roll[w] IN
+            LET e == sdata[s].members[w] IN
             /\ sstate[s] # Final /\ e.standing \in {"NONE"} \cup Ended /\ e.link < MaxLink => ENABLED Join(s, w)
             /\ sstate[s] # Final /\ e.standing \in Ended => ENABLED Remove(s, w)
             /\ Open(s, w, e.link) /\ ~gone[s][w] => ENABLED GiveUp(s, w)
@@ -1131,7 +1131,7 @@ CallsArePossible ==
        /\ Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ENABLED LinkFailed(w, Link(w)[1], Link(w)[2])
        /\ rstate[w] # Final /\ rdata[w].link # NoLink /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]) =>
             ENABLED LinkDown(w, rdata[w].link[1], rdata[w].link[2])
-  /\ \A m \in letters : (\A n \in letters : OverLink(n) = OverLink(m) => m.p <= n.p) =>
+  /\ \A m \in messages : (\A n \in messages : OverLink(n) = OverLink(m) => m.p <= n.p) =>
        /\ m.v = 0 /\ rstate[m.w] \notin {Final, "awaiting_ack"} => ENABLED HelloArrived(m.w, m.s, m.k)
        /\ m.v # 0 /\ rstate[m.w] \in {"ready", "pending_async"} /\ rdata[m.w].link = <<m.s, m.k>> =>
             ENABLED UpdateArrived(m.w, m.s, m.k, m.v)
@@ -1148,11 +1148,11 @@ CallsArePossible ==
 Counted(s, w) == sdata[s].out.outcomes[w] = "PENDING" /\ sdata'[s].out.outcomes[w] \in {"APPLIED", "REFUSED"}
 \* An outcome comes from the answer to that version; for a refused handshake, from that refusal.
 Rejected(s, w) ==
-  /\ sdata[s].roll[w].standing # "REFUSED" /\ sdata'[s].roll[w].standing = "REFUSED"
+  /\ sdata[s].members[w].standing # "REFUSED" /\ sdata'[s].members[w].standing = "REFUSED"
   /\ sdata'[s].out.outcomes[w] = "REFUSED"
-  /\ \E m \in answers : OverLink(m) = <<s, w, sdata[s].roll[w].link>> /\ m.inc = sdata[s].incarnation
+  /\ \E m \in answers : OverLink(m) = <<s, w, sdata[s].members[w].link>> /\ m.inc = sdata[s].incarnation
                          /\ m.v = 0 /\ m.kind = "REFUSED"
-Acked(s, w) == sdata'[s].roll[w].served # sdata[s].roll[w].served /\ sdata'[s].roll[w].served # 0
+Acked(s, w) == sdata'[s].members[w].served # sdata[s].members[w].served /\ sdata'[s].members[w].served # 0
 
 \* G1. An answer counts only for the (incarnation, version), and the weights, that it names.
 AckNamesItsVersion ==
@@ -1160,14 +1160,14 @@ AckNamesItsVersion ==
        /\ Counted(s, w) => Rejected(s, w) \/ \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
                                               /\ m.v = sdata[s].out.version /\ m.p = sdata[s].serial
        /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
-                                            /\ m.v = sdata'[s].roll[w].served]_vars
+                                            /\ m.v = sdata'[s].members[w].served]_vars
 
 \* G2. APPLIED is recorded for a worker only after it has served that version, and only by an ack over its own link.
 AckedMeansServed ==
   [][/\ \A s \in Senders, w \in Workers :
           /\ Counted(s, w) /\ sdata'[s].out.outcomes[w] = "APPLIED" => w \in sdata[s].out.did
-          /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.k = sdata[s].roll[w].link /\ m.kind = "ACK"
-                                               /\ m.v = sdata'[s].roll[w].served
+          /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.k = sdata[s].members[w].link /\ m.kind = "ACK"
+                                               /\ m.v = sdata'[s].members[w].served
      /\ \A m \in answers' \ answers : m.kind = "ACK" =>
           \/ rdata'[m.w].served = <<m.inc, m.v, m.p>>
           \* The user wrote other weights since; ServedChangesByApplied checks that it was served.
@@ -1199,20 +1199,20 @@ ServedChangesByApplied ==
 
 \* G7. A version goes to its targets, and follows the Hello of a joiner it was addressed to.
 OnlyTargetsChange ==
-  [][/\ \A m \in letters' \ letters : m.v # 0 =>
-          LET old == sdata[m.s].roll[m.w] new == sdata'[m.s].roll[m.w] out == sdata'[m.s].out IN
+  [][/\ \A m \in messages' \ messages : m.v # 0 =>
+          LET old == sdata[m.s].members[m.w] new == sdata'[m.s].members[m.w] out == sdata'[m.s].out IN
           \/ out.version = m.v /\ out.owed[m.w] = m.k /\ out.outcomes[m.w] = "PENDING"
           \/ new.link = m.k /\ old.link # m.k /\ m.v = Max(sdata[m.s].dueAll, old.due)
      /\ \A w \in Workers : LET new == rdata'[w].pending IN
           new # rdata[w].pending /\ new # NoPayload =>
-            \E m \in letters : m.w = w /\ sdata[m.s].incarnation = new[1] /\ m.v = new[2] /\ m.p = new[3]]_vars
+            \E m \in messages : m.w = w /\ sdata[m.s].incarnation = new[1] /\ m.v = new[2] /\ m.p = new[3]]_vars
 
 \* G8. A copy is new, and making it changes nothing else.
 CopyOwesNothing ==
   [][\A t \in Senders : slife[t] = "unborn" /\ slife'[t] # "unborn" =>
        /\ sstate'[t] = Initial /\ sdata'[t] = NewSender /\ ~blocked'[t]
        /\ \A s \in Senders \ {t} : sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s]
-       /\ UNCHANGED <<receiver, letters, answers, gone>>]_vars
+       /\ UNCHANGED <<receiver, messages, answers, gone>>]_vars
 
 \* G9. Nothing leaves the state closed; in it nothing is applied, and no report changes.
 ClosedIsFinal ==
@@ -1240,13 +1240,13 @@ EverybodyIsToldTheTruth ==
 LateJoinerCatchesUp ==
   Duplicates \/ Loses \/
   \A s \in Senders, w \in Workers :
-    LET entry == sdata[s].roll[w]
+    LET entry == sdata[s].members[w]
         k == entry.link
         due == Max(entry.due, sdata[s].dueAll) IN
     /\ due # 0 /\ Open(s, w, k) /\ ~gone[s][w] /\ Link(w) = <<s, k>> /\ rstate[w] = "ready"
-    /\ ~\E m \in letters : m.s = s /\ m.w = w /\ m.k = k
+    /\ ~\E m \in messages : m.s = s /\ m.w = w /\ m.k = k
     => ~Lower(rdata[w].decided, <<sdata[s].incarnation, due, 0>>)
-JoinersAnswer == \A s \in Senders, w \in Workers : sdata[s].roll[w].catching # 0 ~> sdata[s].roll[w].catching = 0
+JoinersAnswer == \A s \in Senders, w \in Workers : sdata[s].members[w].catching # 0 ~> sdata[s].members[w].catching = 0
 
 \* A link whose other end is closed is noticed, so that its worker can rejoin.
 LossesAreNoticed == \A s \in Senders, w \in Workers : gone[s][w] ~> ~gone[s][w]

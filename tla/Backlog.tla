@@ -8,7 +8,7 @@
 (* waiting one, which is then never sent: no answer to it is               *)
 (* owed, because it was abandoned before the newer one was                 *)
 (* dispatched.  In AckProtocol.tla every update is sent.  One that is not  *)
-(* is a letter lost there, and safety is proved of links that lose (the    *)
+(* is a message lost there, and safety is proved of links that lose (the    *)
 (* configuration MCBestEffort); that sends end in spite of it is proved    *)
 (* here.                                                                   *)
 (*                                                                         *)
@@ -38,10 +38,10 @@ VARIABLES
   owed,        \* the one outstanding, if its worker owes an answer; else 0
   unanswered,  \* the versions that were sent and not answered, as the sender counts them
   waiting,     \* the version that waits behind them: at most one
-  letters,     \* on their way to the worker, or with it
+  messages,     \* on their way to the worker, or with it
   answers      \* on their way back
 
-vars == <<newest, owed, unanswered, waiting, letters, answers>>
+vars == <<newest, owed, unanswered, waiting, messages, answers>>
 
 Versions == 1..MaxVersion
 Room == 2
@@ -49,7 +49,7 @@ Follows(rule) == rule \notin Careless
 Full(counted) == Cardinality(counted) >= Room
 First(set, v) == v \in IF Reorders THEN set ELSE {u \in set : \A x \in set : u <= x}
 
-Init == newest = 0 /\ owed = 0 /\ unanswered = {} /\ waiting = {} /\ letters = {} /\ answers = {}
+Init == newest = 0 /\ owed = 0 /\ unanswered = {} /\ waiting = {} /\ messages = {} /\ answers = {}
 
 \* Backlog.admit. Versions between went to other workers.
 Dispatch(v) ==
@@ -59,19 +59,19 @@ Dispatch(v) ==
   /\ v > newest /\ (owed = 0 \/ ~Follows("OneOutstanding"))
   /\ newest' = v /\ owed' = v
   /\ waiting' = IF waits THEN kept \cup {u \in {v} : takes} ELSE waiting
-  /\ letters' = IF waits THEN letters ELSE letters \cup {v}
+  /\ messages' = IF waits THEN messages ELSE messages \cup {v}
   /\ unanswered' = IF waits THEN unanswered ELSE unanswered \cup {v}
   /\ UNCHANGED answers
 
 Abandon(v) ==
   /\ owed = v
   /\ owed' = 0
-  /\ UNCHANGED <<newest, unanswered, waiting, letters, answers>>
+  /\ UNCHANGED <<newest, unanswered, waiting, messages, answers>>
 
 \* The worker has read it, and sends its answer.
 Answer(v) ==
-  /\ First(letters, v)
-  /\ letters' = letters \ {v}
+  /\ First(messages, v)
+  /\ messages' = messages \ {v}
   /\ answers' = answers \cup {v}
   /\ UNCHANGED <<newest, owed, unanswered, waiting>>
 
@@ -83,7 +83,7 @@ Hear(v) ==
   /\ answers' = answers \ {v}
   /\ owed' = IF owed = v THEN 0 ELSE owed
   /\ waiting' = waiting \ leaves
-  /\ letters' = letters \cup leaves
+  /\ messages' = messages \cup leaves
   /\ unanswered' = left \cup leaves
   /\ UNCHANGED newest
 
@@ -97,13 +97,13 @@ Next ==
 
 \* A worker that does not read costs no more than two versions on its link. On a link that reorders, more: an answer
 \* counts for all before it, though one of them may still be on its way.
-AtMostTwo == Cardinality(letters \cup answers) <= Room
+AtMostTwo == Cardinality(messages \cup answers) <= Room
 
 \* The order is kept, and a replaced version is never sent.
-OnlyTheNewestLeaves == [][\A v \in letters' \ letters : v = newest']_vars
+OnlyTheNewestLeaves == [][\A v \in messages' \ messages : v = newest']_vars
 
 \* No answer is owed for a version that will never be sent.
-NobodyIsOwedTheOvertaken == [][\A v \in waiting \ (waiting' \cup letters') : owed # v]_vars
+NobodyIsOwedTheOvertaken == [][\A v \in waiting \ (waiting' \cup messages') : owed # v]_vars
 
 \* A waiting version is sent or replaced.
 WhatWaitsLeaves == \A v \in Versions : v \in waiting ~> v \notin waiting
@@ -112,7 +112,7 @@ WhatWaitsLeaves == \A v \in Versions : v \in waiting ~> v \notin waiting
 EveryUpdateIsAnswered == \A v \in Versions : owed = v ~> owed # v
 
 \* The canary: no version is ever replaced.
-NothingIsOvertaken == [][waiting \subseteq (waiting' \cup letters')]_vars
+NothingIsOvertaken == [][waiting \subseteq (waiting' \cup messages')]_vars
 
 Fair == WF_vars(\E v \in Versions : Answer(v)) /\ WF_vars(\E v \in Versions : Hear(v))
 Spec == Init /\ [][Next]_vars /\ Fair

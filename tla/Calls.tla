@@ -219,14 +219,14 @@ Spec == Start /\ [][Next]_vars
 -----------------------------------------------------------------------------
 (* The protocol *)
 
-\* A letter is under way until it is let in and read; an answer until its result is taken and read.
+\* A message is under way until it is let in and read; an answer until its result is taken and read.
 Coming(l) == {calls[l][n].m : n \in {i \in turn[l]..Len(calls[l]) : calls[l][i].at # "refused"}}
 Returning(l) == UNION {calls[l][n].words : n \in (collected[l] + 1)..Len(calls[l])}
-LettersUnderWay == outbox \cup inbox \cup UNION {Coming(l) : l \in Ends}
+MessagesUnderWay == outbox \cup inbox \cup UNION {Coming(l) : l \in Ends}
 AnswersUnderWay == said \cup heard \cup UNION {Returning(l) : l \in Ends}
 
 Ack == INSTANCE AckProtocol WITH
-  letters <- LettersUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
+  messages <- MessagesUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
   Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
   Without <- {}, Unfair <- {}
 

@@ -32,12 +32,12 @@ Declared == CHOOSE d \in Deliveries : d.name = Delivery
 Follows(rule) == rule \notin Careless
 
 S == INSTANCE AckProtocol WITH
-  letters <- outbox, answers <- heard,
+  messages <- outbox, answers <- heard,
   Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
   Without <- {}, Unfair <- {}
 
 R == INSTANCE AckProtocol WITH
-  letters <- inbox, answers <- said,
+  messages <- inbox, answers <- said,
   Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
   Without <- {}, Unfair <- {}
 
@@ -51,7 +51,7 @@ Open(l) == S!Open(l[1], l[2], l[3])
 On(box, l) == {m \in box : End(m) = l}
 Off(box, ends) == {m \in box : End(m) \notin ends}
 Of(s) == {l \in Ends : l[1] = s}
-Current(s, w) == <<s, w, sdata[s].roll[w].link>>
+Current(s, w) == <<s, w, sdata[s].members[w].link>>
 Laid(l) == S!Connected(l[1]) /\ (slife[l[1]] = "dead" \/ l[3] <= Current(l[1], l[2])[3])
 
 \* What was put first; `p` rises along a link, as NothingOvertakes of AckProtocol says.
@@ -60,7 +60,7 @@ First(box) == CHOOSE m \in box : \A n \in box : m.p <= n.p
 \* The links that end with a worker; those that are not open yet do not.
 To(w) == {l \in Ends : l[2] = w /\ Laid(l)}
 
-Letter(l, v, p) == S!Letter(l[1], l[2], l[3], v, p)
+Message(l, v, p) == S!Message(l[1], l[2], l[3], v, p)
 
 -----------------------------------------------------------------------------
 (* The machines' steps. A family says of each what else it changes. *)

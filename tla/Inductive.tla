@@ -41,13 +41,13 @@ Entries == {e \in [link : 0..MaxLink, standing : Standings, served : 0..MaxVersi
 \* No fence is reported to a lone sender.
 Given == IF Cardinality(Senders) = 1 THEN 0..MaxClock ELSE Incarnations
 
-Kernels == [inc : Given, version : 0..MaxVersion, dueAll : 0..MaxVersion, roll : [Workers -> Entries],
+Kernels == [inc : Given, version : 0..MaxVersion, dueAll : 0..MaxVersion, members : [Workers -> Entries],
             outcomes : [Workers -> Outcomes], did : SUBSET Workers]
 
 Data(c) == [
-  incarnation |-> c.inc, version |-> c.version, serial |-> c.version, dueAll |-> c.dueAll, roll |-> c.roll,
+  incarnation |-> c.inc, version |-> c.version, serial |-> c.version, dueAll |-> c.dueAll, members |-> c.members,
   out |-> [version |-> c.version, did |-> c.did, outcomes |-> c.outcomes,
-           owed |-> [w \in Workers |-> IF c.outcomes[w] = "PENDING" THEN c.roll[w].link ELSE 0]]
+           owed |-> [w \in Workers |-> IF c.outcomes[w] = "PENDING" THEN c.members[w].link ELSE 0]]
 ]
 
 AliveOK(state, d) ==
@@ -57,14 +57,14 @@ AliveOK(state, d) ==
   /\ state = "uninitialized" => d.incarnation = 0
   /\ d.incarnation = 0 =>
        /\ state \in {"uninitialized", "closed"} /\ d.version = 0
-       /\ \A w \in Workers : d.roll[w].standing \in {"NONE", "EXPECTED"} /\ d.roll[w].due = 0
+       /\ \A w \in Workers : d.members[w].standing \in {"NONE", "EXPECTED"} /\ d.members[w].due = 0
   /\ d.version = 0 => d.out = NewSender.out /\ ~outstanding
   /\ state = "awaiting_ack" => owing # {}
   /\ state = "pending_async" => \E f \in {"async", "deadline", "interrupt"} : May(f)
   /\ state = "closed" => May("close")
   /\ ~outstanding => owing = {} /\ d.out.did = {}
   /\ \A w \in Workers :
-       LET e == d.roll[w] outcome == d.out.outcomes[w] IN
+       LET e == d.members[w] outcome == d.out.outcomes[w] IN
        /\ EntryOK(e)
        /\ e.due <= d.version /\ (e.standing # "NONE" => d.dueAll <= e.due)
        /\ d.out.owed[w] = IF outcome = "PENDING" THEN e.link ELSE 0
@@ -75,7 +75,7 @@ AliveOK(state, d) ==
 SenderOK(life, state, d) == d.incarnation \in Given /\
   CASE life = "unborn" -> state = Initial /\ d = NewSender
     [] life = "dead" ->
-         /\ state = Initial /\ d.roll = NewSender.roll /\ d.out = NewSender.out /\ d.dueAll = 0
+         /\ state = Initial /\ d.members = NewSender.members /\ d.out = NewSender.out /\ d.dueAll = 0
          /\ d.serial = d.version /\ (d.incarnation = 0 => d.version = 0)
     [] OTHER -> AliveOK(state, d)
 
@@ -130,15 +130,15 @@ PairsOK ==
        /\ d.link # NoLink =>
             LET s == d.link[1] IN
             /\ slife[s] # "unborn" /\ d.fence = sdata[s].incarnation
-            /\ slife[s] = "alive" => d.link[2] <= sdata[s].roll[w].link
+            /\ slife[s] = "alive" => d.link[2] <= sdata[s].members[w].link
   /\ \A s \in Senders : blocked[s] <=> sstate[s] = "awaiting_ack"
   /\ \A s \in Senders, w \in Workers :
-       LET k == sdata[s].roll[w].link IN
-       /\ sdata[s].roll[w].fence # 0 => sdata[s].roll[w].fence \in Met /\ sdata[s].roll[w].fence > sdata[s].incarnation
+       LET k == sdata[s].members[w].link IN
+       /\ sdata[s].members[w].fence # 0 => sdata[s].members[w].fence \in Met /\ sdata[s].members[w].fence > sdata[s].incarnation
        /\ gone[s][w] => Open(s, w, k) /\ Link(w) # <<s, k>>
        /\ Open(s, w, k) /\ rstate[w] = "closed" => gone[s][w]
 
-LetterOK(m) ==
+MessageOK(m) ==
   /\ Open(m.s, m.w, m.k) /\ ~gone[m.s][m.w]
   /\ m.p = m.v /\ m.v <= sdata[m.s].version
 
@@ -166,7 +166,7 @@ MachinesOK ==
 
 IndInv ==
   /\ TypeOK /\ MachinesOK /\ PairsOK
-  /\ \A m \in letters : LetterOK(m)
+  /\ \A m \in messages : MessageOK(m)
   /\ \A m \in answers : AnswerOK(m)
 
 -----------------------------------------------------------------------------
@@ -175,10 +175,10 @@ IndInv ==
 Few(set) == {{a, b} : a \in set, b \in set} \cup {{}}
 InFlight == 2
 
-PossibleLetters == {m \in {Letter(s, w, k, v, v) : s \in Senders, w \in Workers, k \in 1..MaxLink, v \in 0..MaxVersion} :
-                      LetterOK(m)}
+PossibleMessages == {m \in {Message(s, w, k, v, v) : s \in Senders, w \in Workers, k \in 1..MaxLink, v \in 0..MaxVersion} :
+                      MessageOK(m)}
 PossibleAnswers ==
-  {m \in UNION {{Word(s, w, sdata[s].roll[w].link, <<sdata[s].incarnation, v, p>>, kind, f) :
+  {m \in UNION {{Word(s, w, sdata[s].members[w].link, <<sdata[s].incarnation, v, p>>, kind, f) :
                    v \in 0..MaxVersion, p \in 0..(MaxVersion + 1), kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds,
                    f \in Met} : s \in {t \in Senders : Connected(t)}, w \in Workers} : m.k # 0 /\ AnswerOK(m)}
 
@@ -193,12 +193,12 @@ IndInit ==
        /\ rdata = [w \in Workers |-> lives[w][2]]
   /\ gone \in [Senders -> [Workers -> BOOLEAN]]
   /\ PairsOK
-  /\ letters \in Few(PossibleLetters)
+  /\ messages \in Few(PossibleMessages)
   /\ answers \in Few(PossibleAnswers)
-  /\ Cardinality(letters) + Cardinality(answers) <= InFlight
+  /\ Cardinality(messages) + Cardinality(answers) <= InFlight
 
 \* One step from each: what has more messages than that, or is met again, is checked and not left.
-FewInFlight == Cardinality(letters) + Cardinality(answers) <= InFlight
+FewInFlight == Cardinality(messages) + Cardinality(answers) <= InFlight
 
 \* Init is one of them.
 ASSUME \A s \in Senders : <<IF s = 1 THEN "alive" ELSE "unborn", Initial, NewSender>> \in LivesOfSenders

@@ -1,7 +1,7 @@
 ------------------------------ MODULE Kernels ------------------------------
 (***************************************************************************)
 (* Slots on a device: reads and writes that outlast the call that launched *)
-(* them.  weightsync/weights/device, engine/devices.py and the swap in     *)
+(* them.  weightsync/weights/device, engine/packer.py and the swap in     *)
 (* weights/target.py.                                                      *)
 (*                                                                         *)
 (* The trainer copies its weights into a slot with a kernel, and a worker  *)
@@ -43,7 +43,7 @@ VARIABLES
   copying,    \* the kernel that writes it: <<slot, tensors written>>; Idle: it has ended
   content,    \* content[i]: the weights in each tensor of slot i
   place,      \* place[v]: the slot of version v
-  letters,    \* <<w, v>>: updates and acks on their way
+  messages,    \* <<w, v>>: updates and acks on their way
   acks,
   owed,       \* workers that have not acked the newest version
   pins,       \* <<w, v>>: versions that the worker may read, as the trainer knows
@@ -56,7 +56,7 @@ VARIABLES
 
 trainer == <<weights, version, put, sending, copying, content, place, owed, pins, retired>>
 workers == <<served, own, filling, reading>>
-vars == <<trainer, letters, acks, lost, workers>>
+vars == <<trainer, messages, acks, lost, workers>>
 
 Idle == <<0, 0>>
 NoRead == [v |-> 0, seen |-> <<>>]
@@ -67,7 +67,7 @@ Init ==
   /\ weights = 1 /\ version = 0 /\ sending = 0 /\ copying = Idle
   /\ put = [v \in Versions |-> 0] /\ place = [v \in Versions |-> 0]
   /\ content = [i \in Slots |-> <<0, 0>>]
-  /\ letters = {} /\ acks = {} /\ owed = {} /\ pins = {} /\ retired = {} /\ lost = {}
+  /\ messages = {} /\ acks = {} /\ owed = {} /\ pins = {} /\ retired = {} /\ lost = {}
   /\ served = [w \in Workers |-> 0] /\ own = [w \in Workers |-> <<0, 0>>]
   /\ filling = [w \in Workers |-> Idle] /\ reading = [w \in Workers |-> NoRead]
 
@@ -82,7 +82,7 @@ Train ==
   /\ weights <= MaxVersion
   /\ copying = Idle \/ ~Follows("SnapshotFirst")
   /\ weights' = weights + 1
-  /\ UNCHANGED <<owed, version, put, sending, copying, content, place, pins, retired, letters, acks, lost, workers>>
+  /\ UNCHANGED <<owed, version, put, sending, copying, content, place, pins, retired, messages, acks, lost, workers>>
 
 \* The lowest slot that is free: the one used before.
 Begin ==
@@ -92,20 +92,20 @@ Begin ==
        /\ put' = [put EXCEPT ![version + 1] = weights]
        /\ place' = [place EXCEPT ![version + 1] = slot]
        /\ sending' = slot /\ copying' = <<slot, 0>>
-  /\ UNCHANGED <<weights, content, owed, pins, retired, letters, acks, lost, workers>>
+  /\ UNCHANGED <<weights, content, owed, pins, retired, messages, acks, lost, workers>>
 
 CopyTensor ==
   LET slot == copying[1] tensor == copying[2] + 1 IN
   /\ copying # Idle
   /\ content' = [content EXCEPT ![slot][tensor] = weights]
   /\ copying' = IF tensor = 2 THEN Idle ELSE <<slot, tensor>>
-  /\ UNCHANGED <<weights, version, put, sending, place, owed, pins, retired, letters, acks, lost, workers>>
+  /\ UNCHANGED <<weights, version, put, sending, place, owed, pins, retired, messages, acks, lost, workers>>
 
 Dispatch ==
   /\ sending # 0
   /\ copying = Idle \/ ~Follows("CopyEndsFirst")
   /\ sending' = 0
-  /\ letters' = letters \cup {<<w, version>> : w \in Workers \ lost}
+  /\ messages' = messages \cup {<<w, version>> : w \in Workers \ lost}
   /\ pins' = pins \cup {<<w, version>> : w \in Workers \ lost}
   /\ owed' = Workers \ lost
   /\ UNCHANGED <<weights, version, put, copying, content, place, retired, acks, lost, workers>>
@@ -115,13 +115,13 @@ Hear(w, v) ==
   /\ acks' = acks \ {<<w, v>>}
   /\ pins' = {pin \in pins : ~(pin[1] = w /\ pin[2] < v)}
   /\ owed' = owed \ {w}
-  /\ UNCHANGED <<weights, version, put, sending, copying, content, place, retired, letters, lost, workers>>
+  /\ UNCHANGED <<weights, version, put, sending, copying, content, place, retired, messages, lost, workers>>
 
 \* Its messages are gone with the link.
 LetGo(w) ==
   /\ Losses /\ w \notin lost
   /\ lost' = lost \cup {w}
-  /\ letters' = {m \in letters : m[1] # w} /\ acks' = {m \in acks : m[1] # w}
+  /\ messages' = {m \in messages : m[1] # w} /\ acks' = {m \in acks : m[1] # w}
   /\ pins' = {pin \in pins : pin[1] # w}
   /\ owed' = owed \ {w}
 
@@ -141,9 +141,9 @@ Crash(w) ==
 
 \* Between two forwards of the host; kernels of the last may still run.
 Swap(w, v) ==
-  /\ <<w, v>> \in letters
+  /\ <<w, v>> \in messages
   /\ reading[w] = NoRead \/ ~Follows("ReadsEndFirst")
-  /\ letters' = letters \ {<<w, v>>}
+  /\ messages' = messages \ {<<w, v>>}
   /\ served' = [served EXCEPT ![w] = v]
   /\ filling' = IF Mapped THEN filling ELSE [filling EXCEPT ![w] = <<v, 0>>]
   /\ acks' = IF Mapped \/ ~Follows("SwapEndsFirst") THEN acks \cup {<<w, v>>} ELSE acks
@@ -155,25 +155,25 @@ FillTensor(w) ==
   /\ own' = [own EXCEPT ![w][tensor] = content[place[v]][tensor]]
   /\ filling' = [filling EXCEPT ![w] = IF tensor = 2 THEN Idle ELSE <<v, tensor>>]
   /\ acks' = IF tensor = 2 /\ Follows("SwapEndsFirst") /\ w \notin lost THEN acks \cup {<<w, v>>} ELSE acks
-  /\ UNCHANGED <<trainer, letters, lost, served, reading>>
+  /\ UNCHANGED <<trainer, messages, lost, served, reading>>
 
 Launch(w) ==
   /\ served[w] # 0 /\ reading[w] = NoRead
   /\ filling[w] = Idle \/ ~Follows("SwapEndsFirst")
   /\ reading' = [reading EXCEPT ![w] = [v |-> served[w], seen |-> <<>>]]
-  /\ UNCHANGED <<trainer, letters, acks, lost, served, own, filling>>
+  /\ UNCHANGED <<trainer, messages, acks, lost, served, own, filling>>
 
 ReadTensor(w) ==
   LET tensor == Len(reading[w].seen) + 1
       found == IF Mapped THEN content[place[reading[w].v]][tensor] ELSE own[w][tensor] IN
   /\ reading[w].v # 0 /\ tensor <= 2
   /\ reading' = [reading EXCEPT ![w].seen = Append(@, found)]
-  /\ UNCHANGED <<trainer, letters, acks, lost, served, own, filling>>
+  /\ UNCHANGED <<trainer, messages, acks, lost, served, own, filling>>
 
 EndKernel(w) ==
   /\ Len(reading[w].seen) = 2
   /\ reading' = [reading EXCEPT ![w] = NoRead]
-  /\ UNCHANGED <<trainer, letters, acks, lost, served, own, filling>>
+  /\ UNCHANGED <<trainer, messages, acks, lost, served, own, filling>>
 
 -----------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ NoTornKernel ==
 
 \* No slot changes that a kernel reads, or may yet read.
 MayBeRead(w) ==
-  {place[v] : v \in {m[2] : m \in {n \in letters : n[1] = w}} \cup ({filling[w][1]} \ {0})
+  {place[v] : v \in {m[2] : m \in {n \in messages : n[1] = w}} \cup ({filling[w][1]} \ {0})
                     \cup (IF Mapped THEN {served[w], reading[w].v} \ {0} ELSE {})}
 NeverRewritten ==
   [][\A i \in Slots : content'[i] # content[i] => \A w \in Workers : i \notin MayBeRead(w)]_vars
@@ -220,7 +220,7 @@ EverySendEnds == \A v \in Versions : version = v ~> Ready
 (* Canaries *)
 
 \* An update arrives while a kernel reads what is served.
-NothingArrivesAmidAKernel == \A w \in Workers : reading[w].v # 0 => \A m \in letters : m[1] # w
+NothingArrivesAmidAKernel == \A w \in Workers : reading[w].v # 0 => \A m \in messages : m[1] # w
 
 \* A slot is written again.
 EachSlotOnce == [][\A i \in Slots : content'[i] # content[i] => content[i][2] = 0]_vars

@@ -7,20 +7,20 @@
 (***************************************************************************)
 EXTENDS AckProtocol
 
-AllApplied(s) == \A w \in OnRoll(s) : sdata[s].out.outcomes[w] = "APPLIED"
+AllApplied(s) == \A w \in Members(s) : sdata[s].out.outcomes[w] = "APPLIED"
 Outcome(s, w) == sdata[s].out.outcomes[w]
-LostLink(s, w) == sdata[s].roll[w].standing = "LOST"
+LostLink(s, w) == sdata[s].members[w].standing = "LOST"
 Serves(w, s, v) == sdata[s].incarnation # 0 /\ rdata[w].served[1] = sdata[s].incarnation /\ rdata[w].served[2] = v
 NewAnswer(kind) == \E m \in answers' : m \notin answers /\ m.kind = kind
 
 \* A copy with a lower incarnation than its original is refused at the handshake with the fence.
-Fenced == \E s \in Senders, w \in Workers : sdata[s].roll[w].fence # 0
+Fenced == \E s \in Senders, w \in Workers : sdata[s].members[w].fence # 0
 NoneIsFenced == ~Fenced
 
 \* A worker dies during a send and is reported LOST; its next life serves the same version.
 CrashThenRecovery == \E s \in Senders, w \in Workers :
-  /\ Outcome(s, w) = "LOST" /\ sdata[s].roll[w].standing = "UP" /\ sdata[s].roll[w].link = 2
-  /\ sdata[s].roll[w].served = sdata[s].out.version
+  /\ Outcome(s, w) = "LOST" /\ sdata[s].members[w].standing = "UP" /\ sdata[s].members[w].link = 2
+  /\ sdata[s].members[w].served = sdata[s].out.version
 NoCrashThenRecovery == ~CrashThenRecovery
 
 \* A newer version overtakes one not yet applied.
@@ -28,11 +28,11 @@ Superseded == \E m \in answers : m.kind = "SUPERSEDED"
 NothingSuperseded == ~Superseded
 
 \* A working worker was given up; it rejoins on a new link and serves the next version.
-ReturnAfterWrongLoss == \E s \in Senders, w \in Workers : sdata[s].roll[w].link = 2 /\ Outcome(s, w) = "APPLIED"
+ReturnAfterWrongLoss == \E s \in Senders, w \in Workers : sdata[s].members[w].link = 2 /\ Outcome(s, w) = "APPLIED"
 NoReturnAfterWrongLoss == ~ReturnAfterWrongLoss
 
 \* Every worker is lost.
-AllLost == \E s \in Senders : sdata[s].version > 0 /\ \A w \in OnRoll(s) : LostLink(s, w)
+AllLost == \E s \in Senders : sdata[s].version > 0 /\ \A w \in Members(s) : LostLink(s, w)
 SomebodyIsLeft == ~AllLost
 
 \* A dispatch reaches one target and not another, whose link is closed at the far end.
@@ -58,7 +58,7 @@ LostApplied == \E s \in Senders, w \in Workers : Outcome(s, w) = "LOST" /\ Serve
 LostMeansNot == ~LostApplied
 
 \* A fenced sender closes; its successor, which was given the fence, takes the worker back.
-WonBack == 3 \in Senders /\ sstate[2] = Final /\ sdata[2].roll[1].fence # 0 /\ Serves(1, 3, 1)
+WonBack == 3 \in Senders /\ sstate[2] = Final /\ sdata[2].members[1].fence # 0 /\ Serves(1, 3, 1)
 NobodyWinsBack == ~WonBack
 
 \* An answer meant for another sender arrives, and is ignored.
@@ -76,7 +76,7 @@ NoSuccessor == ~Successor
 
 \* A message is lost, and a deadline ends the wait.
 Loss == \E s \in Senders :
-  /\ sstate[s] = "pending_async" /\ letters = {} /\ answers = {}
+  /\ sstate[s] = "pending_async" /\ messages = {} /\ answers = {}
   /\ \E w \in Owing(s) : Link(w) = <<s, sdata[s].out.owed[w]>> /\ rstate[w] = "ready"
 NoLoss == ~Loss
 
@@ -101,7 +101,7 @@ NoSuccessAfterRefusal == [][~SuccessAfterRefusal]_vars
 
 \* A late joiner serves a version that was sent before it joined, and acks it over its link.
 CatchesUp == \E s \in Senders, w \in Workers :
-  sdata[s].roll[w].catching # 0 /\ sdata'[s].roll[w].served = sdata[s].roll[w].catching
+  sdata[s].members[w].catching # 0 /\ sdata'[s].members[w].served = sdata[s].members[w].catching
 NobodyCatchesUp == [][~CatchesUp]_vars
 
 \* A takeover drops what was pending.
@@ -144,13 +144,13 @@ WiderSend == \E s \in Senders, w \in Workers :
 OnlyTheLatestSendChanges == [][~WiderSend]_vars
 
 \* A receiver says Bye, and is removed by a sender that is waiting for it.
-ByeWhileOwing == \E s \in Senders, w \in Workers : Owes(s, w) /\ sdata'[s].roll[w].standing = "NONE"
+ByeWhileOwing == \E s \in Senders, w \in Workers : Owes(s, w) /\ sdata'[s].members[w].standing = "NONE"
 NoBye == [][~ByeWhileOwing]_vars
 
 \* A worker that reported a failure is LOST, remains among the workers, and rejoins on a new link.
 BackAfterFailure == \E s \in Senders, w \in Workers :
-  /\ Outcome(s, w) = "LOST" /\ sdata[s].roll[w].link = 2 /\ ~May("break") /\ ~May("wrong") /\ ~May("crash")
-  /\ sdata[s].roll[w].standing = "EXPECTED" /\ sdata'[s].roll[w].standing = "UP"
+  /\ Outcome(s, w) = "LOST" /\ sdata[s].members[w].link = 2 /\ ~May("break") /\ ~May("wrong") /\ ~May("crash")
+  /\ sdata[s].members[w].standing = "EXPECTED" /\ sdata'[s].members[w].standing = "UP"
 NobodyIsBackAfterFailure == [][~BackAfterFailure]_vars
 
 \* TLC must find this false.

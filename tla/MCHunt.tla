@@ -63,7 +63,7 @@ SenderRowsSeen == \A s \in Senders :
        /\ SeeIn(40, "CLOSE of a sender", from, sstate'[s] = Final /\ ~stays)
        /\ SeeIn(45, "STALE", from, stays /\ ~Loses /\ e = d /\ \E m \in answers \ answers' : m.s = s)
        /\ \A w \in Workers :
-            LET old == d.roll[w] new == e.roll[w] IN
+            LET old == d.members[w] new == e.members[w] IN
             /\ SeeIn(50, "ARRIVED", from, old.standing = "EXPECTED" /\ new.standing = "UP" /\ e.out = d.out
                                           /\ new.served = 0)
             /\ SeeIn(55, "REPLY", from, d.out.owed[w] # 0 /\ e.out.owed[w] = 0 /\ new.standing = "UP" /\ stays)
@@ -93,7 +93,7 @@ SenderRowsSeen == \A s \in Senders :
 ReceiverRowsSeen == \A w \in Workers :
   LET d == rdata[w] e == rdata'[w] from == rstate[w] stays == rstate'[w] = rstate[w]
       New(kind) == {m \in answers' \ answers : m.w = w /\ m.kind = kind}
-      Read(v) == {m \in letters \ letters' : m.w = w /\ ((m.v = 0) <=> (v = 0))} IN
+      Read(v) == {m \in messages \ messages' : m.w = w /\ ((m.v = 0) <=> (v = 0))} IN
   /\ See(100, "CONNECT of a receiver", from = "uninitialized" /\ rstate'[w] = "ready")
   /\ See(101, "UPDATE", from = "ready" /\ rstate'[w] = "pending_async")
   /\ See(102, "NEWER", d.pending # NoPayload /\ e.pending # NoPayload /\ e.pending # d.pending)
@@ -134,11 +134,11 @@ ReceiverRowsSeen == \A w \in Workers :
 WouldCount(m) ==
   LET d == sdata[m.s] IN
   /\ Open(m.s, m.w, m.k) /\ m.inc = d.incarnation
-  /\ \/ m.kind = "HELLO" /\ d.roll[m.w].standing = "EXPECTED"
+  /\ \/ m.kind = "HELLO" /\ d.members[m.w].standing = "EXPECTED"
      \/ m.kind = "BYE"
      \/ d.out.owed[m.w] = m.k /\ m.v = d.version
 
-OnlyAnswersChange == UNCHANGED <<sender, receiver, letters, gone>>
+OnlyAnswersChange == UNCHANGED <<sender, receiver, messages, gone>>
 
 \* An answer that would have an effect vanishes unread.
 LostAnswer(kind) == OnlyAnswersChange /\ \E m \in answers \ answers' : WouldCount(m) /\ m.kind = kind
@@ -149,12 +149,12 @@ CutAnswer(broken, others) ==
 
 \* What lingers on links that ended, and what the network does.
 NetworkSeen ==
-  /\ See(160, "a letter of an ended link is read", \E w \in Workers :
+  /\ See(160, "a message of an ended link is read", \E w \in Workers :
        rstate[w] = "ready" /\ rstate'[w] = "pending_async" /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]))
   /\ See(161, "an answer over an ended link is read", \E m \in answers \ answers' :
-       ~Loses /\ m.k # sdata[m.s].roll[m.w].link /\ sdata' = sdata)
-  /\ See(162, "a letter is lost", letters' # letters /\ UNCHANGED <<sdata, rdata, answers, gone>>)
-  /\ See(163, "an answer is lost", answers' # answers /\ UNCHANGED <<sdata, rdata, letters, gone>>)
+       ~Loses /\ m.k # sdata[m.s].members[m.w].link /\ sdata' = sdata)
+  /\ See(162, "a message is lost", messages' # messages /\ UNCHANGED <<sdata, rdata, answers, gone>>)
+  /\ See(163, "an answer is lost", answers' # answers /\ UNCHANGED <<sdata, rdata, messages, gone>>)
   /\ See(166, "an ack is lost", Loses /\ LostAnswer("ACK"))
   /\ See(167, "a refusal is lost", Loses /\ LostAnswer("REFUSED"))
   /\ See(173, "a goodbye is lost", LostAnswer("BYE"))
@@ -163,23 +163,23 @@ NetworkSeen ==
   /\ See(176, "all answers of a link that works are cut", CutAnswer(FALSE, FALSE))
   /\ See(177, "some answers of a link that works are cut", CutAnswer(FALSE, TRUE))
   /\ See(168, "a loss overtakes an answer", \E m \in answers : gone[m.s][m.w] /\ m.kind \in {"HELLO", "ACK"}
-       /\ sdata[m.s].roll[m.w].link = m.k /\ sdata'[m.s].roll[m.w].standing = "LOST")
-  /\ See(164, "a letter overtakes another", \E w \in Workers : rdata'[w].pending # rdata[w].pending
-       /\ \E m \in letters : m.w = w /\ m.v # 0 /\ m.p < rdata'[w].pending[3] /\ <<m.s, m.k>> = rdata[w].link)
-  /\ See(169, "a letter is read before an older one to another worker", \E w \in Workers :
-       rdata'[w].pending # rdata[w].pending /\ \E m \in letters : m.w # w /\ m.p < rdata'[w].pending[3])
-  /\ See(170, "a letter is read before an older one over another link", \E w \in Workers :
+       /\ sdata[m.s].members[m.w].link = m.k /\ sdata'[m.s].members[m.w].standing = "LOST")
+  /\ See(164, "a message overtakes another", \E w \in Workers : rdata'[w].pending # rdata[w].pending
+       /\ \E m \in messages : m.w = w /\ m.v # 0 /\ m.p < rdata'[w].pending[3] /\ <<m.s, m.k>> = rdata[w].link)
+  /\ See(169, "a message is read before an older one to another worker", \E w \in Workers :
+       rdata'[w].pending # rdata[w].pending /\ \E m \in messages : m.w # w /\ m.p < rdata'[w].pending[3])
+  /\ See(170, "a message is read before an older one over another link", \E w \in Workers :
        /\ rdata'[w].pending # rdata[w].pending
-       /\ \E m \in letters : m.w = w /\ <<m.s, m.k>> # rdata[w].link /\ m.p < rdata'[w].pending[3])
+       /\ \E m \in messages : m.w = w /\ <<m.s, m.k>> # rdata[w].link /\ m.p < rdata'[w].pending[3])
   /\ See(171, "an answer is read before an older one of another worker", \E s \in Senders, w \in Workers :
        /\ sdata[s].out.owed[w] # 0 /\ sdata'[s].out.outcomes[w] = "APPLIED"
        /\ \E m \in answers : m.s = s /\ m.w # w /\ m.p < sdata[s].serial)
   /\ See(172, "an answer is read before an older one over another link", \E s \in Senders, w \in Workers :
        /\ sdata[s].out.owed[w] # 0 /\ sdata'[s].out.outcomes[w] = "APPLIED"
-       /\ \E m \in answers : m.s = s /\ m.w = w /\ m.k # sdata[s].roll[w].link /\ m.p < sdata[s].serial)
+       /\ \E m \in answers : m.s = s /\ m.w = w /\ m.k # sdata[s].members[w].link /\ m.p < sdata[s].serial)
   /\ See(165, "an answer overtakes another", \E s \in Senders, w \in Workers :
        /\ sdata[s].out.owed[w] # 0 /\ sdata'[s].out.outcomes[w] = "APPLIED"
-       /\ \E m \in answers' : m.s = s /\ m.w = w /\ m.p < sdata[s].serial /\ m.k = sdata[s].roll[w].link)
+       /\ \E m \in answers' : m.s = s /\ m.w = w /\ m.p < sdata[s].serial /\ m.k = sdata[s].members[w].link)
 
 LookOut == SituationsSeen /\ SenderRowsSeen /\ ReceiverRowsSeen /\ NetworkSeen
 =============================================================================

@@ -9,10 +9,10 @@ EXTENDS AckProtocol
 
 CONSTANT Plant
 
-Entries(s, w) == sdata[s].roll[w]
+Entries(s, w) == sdata[s].members[w]
 IsOpen(s, w) == Open(s, w, Entries(s, w).link) /\ ~gone[s][w]
 
-Rest == UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
+Rest == UNCHANGED <<slife, blocked, receiver, messages, answers, gone>>
 Quiet == UNCHANGED <<sender, receiver, gone>>
 
 \* A report contains an impossible outcome.
@@ -24,18 +24,18 @@ OwesUnasked(s, w) == /\ ~Owes(s, w) /\ sdata' = [sdata EXCEPT ![s].out.owed[w] =
 \* A message reaches a closed receiver.
 SentToTheClosed(s, w) ==
   /\ rstate[w] = Final /\ Connected(s)
-  /\ letters' = letters \cup {Letter(s, w, Entries(s, w).link, 0, 0)}
+  /\ messages' = messages \cup {Message(s, w, Entries(s, w).link, 0, 0)}
   /\ UNCHANGED <<sender, receiver, answers, gone>>
 
 \* A receiver goes where no row leads.
 LeavesTheRows(w) ==
   /\ rstate[w] = "ready" /\ ReceiverTo(w, "awaiting_ack")
-  /\ UNCHANGED <<sender, rdata, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rdata, messages, answers, gone>>
 
 \* An answer overtakes one that left before it.
 Overtakes ==
   /\ \E m \in answers : answers' = answers \cup {[m EXCEPT !.kind = "STALE"]}
-  /\ UNCHANGED letters /\ Quiet
+  /\ UNCHANGED messages /\ Quiet
 
 \* A sender's version differs from the last one it has sent.
 Miscounts(s) == /\ sdata' = [sdata EXCEPT ![s].serial = @ + 1] /\ UNCHANGED sstate /\ Rest
@@ -43,24 +43,24 @@ Miscounts(s) == /\ sdata' = [sdata EXCEPT ![s].serial = @ + 1] /\ UNCHANGED ssta
 \* A receiver's fence is above every incarnation it has seen.
 FenceRises(w) ==
   /\ rdata' = [rdata EXCEPT ![w].fence = @ + 1]
-  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rstate, messages, answers, gone>>
 
 \* A message vanishes from a link that stays.
-LetterVanishes == /\ \E m \in letters : letters' = letters \ {m} /\ UNCHANGED answers /\ Quiet
-AnswerVanishes == /\ \E m \in answers : answers' = answers \ {m} /\ UNCHANGED letters /\ Quiet
-AnswersVanish == /\ Cardinality(answers) > 1 /\ answers' = {} /\ UNCHANGED letters /\ Quiet
+MessageVanishes == /\ \E m \in messages : messages' = messages \ {m} /\ UNCHANGED answers /\ Quiet
+AnswerVanishes == /\ \E m \in answers : answers' = answers \ {m} /\ UNCHANGED messages /\ Quiet
+AnswersVanish == /\ Cardinality(answers) > 1 /\ answers' = {} /\ UNCHANGED messages /\ Quiet
 
 \* An answer reaches a closed sender.
 AnswersTheClosed(s, w) ==
   /\ sstate[s] = Final /\ Entries(s, w).link # 0
   /\ answers' = answers \cup {Word(s, w, Entries(s, w).link, <<sdata[s].incarnation, 0, 0>>, "HELLO", 0)}
-  /\ UNCHANGED letters /\ Quiet
+  /\ UNCHANGED messages /\ Quiet
 
 \* An ack of what was never applied.
 AckInvented(s, w) ==
   /\ IsOpen(s, w) /\ rdata[w].answer # "ACK"
   /\ answers' = answers \cup {Word(s, w, Entries(s, w).link, <<sdata[s].incarnation, 1, 1>>, "ACK", 0)}
-  /\ UNCHANGED letters /\ Quiet
+  /\ UNCHANGED messages /\ Quiet
 
 \* A successor connects below a fence that was reported to a closed sender.
 ConnectsBelow(s) ==
@@ -70,21 +70,21 @@ ConnectsBelow(s) ==
 \* The far end of an open link is closed without a reason.
 EndCloses(s, w) ==
   /\ IsOpen(s, w) /\ gone' = [gone EXCEPT ![s][w] = TRUE]
-  /\ UNCHANGED <<sender, receiver, letters, answers>>
+  /\ UNCHANGED <<sender, receiver, messages, answers>>
 
 \* A link gets another number, and no Hello.
 LinkRenumbered(s, w) ==
   /\ IsOpen(s, w) /\ Entries(s, w).link < MaxLink
-  /\ sdata' = [sdata EXCEPT ![s].roll[w].link = @ + 1] /\ UNCHANGED sstate /\ Rest
+  /\ sdata' = [sdata EXCEPT ![s].members[w].link = @ + 1] /\ UNCHANGED sstate /\ Rest
 
 \* A link is forgotten, and its worker owes.
 LinkForgotten(s, w) ==
   /\ IsOpen(s, w) /\ Owes(s, w)
-  /\ sdata' = [sdata EXCEPT ![s].roll[w].standing = "LOST"] /\ UNCHANGED sstate /\ Rest
+  /\ sdata' = [sdata EXCEPT ![s].members[w].standing = "LOST"] /\ UNCHANGED sstate /\ Rest
 
 \* One that is not born writes.
 UnbornWrites(s, w) ==
-  /\ slife[s] = "unborn" /\ letters' = letters \cup {Letter(s, w, 1, 0, 0)}
+  /\ slife[s] = "unborn" /\ messages' = messages \cup {Message(s, w, 1, 0, 0)}
   /\ UNCHANGED <<sender, receiver, answers, gone>>
 
 Planted ==
@@ -97,7 +97,7 @@ Planted ==
   \/ Plant = "SendAgain" /\ \E s \in Senders : SendAgain(s)
   \/ Plant = "Miscounts" /\ \E s \in Senders : Miscounts(s)
   \/ Plant = "FenceRises" /\ \E w \in Workers : FenceRises(w)
-  \/ Plant = "LetterVanishes" /\ LetterVanishes
+  \/ Plant = "MessageVanishes" /\ MessageVanishes
   \/ Plant = "AnswerVanishes" /\ AnswerVanishes
   \/ Plant = "AnswersVanish" /\ AnswersVanish
   \/ Plant = "AnswersTheClosed" /\ \E s \in Senders, w \in Workers : AnswersTheClosed(s, w)

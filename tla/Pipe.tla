@@ -37,7 +37,7 @@ Empty == [l \in Ends |-> <<>>]
 Cleared(row, ends) == [l \in Ends |-> IF l \in ends THEN <<>> ELSE row[l]]
 
 \* A frame as its reader assembles it: the message from its head, the weights from its body.
-LetterOf(l, head, body) == Letter(l, head.v, body.p)
+MessageOf(l, head, body) == Message(l, head.v, body.p)
 AnswerOf(l, head, body) ==
   [s |-> l[1], w |-> l[2], k |-> l[3], inc |-> head.inc, kind |-> head.kind, fence |-> head.fence,
    v |-> body.v, p |-> body.p]
@@ -77,7 +77,7 @@ ReadDown(s, w, k) ==
      THEN /\ downHeld' = [downHeld EXCEPT ![l] = <<Head(down[l])>>]
           /\ UNCHANGED inbox
      ELSE /\ downHeld' = [downHeld EXCEPT ![l] = <<>>]
-          /\ inbox' = inbox \cup {LetterOf(l, downHeld[l][1].m, Head(down[l]).m)}
+          /\ inbox' = inbox \cup {MessageOf(l, downHeld[l][1].m, Head(down[l]).m)}
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, up, begun, upHeld>>
 
 ReadUp(s, w, k) ==
@@ -107,7 +107,7 @@ DeliverTorn(s, w, k) ==
   LET l == <<s, w, k>> IN
   /\ ~Follows("WholeFrames")
   /\ ~Open(l) /\ down[l] = <<>> /\ downHeld[l] # <<>>
-  /\ inbox' = inbox \cup {Letter(l, downHeld[l][1].m.v, 0)}
+  /\ inbox' = inbox \cup {Message(l, downHeld[l][1].m.v, 0)}
   /\ downHeld' = [downHeld EXCEPT ![l] = <<>>]
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, down, up, begun, upHeld>>
 
@@ -175,11 +175,11 @@ Spec == Start /\ [][Next]_vars
 
 \* A message is in flight from when its link takes it until it is read: a frame is where its body is.
 Left(row, l) == {row[l][i].m : i \in {j \in 1..Len(row[l]) : row[l][j].part = 2}}
-LettersUnderWay == outbox \cup inbox \cup UNION {Left(down, l) : l \in Ends}
+MessagesUnderWay == outbox \cup inbox \cup UNION {Left(down, l) : l \in Ends}
 AnswersUnderWay == said \cup heard \cup UNION {Left(up, l) : l \in Ends}
 
 Ack == INSTANCE AckProtocol WITH
-  letters <- LettersUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
+  messages <- MessagesUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
   Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
   Without <- {}, Unfair <- {}
 

@@ -35,7 +35,7 @@ Follows(rule) == rule \notin Careless
 \* This is the current connection.
 InForce(w, k) == Link(w) # NoLink /\ Link(w)[2] = k
 Connection(w, k) == {<<s, w, k>> : s \in Senders}
-OffConnection(w, k) == {m \in letters : ~(m.w = w /\ m.k = k)}
+OffConnection(w, k) == {m \in messages : ~(m.w = w /\ m.k = k)}
 
 \* The current link is not read while an answer is owed.
 MayRead(w, k) == ~(InForce(w, k) /\ rstate[w] = "awaiting_ack")
@@ -45,34 +45,34 @@ MayRead(w, k) == ~(InForce(w, k) /\ rstate[w] = "awaiting_ack")
 
 \* A handshake was rejected: the connection closes, unless it is the current one.
 Turned(w, k, m) ==
-  /\ letters' = IF InForce(w, k) THEN Taken(letters, m) ELSE OffConnection(w, k)
+  /\ messages' = IF InForce(w, k) THEN Taken(messages, m) ELSE OffConnection(w, k)
   /\ gone' = IF InForce(w, k) /\ Follows("ForceStays") THEN gone ELSE Gone(Connection(w, k))
   /\ UNCHANGED rdata
 
 SharedHello(w, s, k) ==
-  LET m == Letter(s, w, k, 0, 0)
+  LET m == Message(s, w, k, 0, 0)
       input == NameHello(w, s, k)
       incarnation == sdata[s].incarnation
       pending == rdata[w].pending
       stale == IF pending # NoPayload /\ Follows("OldIsTold")
                THEN Posted(answers, Word(Link(w)[1], w, k, pending, "STALE", incarnation)) ELSE answers IN
-  /\ m \in letters /\ ReceiverMay(rstate[w], input) /\ MayRead(w, k)
+  /\ m \in messages /\ ReceiverMay(rstate[w], input) /\ MayRead(w, k)
   /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
   /\ CASE input = "REJECTED" -> Turned(w, k, m) /\ answers' = Posted(answers, Rejection(w, s, k, "FENCED"))
-       [] input = "DUPLICATE" -> letters' = Taken(letters, m) /\ UNCHANGED <<answers, gone, rdata>>
+       [] input = "DUPLICATE" -> messages' = Taken(messages, m) /\ UNCHANGED <<answers, gone, rdata>>
        [] OTHER ->
             /\ rdata' = [rdata EXCEPT ![w].link = <<s, k>>, ![w].fence = incarnation, ![w].met = Max(@, incarnation),
                                       ![w].pending = NoPayload]
-            /\ letters' = Taken(letters, m)
+            /\ messages' = Taken(messages, m)
             /\ answers' = Posted(stale, Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
             /\ UNCHANGED gone
   /\ UNCHANGED sender
 
 \* The layout does not fit. This may be a repeated handshake: the worker's model may have changed since.
 SharedMisfit(w, s, k) ==
-  LET m == Letter(s, w, k, 0, 0)
+  LET m == Message(s, w, k, 0, 0)
       kind == IF sdata[s].incarnation < rdata[w].fence THEN "FENCED" ELSE "REFUSED" IN
-  /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ MayRead(w, k)
+  /\ m \in messages /\ ReceiverMay(rstate[w], "REJECTED") /\ MayRead(w, k)
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
   /\ Turned(w, k, m)
   /\ answers' = Posted(answers, Rejection(w, s, k, kind))
@@ -80,15 +80,15 @@ SharedMisfit(w, s, k) ==
 
 \* An update of the sender in force, or of an older one. A newer sender's waits until its Hello has been read.
 SharedUpdate(w, s, k, v) ==
-  \E m \in letters :
+  \E m \in messages :
     LET key == <<sdata[s].incarnation, v, m.p>>
         input == NameUpdate(w, key)
         again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) IN
-    /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
+    /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ MessageDue(m)
     /\ InForce(w, k) /\ key[1] <= rdata[w].fence /\ ReceiverMay(rstate[w], input)
     /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
     /\ rdata' = IF input \in {"UPDATE", "NEWER"} THEN [rdata EXCEPT ![w].pending = key] ELSE rdata
-    /\ letters' = Taken(letters, m)
+    /\ messages' = Taken(messages, m)
     /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
                     [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
                     [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer,
@@ -100,22 +100,22 @@ SharedUpdate(w, s, k, v) ==
 \* it does. An older sender's goodbye has no effect.
 SharedLinkDown(w, s, k) ==
   LET ours == Link(w) = <<s, k>> \/ (InForce(w, k) /\ ~Follows("OwnGoodbye") /\ sdata[s].incarnation # 0) IN
-  /\ ours \/ (Link(w) = NoLink /\ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
+  /\ ours \/ (Link(w) = NoLink /\ \E m \in messages : m.w = w /\ m.s = s /\ m.k = k)
   /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
   /\ ReceiverMay(rstate[w], "LINK_DOWN")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
-  /\ letters' = OffConnection(w, k)
+  /\ messages' = OffConnection(w, k)
   /\ gone' = Gone(Connection(w, k))
   /\ UNCHANGED <<sender, answers>>
 
 \* A removed rule: an older sender's update counts as a violation of the protocol.
 SharedBreach(w, s, k, v) ==
-  /\ Letter(s, w, k, v, v) \in letters /\ v # 0 /\ InForce(w, k) /\ sdata[s].incarnation < rdata[w].fence
+  /\ Message(s, w, k, v, v) \in messages /\ v # 0 /\ InForce(w, k) /\ sdata[s].incarnation < rdata[w].fence
   /\ ReceiverMay(rstate[w], "LINK_DOWN")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
-  /\ letters' = OffConnection(w, k)
+  /\ messages' = OffConnection(w, k)
   /\ gone' = Gone(Connection(w, k))
   /\ UNCHANGED <<sender, answers>>
 
@@ -135,7 +135,7 @@ SharedRefusal(s, w, k, v, kind) ==
     /\ IF ends THEN End(s, w, k, "LOST", m.fence, input)
        ELSE Took(s, input) /\ Count(s, m, "REFUSED", input) /\ UNCHANGED gone
     /\ answers' = IF ends THEN AnswersLeft(s, {w}) \ {m} ELSE Taken(answers, m)
-    /\ letters' = IF ends THEN LettersLeft(s, {w}) ELSE letters
+    /\ messages' = IF ends THEN MessagesLeft(s, {w}) ELSE messages
     /\ UNCHANGED <<slife, receiver>>
 
 -----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ SharedNext ==
 
 \* An older sender's message over the current link changes nothing for the newer one.
 OldSendersHarmNobody ==
-  [][\A m \in letters \ letters' :
+  [][\A m \in messages \ messages' :
        LET t == Link(m.w)[1] IN
        InForce(m.w, m.k) /\ sdata[m.s].incarnation < rdata[m.w].fence /\ UNCHANGED sender =>
        /\ Open(t, m.w, m.k) => rstate'[m.w] = rstate[m.w] /\ rdata'[m.w] = rdata[m.w]
@@ -185,7 +185,7 @@ OnlyItsSenderEndsIt ==
 \* A sender that hears of a newer sender over its link loses the link and keeps the fence.
 TheFencedAreTold ==
   [][\A m \in answers \ answers' :
-       LET e == sdata'[m.s].roll[m.w]
+       LET e == sdata'[m.s].members[m.w]
            own == m.inc = sdata[m.s].incarnation /\ Open(m.s, m.w, m.k) /\ Keeps(m.s)
            strays == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
        own /\ ~strays /\ m.fence > m.inc => e.standing = "LOST" /\ e.fence = m.fence]_vars

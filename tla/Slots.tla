@@ -46,7 +46,7 @@ ASSUME \E d \in Deliveries : d.name = Delivery /\ d.reorders = Reorders /\ d.dup
 Follows(rule) == rule \notin Careless
 
 Nothing == <<0, 0>>
-LinkTo(s, w) == sdata[s].roll[w].link
+LinkTo(s, w) == sdata[s].members[w].link
 PinsOf(s, w) == {pin \in pins : pin.s = s /\ pin.w = w}
 
 -----------------------------------------------------------------------------
@@ -55,7 +55,7 @@ PinsOf(s, w) == {pin \in pins : pin.s = s /\ pin.w = w}
 \* Versions whose weights the sender keeps, for joiners and for the outstanding update.
 Due(s) ==
   IF sstate[s] = Final \/ slife[s] # "alive" THEN {}
-  ELSE {sdata[s].dueAll, sdata[s].out.version} \cup {sdata[s].roll[w].due : w \in Workers}
+  ELSE {sdata[s].dueAll, sdata[s].out.version} \cup {sdata[s].members[w].due : w \in Workers}
 
 Pinned(s) == {pin.i : pin \in {q \in pins : q.s = s}}
 Kept(s) == {place[s][v] : v \in Due(s) \ {0}}
@@ -87,7 +87,7 @@ Learnt(s, w, v) == IF \E pin \in PinsOf(s, w) : pin.k = LinkTo(s, w) /\ pin.v >=
 Over(s, w, v) == {pin \in PinsOf(s, w) : IF Follows("NewerUnpins") THEN pin.v < v ELSE pin.v <= v}
 
 \* The sender's end of the link closes.
-IsDead(s, w) == <<s, w, LinkTo(s, w)>> \in dead /\ sdata[s].roll[w].standing = "UP"
+IsDead(s, w) == <<s, w, LinkTo(s, w)>> \in dead /\ sdata[s].members[w].standing = "UP"
 LetGo(s, ws) ==
   /\ pins' = {pin \in pins : ~(pin.s = s /\ pin.w \in ws)}
   /\ retired' = [retired EXCEPT ![s] = @ \cup
@@ -110,7 +110,7 @@ Send(s) ==
 \* The version due to a joiner follows its Hello, in the slot that already holds it.
 Lay(s, w) ==
   /\ Join(s, w)
-  /\ pins' = pins \cup {Shown(s, w, m.k, m.v, place[s][m.p]) : m \in {n \in letters' \ letters : n.v # 0}}
+  /\ pins' = pins \cup {Shown(s, w, m.k, m.v, place[s][m.p]) : m \in {n \in messages' \ messages : n.v # 0}}
   /\ UNCHANGED <<content, place, packing, acked, retired, dead, seen>>
 
 Call(s) ==
@@ -127,7 +127,7 @@ LoseLink(s, w) ==
      \/ \E x \in If("wrong", {s}) : GiveUp(x, w)
      \/ \E k \in Links : AnswerBye(s, w, k)
      \/ \E k \in Links, kind \in Rejections : AnswerRejected(s, w, k, kind)
-  /\ LetGo(s, IF sdata'[s].roll[w].standing \in {"LOST", "NONE"} THEN {w} ELSE {})
+  /\ LetGo(s, IF sdata'[s].members[w].standing \in {"LOST", "NONE"} THEN {w} ELSE {})
   /\ UNCHANGED <<content, place, packing, dead, seen>>
 
 CloseAll(s) ==
@@ -248,7 +248,7 @@ NoTornForward == \A w \in Workers : Len(seen[w]) = 2 => seen[w][1] = seen[w][2] 
 MayBeRead(s) ==
   LET keys == UNION {{rdata[w].served, rdata[w].pending} : w \in Workers} IN
   {place[s][key[3]] : key \in {x \in keys : x # NoPayload /\ x[1] = sdata[s].incarnation}}
-  \cup {place[s][m.p] : m \in {n \in letters : n.s = s /\ n.v # 0}}
+  \cup {place[s][m.p] : m \in {n \in messages : n.s = s /\ n.v # 0}}
 NeverRewritten ==
   [][\A s \in Senders, i \in Slots : content'[s][i] # content[s][i] => i \notin MayBeRead(s)]_slotVars
 
@@ -260,7 +260,7 @@ SlotIsFree == \A s \in Senders :
 In(m) == IF m.v = 0 THEN m ELSE [m EXCEPT !.p = IF Lies(m.s, @, 1) = Lies(m.s, @, 2) THEN Lies(m.s, @, 1) ELSE 0]
 Whole(key) == IF Half(key, 1) = Half(key, 2) THEN Half(key, 1) ELSE NoPayload
 Ack == INSTANCE AckProtocol WITH
-  letters <- {In(m) : m \in letters},
+  messages <- {In(m) : m \in messages},
   rdata <- [w \in Workers |-> [rdata[w] EXCEPT !.pending = Whole(@), !.served = Whole(@),
                                                !.live = <<Half(rdata[w].served, 1), Half(rdata[w].served, 2)>>]]
 
@@ -278,5 +278,5 @@ LostReadNothing == [][\A w \in Workers, s \in Senders :
 
 \* A slot whose worker is known to be dead is packed again.
 TheDeadKeepTheirs == [][\A s \in Senders, w \in Workers :
-  sdata'[s].roll[w].standing = "LOST" /\ pins' # pins => retired'[s] # retired[s]]_slotVars
+  sdata'[s].members[w].standing = "LOST" /\ pins' # pins => retired'[s] # retired[s]]_slotVars
 =============================================================================

@@ -78,13 +78,13 @@ TakeDown(s, w, k) ==
   /\ Laid(l) /\ down[l] # <<>>
   /\ down' = [down EXCEPT ![l] = Tail(@)]
   /\ CASE value.kind = "MESSAGE" /\ value.v = 0 ->
-            inbox' = inbox \cup {Letter(l, 0, 0)} /\ UNCHANGED landing
+            inbox' = inbox \cup {Message(l, 0, 0)} /\ UNCHANGED landing
        [] value.kind = "MESSAGE" /\ value.v # 0 ->
             landing' = [landing EXCEPT ![l] = <<value.v, 0, 0>>] /\ UNCHANGED inbox
        [] value.kind = "PIECE" ->
             landing' = [landing EXCEPT ![l] = <<@[1], @[2] + 1, serial>>] /\ UNCHANGED inbox
        [] value.kind = "LAST" ->
-            landing' = [landing EXCEPT ![l] = None] /\ inbox' = inbox \cup {Letter(l, landing[l][1], serial)}
+            landing' = [landing EXCEPT ![l] = None] /\ inbox' = inbox \cup {Message(l, landing[l][1], serial)}
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, up, sending, over>>
 
 \* A rule removed: a payload that broke off counts as whole.
@@ -92,7 +92,7 @@ LandTorn(s, w, k) ==
   LET l == <<s, w, k>> IN
   /\ ~Follows("WholeLanding")
   /\ ~Open(l) /\ landing[l] # None /\ down[l] = <<>>
-  /\ inbox' = inbox \cup {Letter(l, landing[l][1], 0)}
+  /\ inbox' = inbox \cup {Message(l, landing[l][1], 0)}
   /\ landing' = [landing EXCEPT ![l] = None]
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, down, up, sending, over>>
 
@@ -193,12 +193,12 @@ Spec == Start /\ [][Next]_vars
 
 \* A message is in transit from when it was given to its link until it is read; an update is where its last piece is.
 Unread(row, l, kind) == {row[l][i].m : i \in {j \in 1..Len(row[l]) : row[l][j].kind = kind}}
-LettersUnderWay ==
+MessagesUnderWay ==
   outbox \cup inbox \cup UNION {Unread(down, l, "LAST") \cup {m \in Unread(down, l, "MESSAGE") : m.v = 0} : l \in Ends}
 AnswersUnderWay == said \cup heard \cup UNION {Unread(up, l, "ANSWER") : l \in Ends}
 
 Ack == INSTANCE AckProtocol WITH
-  letters <- LettersUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
+  messages <- MessagesUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
   Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
   Without <- {}, Unfair <- {}
 

@@ -9,7 +9,7 @@ EXTENDS AckProtocol, Sequences, TLC, TraceData
 
 VARIABLES run, at   \* which run, and its next event
 
-traced == <<sstate, sdata, slife, blocked, rstate, rdata, letters, answers, gone, run, at>>
+traced == <<sstate, sdata, slife, blocked, rstate, rdata, messages, answers, gone, run, at>>
 
 \* The action of an event. If a sender gives up a link, its other end may have been closed or not.
 Acts(e) ==
@@ -59,7 +59,7 @@ SenderIs(s, e) ==
   LET data == sdata'[s] IN
   /\ sstate'[s] = e.st
   /\ data.incarnation = e.inc /\ data.version = e.v /\ data.dueAll = e.all
-  /\ \A w \in 1..Len(e.roll) : EntryIs(data.roll[w], e.roll[w])
+  /\ \A w \in 1..Len(e.members) : EntryIs(data.members[w], e.members[w])
   /\ e.reported => \A w \in 1..Len(e.out) :
        /\ data.out.outcomes[w] = e.out[w]
        /\ (data.out.owed[w] # 0) = (e.out[w] = "PENDING")

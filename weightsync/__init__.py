@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
     from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
-    from weightsync.schemes.peers.user_protocols import InitialSyncTransport as InitialSyncTransport
-    from weightsync.schemes.peers.user_protocols import TransportBackend as TransportBackend
+    from weightsync.schemes.peers.base import InitialSyncTransport as InitialSyncTransport
+    from weightsync.schemes.peers.base import TransportBackend as TransportBackend
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
-    from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.ray import WeightSyncActor as WeightSyncActor
     from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
     from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
     from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
@@ -86,8 +86,8 @@ _HOMES = {
     "Delivery": "protocol._tables",
     "RefusalKind": "protocol._tables",
     "State": "protocol._tables",
-    "InitialSyncTransport": "schemes.peers.user_protocols",
-    "TransportBackend": "schemes.peers.user_protocols",
+    "InitialSyncTransport": "schemes.peers.base",
+    "TransportBackend": "schemes.peers.base",
     "MPTransport": "torchrl.transports.mp",
     "NoTransport": "torchrl.transports.none",
     "SharedMemTransport": "torchrl.transports.shared",
@@ -128,7 +128,7 @@ _HOMES = {
     "RayModuleTransformReceiver": "schemes.ray_module",
     "RayModuleTransformScheme": "schemes.ray_module",
     "RayModuleTransformSender": "schemes.ray_module",
-    "WeightSyncActor": "schemes.ray_actor",
+    "WeightSyncActor": "schemes.ray",
     "WeightSyncBackend": "schemes.registry",
     "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "torchrl.transports.rpc",

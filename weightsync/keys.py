@@ -23,8 +23,7 @@ class SharedKey:
     Args:
         secret: at least one byte. Use ``secrets.token_hex(32)`` to generate one.
 
-    Raises:
-        ConfigurationError: it is empty, or neither bytes nor str.
+    Raises ConfigurationError: it is empty, or neither bytes nor str.
     """
 
     __slots__ = ("_secret",)
@@ -40,8 +39,7 @@ class SharedKey:
     def given(cls, key: SharedKey | bytes | str | None) -> Self | SharedKey | None:
         """Return the given key, else the one in the environment, else None.
 
-        Raises:
-            ConfigurationError: it is empty, or neither bytes nor str.
+        Raises ConfigurationError: it is empty, or neither bytes nor str.
         """
         if isinstance(key, SharedKey):
             return key

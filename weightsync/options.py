@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import enum
-from typing import TypeVar
+from typing import NoReturn
 
 from weightsync.errors import ConfigurationError
 
 
-class OnFailure(enum.Enum):
+class Option(enum.Enum):
+    """An option: ``Kind(value)`` takes a member or its value, and raises ConfigurationError for anything else."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        names = ", ".join(repr(member.value) for member in cls)
+        name = _ARGUMENTS.get(cls.__name__, cls.__name__)
+        raise ConfigurationError(f"{name}={value!r} is unknown: choose one of {names}. Nothing has changed.")
+
+
+class OnFailure(Option):
     """What a blocking call does when a worker fails."""
 
     #: Raise the exception that carries the report, once every other worker has been served.
@@ -17,7 +27,7 @@ class OnFailure(enum.Enum):
     REPORT = "report"
 
 
-class OnPending(enum.Enum):
+class OnPending(Option):
     """What a send does while an earlier update is outstanding."""
 
     #: Raise StateError.
@@ -28,7 +38,7 @@ class OnPending(enum.Enum):
     SUPERSEDE = "supersede"
 
 
-class Verify(enum.Enum):
+class Verify(Option):
     """What a receiver checks before it applies a version."""
 
     #: Layout and length, and the digest of what travelled. Weights that lie in memory which trainer and worker share
@@ -40,31 +50,12 @@ class Verify(enum.Enum):
     LAYOUT = "layout"
 
 
-class WireDtype(enum.Enum):
+class WireDtype(Option):
     """The floating dtype that weights are cast to before they are sent, if theirs is wider."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
-
-
-Option = TypeVar("Option", bound=enum.Enum)
-
-
-def option(kind: type[Option], value: Option | str) -> Option:
-    """Convert an option, given as a member of ``kind`` or as its value, to the member.
-
-    Raises:
-        ConfigurationError: there is no such member.
-    """
-    if isinstance(value, kind):
-        return value
-    try:
-        return kind(value)
-    except ValueError:
-        names = ", ".join(repr(member.value) for member in kind)
-        name = _ARGUMENTS.get(kind, kind.__name__)
-        raise ConfigurationError(f"{name}={value!r} is unknown: choose one of {names}. Nothing has changed.") from None
 
 
 def switch(value: bool, argument: str) -> bool:
@@ -78,4 +69,9 @@ def switch(value: bool, argument: str) -> bool:
     return value
 
 
-_ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify", WireDtype: "wire_dtype"}
+_ARGUMENTS = {
+    "OnFailure": "on_failure",
+    "OnPending": "on_pending",
+    "Verify": "verify",
+    "WireDtype": "wire_dtype",
+}

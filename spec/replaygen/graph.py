@@ -110,12 +110,12 @@ def _by_label(edge: tuple[Label, World]) -> list[str]:
 def _step(spot: Spot, label: Label, after: World) -> Step:
     before = spot.world
     waiting = dict(spot.waiting)
-    for m in after.letters - before.letters:
+    for m in after.messages - before.messages:
         waiting[m.s, m.w] = waiting.get((m.s, m.w), 0) + 1
     for m in after.answers - before.answers:
         waiting[m.s, m.w] = max(waiting.get((m.s, m.w), 0) - 1, 0)
     if label[0] == Action.JOIN:
-        waiting[label[1], label[2]] = sum(m.s == label[1] and m.w == label[2] for m in after.letters)
+        waiting[label[1], label[2]] = sum(m.s == label[1] and m.w == label[2] for m in after.messages)
     gone = {pair: why for pair, why in spot.gone if pair in after.gone}
     for pair in after.gone - before.gone:
         gone[pair] = _closed(label, spot, pair)
@@ -186,9 +186,9 @@ def machines(world: World) -> tuple[list[Any], list[Any]]:
 
 
 def _sender(state: str, data: Sender) -> tuple[Any, ...]:
-    roll = tuple(None if entry.standing == "NONE" else tuple(entry) for entry in data.roll)
+    members = tuple(None if entry.standing == "NONE" else tuple(entry) for entry in data.members)
     last = (data.out.version, data.out.owed, data.out.outcomes)
-    return (state, data.incarnation, data.version, data.dueAll, roll, last)
+    return (state, data.incarnation, data.version, data.dueAll, members, last)
 
 
 def _receiver(state: str, data: Receiver) -> tuple[Any, ...]:

@@ -18,19 +18,10 @@ LONG = {
     "schemes/base.py": "`WeightSyncScheme` has TorchRL's verbs, with their documentation, in one class",
     "protocol/sender.py": "a role's values, guards and step are in one file",
     "transports/store/worker.py": "two threads that share one state: what one does, the other relies on",
-    "schemes/rendezvous.py": "how both sides find each other is in one file",
 }
 #: Modules under 40 lines, and why each is a file of its own. The list may only shrink: write no new one.
 SHORT = {
     "__main__.py": "`python -m weightsync` looks for it",
-    "cli/_verify_display.py": "each command has its display in a file beside it",
-    "model/record.py": "a verdict as JSON, which neither the runner nor the display needs",
-    "testing/scenarios.py": "joins the lists of scenarios, which know nothing of each other",
-    "testing/script.py": "what a scenario is: each list of scenarios imports it",
-    "torchrl/collectors.py": "imported for its effect, so it holds nothing else",
-    "torchrl/transports/facade.py": "joins the sending and the receiving half, which know nothing of each other",
-    "torchrl/updaters/introducing.py": "registers a class with any library, and knows nothing of updaters",
-    "transports/unmet.py": "shared by the link and the mailbox of a pipe",
 }
 
 

@@ -28,15 +28,9 @@ from weightsync.bench.processes import Ask, Failure, Workers, failures_told
 from weightsync.bench.schemes import Sending, make_scheme, serve_requests, variants
 from weightsync.bench.settings import START_TIMEOUT, BenchError, Payload, SchemeName
 
-# ------------------------------------------------------------------------------------------------- torch's RPC
-
 
 class RpcWorld:
-    """A world of torch's RPC with the trainer and the most workers that any case needs.
-
-    Args:
-        workers: how many.
-    """
+    """A world of torch's RPC with the trainer and the most workers that any case needs."""
 
     def __init__(self, workers: int) -> None:
         self._cleanup = contextlib.ExitStack()
@@ -191,15 +185,8 @@ def digest_of_flat() -> str:
     return digest_of(*_flat)
 
 
-# ------------------------------------------------------------------------------------------------------ Ray
-
-
 class RayCluster:
-    """Ray with the most actors that any case needs. It is started here unless it already runs in this process.
-
-    Args:
-        workers: how many actors.
-    """
+    """Ray with the most actors that any case needs. It is started here unless it already runs in this process."""
 
     def __init__(self, workers: int) -> None:
         import ray  # noqa: PLC0415 - an extra that takes seconds to import

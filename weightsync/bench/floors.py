@@ -33,10 +33,7 @@ class Local(Contender):
     """A floor inside the trainer.
 
     Args:
-        name: which.
-        copy: does it once.
         target: what holds the bytes afterwards.
-        source: what they are copied from.
     """
 
     def __init__(self, name: Floor, copy: Callable[[], object], target: Tensor, source: Tensor) -> None:
@@ -60,10 +57,7 @@ class Remote(Local):
     """A floor between the trainer and worker processes, which several such floors share.
 
     Args:
-        name: which.
-        shared: the processes.
         request: what the workers do; for `_ANNOUNCED`, before each send.
-        send: does it once.
     """
 
     def __init__(self, name: Floor, shared: FloorWorkers, request: bytes, send: Callable[[], object]) -> None:
@@ -86,7 +80,6 @@ class FloorWorkers:
 
     Args:
         situation: how many, and which bytes.
-        gloo: whether they also make a process group with the trainer.
     """
 
     def __init__(self, situation: Situation, gloo: bool) -> None:

@@ -95,9 +95,6 @@ def ratio(case: Case, measured: Measured, noise_limit: float) -> Ratio:
     return Ratio(measured, floor, floor is not None and floor.spread > noise_limit)
 
 
-# --------------------------------------------------------------------------------------------------- targets
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a scheme should cost.
@@ -226,9 +223,6 @@ def _reached(value: float, limit: float) -> Verdict:
     return Verdict.REACHED if value <= limit else Verdict.MISSED
 
 
-# ----------------------------------------------------------------------------------------------------- noise
-
-
 def noise(results: Results) -> list[str]:
     """Which floors were too noisy for a ratio to mean anything; empty if none was."""
     said = []
@@ -241,9 +235,6 @@ def noise(results: Results) -> list[str]:
         if noisy:
             said.append(f"{case.payload}, {case.workers} workers: {', '.join(noisy)}")
     return said
-
-
-# ------------------------------------------------------------------------------------------------ comparison
 
 
 @dataclass(frozen=True, slots=True)

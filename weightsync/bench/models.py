@@ -18,11 +18,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class PayloadModel(nn.Module):
-    """A model without a forward: so many float32 parameters with so many bytes in all.
-
-    Args:
-        payload: how many of each.
-    """
+    """A model without a forward: so many float32 parameters with so many bytes in all."""
 
     def __init__(self, payload: Payload) -> None:
         super().__init__()
@@ -35,8 +31,7 @@ class PayloadModel(nn.Module):
 def make_model(payload: Payload, device: str) -> nn.Module:
     """Make a payload's model on a device. Its values are arbitrary.
 
-    Raises:
-        ConfigurationError: the user's factory cannot be imported, or makes no module.
+    Raises ConfigurationError: the user's factory cannot be imported, or makes no module.
     """
     model = _user_model(payload.factory) if payload.factory else PayloadModel(payload)
     return model.to(device)
@@ -84,12 +79,7 @@ def digest_of_model(model: nn.Module) -> str:
 
 
 class Source:
-    """The trainer's weights: as a model, and as the same number of bytes in one flat tensor for the floors.
-
-    Args:
-        payload: the model to make.
-        device: where both are.
-    """
+    """The trainer's weights: as a model, and as the same number of bytes in one flat tensor for the floors."""
 
     def __init__(self, payload: Payload, device: str) -> None:
         self.model = make_model(payload, device)
@@ -118,11 +108,7 @@ class Source:
 
 
 def compare_digests(name: str, sent: str, found: Mapping[int, str]) -> None:
-    """Check that each worker has the weights that were sent.
-
-    Raises:
-        BenchError: one has others.
-    """
+    """Check that each worker has the weights that were sent. Raises BenchError: one has others."""
     wrong = [str(worker) for worker, digest in found.items() if digest != sent]
     if wrong:
         raise BenchError(

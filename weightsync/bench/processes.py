@@ -47,14 +47,7 @@ def start_forkserver(modules: Sequence[str]) -> None:
 
 
 class Workers:
-    """Worker processes on this machine, each with a pipe for requests. The first answer of each is "ready".
-
-    Args:
-        name: of the contender that they work for, for errors.
-        work: a function of a module, called in each process with its end of the pipe and its own arguments.
-        arguments: one tuple a worker.
-        method: how the processes are started.
-    """
+    """Worker processes on this machine, each with a pipe for requests. The first answer of each is "ready"."""
 
     def __init__(
         self, name: str, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]], method: str = "forkserver"
@@ -72,19 +65,14 @@ class Workers:
     def start(self) -> None:
         """Start the processes. They have not said that they are ready yet.
 
-        Raises:
-            BenchError: a process could not be started.
+        Raises BenchError: a process could not be started.
         """
         for process, far in zip(self.processes, self._far_ends, strict=True):
             with far:  # closed in this process, so that the pipe ends with the worker
                 process.start()
 
     def gather(self) -> dict[int, Any]:
-        """The next answer of each worker.
-
-        Raises:
-            BenchError: one failed, ended, or did not answer.
-        """
+        """The next answer of each worker. Raises BenchError: one failed, ended, or did not answer."""
         return {index: self.answer_of(index) for index in range(len(self.channels))}
 
     def ask(self, request: Ask) -> dict[int, Any]:

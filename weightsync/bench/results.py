@@ -1,9 +1,12 @@
-"""Results: what was measured in each case, on what machine; as JSON, and back."""
+"""Results: what was measured in each case, and on what machine; as JSON, and back."""
 
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 import json
+import os
+import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -141,8 +144,7 @@ class Results:
     def joined(self, later: Results) -> Results:
         """These results with those of a later run on the same machine.
 
-        Raises:
-            ConfigurationError: the machine, or a version of a library, is another.
+        Raises ConfigurationError: the machine, or a version of a library, is another.
         """
         ours, theirs = dict(self.machine), dict(later.machine)
         differ = sorted(name for name in {*ours, *theirs} - {"note"} if ours.get(name) != theirs.get(name))
@@ -153,11 +155,7 @@ class Results:
         return replace(later, machine=theirs, cases=(*(c for c in self.cases if c.key not in new), *later.cases))
 
     def write(self, path: Path) -> None:
-        """Write the JSON.
-
-        Raises:
-            ConfigurationError: the file cannot be written.
-        """
+        """Write the JSON. Raises ConfigurationError: the file cannot be written."""
         record = {"schema": SCHEMA, **asdict(self)}
         text = json.dumps(record, indent=1, default=_plain) + "\n"
         try:
@@ -167,11 +165,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Read the JSON.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or is not what `write` wrote.
-        """
+        """Read the JSON. Raises ConfigurationError: the file cannot be read, or is not what `write` wrote."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             schema = record["schema"]
@@ -197,3 +191,54 @@ def _measured(records: Iterable[Mapping[str, Any]]) -> Iterable[Measured]:
     for record in records:
         label = record["label"]
         yield Measured(**{**record, "label": Label(label["name"], Kind(label["kind"]), label["verify"])})
+
+
+#: Distributions whose versions matter to the times.
+_LIBRARIES = ("weightsync", "torch", "tensordict", "torchrl", "ray")
+
+
+def describe(device: str) -> Mapping[str, str]:
+    """What the machine is: processor, cores, memory, GPU, and the versions of what is measured."""
+    facts = {
+        "processor": _first("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": _gibibytes(_first("/proc/meminfo", "MemTotal")),
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "python": platform.python_version(),
+    }
+    if "cuda" in device:
+        import torch  # noqa: PLC0415 - takes seconds, and describing a CPU needs none of it
+
+        facts["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {**facts, **{name: version for name in _LIBRARIES if (version := _version(name))}}
+
+
+def available_memory() -> int:
+    """The bytes of memory that processes can still have."""
+    said = _first("/proc/meminfo", "MemAvailable")
+    return int(said.partition(" ")[0]) * 1024 if said else 0
+
+
+def installed(name: str) -> bool:
+    """Whether a distribution is installed."""
+    return _version(name) is not None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first(path: str, field: str) -> str:
+    """The value of the first line of a file of ``field: value`` lines that is about the field; or nothing."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+
+
+def _gibibytes(kilobytes: str) -> str:
+    return f"{int(kilobytes.partition(' ')[0]) / 2**20:.0f} GiB" if kilobytes else "unknown"

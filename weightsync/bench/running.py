@@ -10,13 +10,12 @@ from typing import Protocol
 import torch
 from torch import distributed
 
-from weightsync.bench import machine
 from weightsync.bench.call_schemes import RayCluster, RpcWorld
 from weightsync.bench.contenders import Backend, Contender, Situation
 from weightsync.bench.floors import cpu_floors, cuda_floors
 from weightsync.bench.models import Source, compare_digests
 from weightsync.bench.processes import environment, start_forkserver
-from weightsync.bench.results import Case, Label, Measured, Results
+from weightsync.bench.results import Case, Label, Measured, Results, available_memory, describe, installed
 from weightsync.bench.schemes import default_verify, process_schemes, variants
 from weightsync.bench.settings import BenchError, Device, Payload, SchemeName, Settings
 from weightsync.bench.torchrl_schemes import torchrl_schemes
@@ -48,11 +47,6 @@ class Progress(Protocol):
 def run(settings: Settings, progress: Progress, note: str = "") -> Results:
     """Measure every payload with every number of workers. All processes have ended when this returns or raises.
 
-    Args:
-        settings: what to measure.
-        progress: is told how it goes.
-        note: on the machine, kept with the results.
-
     Raises:
         BenchError: a worker ended, or weights did not arrive.
         ConfigurationError: nothing of what was chosen can be measured here, or the model's factory is wrong.
@@ -65,7 +59,7 @@ def run(settings: Settings, progress: Progress, note: str = "") -> Results:
     cases = [(payload, workers) for payload in settings.payloads for workers in settings.workers]
     progress.began(len(cases))
     threads = torch.get_num_threads()
-    facts = dict(machine.describe(settings.device.value))
+    facts = dict(describe(settings.device.value))
     with environment(_ENVIRONMENT), _backends(settings, left_out) as backends:
         torch.set_num_threads(settings.threads)
         try:
@@ -83,9 +77,9 @@ def missing(settings: Settings) -> dict[str, str]:
     why = {}
     cuda = settings.device is not Device.CPU
     for name in settings.schemes:
-        if name.is_torchrl and not machine.installed("torchrl"):
+        if name.is_torchrl and not installed("torchrl"):
             why[name.value] = "TorchRL is not installed (weightsync[torchrl])"
-        elif name is SchemeName.RAY and not machine.installed("ray"):
+        elif name is SchemeName.RAY and not installed("ray"):
             why[name.value] = "Ray is not installed (weightsync[ray])"
         elif name is SchemeName.DISTRIBUTED and not (distributed.is_available() and distributed.is_gloo_available()):
             why[name.value] = "this torch has no gloo"
@@ -147,7 +141,7 @@ def _too_large(situation: Situation) -> str:
     fleets = sum(1 if name.is_torchrl else len(variants(situation)) for name in chosen)
     # The floors' copies; two slots or buffers a fleet; a worker's own copy, and what is under way to some of them.
     needed = int(situation.source.nbytes * (4 + 2 * fleets + 1.25 * (fleets + 1) * situation.workers))
-    left = machine.available_memory()
+    left = available_memory()
     if needed <= left * _SHARE_OF_MEMORY:
         return ""
     return f"takes about {needed / 2**30:.0f} GiB and {left / 2**30:.0f} GiB are free: choose fewer schemes or workers"

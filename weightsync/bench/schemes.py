@@ -27,14 +27,7 @@ _PAUSE = 0.2
 
 
 class Sending(Contender):
-    """A scheme of weightsync, set up, with the trainer's sender. Subclasses know how to ask the workers.
-
-    Args:
-        name: of the scheme.
-        verify: the value of ``verify=``.
-        situation: what is sent to how many.
-        sender: sends it.
-    """
+    """A scheme of weightsync, set up, with the trainer's sender. Subclasses know how to ask the workers."""
 
     def __init__(self, name: SchemeName, verify: str, situation: Situation, sender: WeightSender) -> None:
         self.label = Label(name.value, Kind.SCHEME, verify)
@@ -55,13 +48,7 @@ class Sending(Contender):
 
 
 class ProcessScheme(Sending):
-    """A scheme with worker processes of its own, each with a copy of the scheme.
-
-    Args:
-        name: of the scheme.
-        verify: the value of ``verify=``.
-        situation: what is sent to how many.
-    """
+    """A scheme with worker processes of its own, each with a copy of the scheme."""
 
     def __init__(self, name: SchemeName, verify: str, situation: Situation) -> None:
         scheme = make_scheme(name, verify)
@@ -93,11 +80,7 @@ class ProcessScheme(Sending):
 
 
 class AsyncReturn(Contender):
-    """How long `send_async()` of a scheme takes to return. What it sent is awaited before the next one, untimed.
-
-    Args:
-        scheme: whose sender and workers it uses, when that is not sending.
-    """
+    """How long `send_async()` of a scheme takes to return. What it sent is awaited before the next one, untimed."""
 
     def __init__(self, scheme: Sending) -> None:
         self.label = Label(scheme.label.name, Kind.ASYNC, scheme.label.verify)

@@ -34,12 +34,7 @@ class _Queues:
 
 
 class TorchRLScheme(Contender):
-    """A scheme of TorchRL with worker processes of its own. A send ends when each worker's answer is there.
-
-    Args:
-        name: which.
-        situation: what is sent to how many.
-    """
+    """A scheme of TorchRL with worker processes of its own. A send ends when each worker's answer is there."""
 
     def __init__(self, name: SchemeName, situation: Situation) -> None:
         self.label = Label(name.value, Kind.TORCHRL)

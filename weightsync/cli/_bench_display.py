@@ -38,11 +38,7 @@ _STYLES = {
 
 
 class Display:
-    """Shows how a run goes.
-
-    Args:
-        screen: where.
-    """
+    """Shows how a run goes."""
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen

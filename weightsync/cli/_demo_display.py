@@ -125,9 +125,6 @@ def _link(state: RunState, index: int) -> str:
     return entry.link_state.value if entry else "none"
 
 
-# ------------------------------------------------------------------------------------------------- live
-
-
 def panel(state: RunState, width: int, height: int) -> RenderableType:
     """The current state of a run, as a panel of the given width; on a low terminal the chart is lower."""
     notes = [Text(note.splitlines()[0], style="yellow") for note in state.notes[-_NOTES_SHOWN:]]
@@ -219,9 +216,6 @@ def _syncs(state: RunState) -> Table:
     ):
         grid.add_row(Text(label, style="dim"), words)
     return grid
-
-
-# ---------------------------------------------------------------------------------------------- summary
 
 
 def proof_table(result: Result) -> Table:

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from weightsync.bench import Device, Results, SchemeName, Settings
-from weightsync.bench.plotting import plot as draw
-from weightsync.bench.plotting import require_matplotlib
+from weightsync.bench.reporting import plot as draw
+from weightsync.bench.reporting import require_matplotlib
 from weightsync.bench.settings import DEFAULT_VERIFY, listed, members, numbers, payloads
 from weightsync.cli._bench_display import Display, show, show_compared
 from weightsync.cli.check import console, ended_by_signals

@@ -1,8 +1,8 @@
 """The demo: train a policy while worker processes act with the weights they receive.
 
-    settings   the options of a run                learning   the policy and its training (PPO)
-    state      the progress and result of a run    worker     what a worker process does
-    trainer    the training loop and its sends     workers    starting, querying and ending the workers
+    state      the options, progress and result    learning   the policy and its training (PPO)
+    trainer    the training loop and its sends     worker     what a worker process does
+                                                   workers    starting, querying and ending the workers
 
 `trainer` and `worker` show how to use weightsync on either side. The demo uses only the public API.
 """
@@ -16,8 +16,17 @@ import signal
 from multiprocessing import forkserver, resource_tracker
 
 from weightsync import MissingExtraError
-from weightsync.demo.settings import SchemeName, Settings
-from weightsync.demo.state import Phase, Proof, Result, RunState, Verdict, WorkerResult, WorkerState
+from weightsync.demo.state import (
+    Phase,
+    Proof,
+    Result,
+    RunState,
+    SchemeName,
+    Settings,
+    Verdict,
+    WorkerResult,
+    WorkerState,
+)
 
 __all__ = [
     "Phase",

@@ -98,11 +98,7 @@ class Chunk:
 
 
 class Learner:
-    """The policy and its optimiser.
-
-    Args:
-        seed: for the first weights and for the order of minibatches.
-    """
+    """The policy and its optimiser."""
 
     def __init__(self, seed: int) -> None:
         torch.set_num_threads(1)

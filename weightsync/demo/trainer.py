@@ -13,8 +13,7 @@ import numpy as np
 import weightsync
 from weightsync import OutcomeKind, State, SyncReport, WorkerLostError
 from weightsync.demo.learning import Chunk, Learner
-from weightsync.demo.settings import START_TIMEOUT, WORKER_TIMEOUT, SchemeName
-from weightsync.demo.state import Phase, Proof, Result, RunState, judge
+from weightsync.demo.state import START_TIMEOUT, WORKER_TIMEOUT, Phase, Proof, Result, RunState, SchemeName, judge
 from weightsync.demo.worker import Failure, Request
 from weightsync.demo.workers import Answer, ProcessWorkers, RayWorkers, start_workers
 
@@ -58,14 +57,7 @@ def make_scheme(name: SchemeName) -> weightsync.WeightSyncScheme:
 
 
 class Trainer:
-    """One run, with workers that have started.
-
-    Args:
-        state: is updated during the run.
-        learner: trains the policy.
-        workers: the workers.
-        scheme: sends them the weights.
-    """
+    """One run, with workers that have started."""
 
     def __init__(
         self,
@@ -139,8 +131,6 @@ class Trainer:
         while asked - self._gone.keys() - self._proofs.keys() and self._listen(until):
             pass
 
-    # ----------------------------------------------------------------------------------------- sending
-
     def _publish(self) -> None:
         """Send the policy as the next version, blocking or not as the settings say."""
         if not self._settings.overlap:
@@ -189,8 +179,6 @@ class Trainer:
             self._lost[index] = lost[index]
             version = self._sender.version
             self._state.notes.append(f"report of version {version}: worker {index} is LOST ({lost[index]})")
-
-    # -------------------------------------------------------------------------------------- experience
 
     def _collect(self, until: float) -> list[Chunk]:
         """Wait for one batch of experience. Empty: time is up, no worker is left, or none has answered for too long."""

@@ -17,8 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from weightsync import SenderClosed, TransportError, WeightReceiver, WeightSyncActor, WeightSyncScheme
 from weightsync.demo.learning import Bools, Chunk, Floats, Ints, Policy
-from weightsync.demo.settings import CHUNK_STEPS, ENVIRONMENTS, MODEL_ID, START_TIMEOUT, SchemeName, Settings
-from weightsync.demo.state import Proof
+from weightsync.demo.state import CHUNK_STEPS, ENVIRONMENTS, MODEL_ID, START_TIMEOUT, Proof, SchemeName, Settings
 
 #: How many seconds a worker waits for a new version before it checks for a request.
 _PAUSE = 0.002
@@ -41,12 +40,7 @@ class Failure:
 
 
 class Rollout:
-    """A policy that acts in its own environments.
-
-    Args:
-        index: the worker's id.
-        settings: the run's settings.
-    """
+    """A policy that acts in its own environments."""
 
     def __init__(self, index: int, settings: Settings) -> None:
         torch.set_num_threads(1)
@@ -99,9 +93,6 @@ def work(
     """Run worker process `index` until it is asked to stop or the trainer is gone.
 
     Args:
-        index: the worker's id.
-        settings: the run's settings.
-        scheme: this process's copy of the trainer's scheme.
         channel: carries requests and answers, but no weights; the first answer is this process's id.
         rpc_address: the rendezvous address of torch's RPC, for that scheme; else None.
     """

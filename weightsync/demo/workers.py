@@ -18,8 +18,7 @@ from torch import nn
 
 from weightsync import MissingExtraError, TransportError, WeightSyncScheme
 from weightsync.demo.learning import Chunk
-from weightsync.demo.settings import MODEL_ID, START_TIMEOUT, SchemeName, Settings
-from weightsync.demo.state import Proof
+from weightsync.demo.state import MODEL_ID, START_TIMEOUT, Proof, SchemeName, Settings
 from weightsync.demo.worker import Failure, RayWorker, Request, join_rpc, rpc_name, work
 
 #: An answer of a worker. The first one is its process id; None means that the worker has ended.

@@ -8,11 +8,12 @@ import traceback
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.engine.served_model import Ready, ServedModel
+from weightsync.engine.serving_lock import Ready, ServedModel
 from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
-from weightsync.protocol.messages import Ack, Refusal, Update, slot_digest
+from weightsync.protocol.codec import slot_digest
+from weightsync.protocol.messages import Ack, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import NoRoom, Slot
 from weightsync.weights.target import Mode, SwapBroken, Target
@@ -135,7 +136,7 @@ class Applier:
         try:
             # Asked before the swap: no code of the user's may run between the swap and APPLIED.
             reader = self._listening.background_reader
-            hands_on = reader is not None and reader.hands_on()
+            relays = reader is not None and reader.relays()
             target.swap(ready.staged)
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error
@@ -145,7 +146,7 @@ class Applier:
         self._served.staged = None
         self._served.applied = ready.pending.update.digest
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
-        self._driver.take(pure.Defer(ack) if hands_on else pure.Applied(ack))
+        self._driver.take(pure.Defer(ack) if relays else pure.Applied(ack))
         self._decided()
         return True
 

@@ -26,7 +26,7 @@ logger = logging.getLogger("weightsync")
 JOIN_SECONDS: Final = 10.0
 
 #: Passes the version served on to other workers, and returns the report; None: there is none.
-HandOn = Callable[[], SyncReport | None]
+RelayCall = Callable[[], SyncReport | None]
 
 
 class _Before(Hook):
@@ -60,13 +60,13 @@ class Background:
     Args:
         receiver: its links are read. Its model's forwards are guarded if that is a module; use
             ``with receiver.serving():`` around code that bypasses ``__call__``.
-        hand_on: called before each version goes live. Returns a function that passes the version on to other workers
+        relay: called before each version goes live. Returns a function that passes the version on to other workers
             before it is acked; None: there are no such workers.
     """
 
-    def __init__(self, receiver: WeightReceiver, hand_on: Callable[[], HandOn | None]) -> None:
+    def __init__(self, receiver: WeightReceiver, relay: Callable[[], RelayCall | None]) -> None:
         self._receiver = receiver
-        self._hand_on = hand_on
+        self._relay = relay
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -76,10 +76,8 @@ class Background:
         self.decided_before = receiver.driver.data.decided
         #: The version that the last `receive` reported.
         self._reported: object = None
-        self._next: HandOn | None = None
+        self._next: RelayCall | None = None
         forget_after_fork(self)
-
-    # ---------------------------------------------------------------------------------- starting and ending
 
     def start(self) -> None:
         """Become the receiver's background reader, guard its model and start to read."""
@@ -135,8 +133,6 @@ class Background:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
-    # -------------------------------------------------------------------------------------------- the guard
-
     def model_set(self, model: Any) -> None:
         """Guard this model from now on, and no longer the one before."""
         self._unguard()
@@ -151,8 +147,6 @@ class Background:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    # ------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         waker = self._receiver.driver.waker
@@ -183,7 +177,7 @@ class Background:
         receiver = self._receiver
         receiver.receive_and_apply_here()
         if receiver.driver.deferring:
-            self._hand_over()
+            self._relay_and_ack()
         self._news_of()
 
     def _over(self) -> bool:
@@ -201,8 +195,6 @@ class Background:
             self._error = error or self._error
             self._news.notify_all()
 
-    # ---------------------------------------------------------------------------------------- the receiver's
-
     def link_added(self) -> None:
         """Read the new link too. The loss of the link before is not reported any more."""
         with self._news:
@@ -215,14 +207,14 @@ class Background:
             self._news.notify_all()
         self._receiver.driver.waker.fire()
 
-    def hands_on(self) -> bool:
+    def relays(self) -> bool:
         """Whether the version that is about to go live is passed on before it is acked."""
-        self._next = self._hand_on()
+        self._next = self._relay()
         return self._next is not None
 
-    def _hand_over(self) -> None:
-        hand_on, self._next = self._next, None
-        nested = hand_on() if hand_on is not None else None
+    def _relay_and_ack(self) -> None:
+        relay, self._next = self._next, None
+        nested = relay() if relay is not None else None
         driver = self._receiver.driver
         driver.take(receiving.SendAck(nested))
         driver.waker.fire()
@@ -244,8 +236,7 @@ class Background:
     def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``met()``, which is called whenever something has happened; False: time is up.
 
-        Raises:
-            TransportError, WeightSyncError: as `receive`.
+        Raises TransportError, WeightSyncError: as `receive`.
         """
         while True:
             if not self.running and self._error is None and self._receiver.broken is None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import abc
+import enum
 import multiprocessing.context
 import operator
+import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Protocol, Self
 
+from weightsync.engine.packer import Packer, Sources
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.services import SchemeServices
 from weightsync.errors import ConfigurationError
 from weightsync.protocol._tables import State
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
-from weightsync.weights.context import held
+from weightsync.weights.target import Mode
 
 
 class Context:
@@ -28,11 +33,7 @@ class Context:
         self._held = held(context)
 
     def __call__(self) -> Any:
-        """The object; None: there is none.
-
-        Raises:
-            ConfigurationError: it was collected.
-        """
+        """The object; None: there is none. Raises ConfigurationError: it was collected."""
         return self._held()
 
 
@@ -42,9 +43,6 @@ class Participant(abc.ABC):
     Copied, deep-copied or pickled, it becomes `uninitialized`: a copy carries the configuration, and neither owes nor
     awaits an answer. Pipe ends are carried only while multiprocessing spawns a process. In a forked child every
     inherited participant counts as a copy.
-
-    Args:
-        scheme: the scheme that wires it.
     """
 
     _driver: SenderDriver | ReceiverDriver
@@ -74,8 +72,7 @@ class Participant(abc.ABC):
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Set the object on which models are found (referenced weakly), and which model is meant.
 
-        Raises:
-            StateError: another model's id is given after the links were laid.
+        Raises StateError: another model's id is given after the links were laid.
         """
         if model_id is not None and model_id != self._model_id:
             if self.state is not State.UNINITIALIZED:
@@ -141,12 +138,7 @@ def pipes_travel() -> bool:
 def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
     """The worker's id as an int; numpy's integers are accepted.
 
-    Args:
-        worker_id: the value given.
-        argument: the name of the argument.
-
-    Raises:
-        ConfigurationError: it is not an int of 0 or more.
+    Raises ConfigurationError: it is not an int of 0 or more.
     """
     number = _whole(worker_id)
     if number is None:
@@ -159,13 +151,7 @@ def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
 def require_whole(value: Any, argument: str, what: str) -> int:
     """The value as an int of 0 or more; numpy's integers are accepted.
 
-    Args:
-        value: the value given.
-        argument: the name of the argument.
-        what: what it stands for.
-
-    Raises:
-        ConfigurationError: it is no int of 0 or more.
+    Raises ConfigurationError: it is no int of 0 or more.
     """
     number = _whole(value)
     if number is None:
@@ -176,8 +162,7 @@ def require_whole(value: Any, argument: str, what: str) -> int:
 def expected_number(value: Any) -> int | None:
     """The value of ``expected_workers`` as an int; None: none was given.
 
-    Raises:
-        ConfigurationError: it is no number of workers.
+    Raises ConfigurationError: it is no number of workers.
     """
     return None if value is None else require_whole(value, "expected_workers", "the number of workers")
 
@@ -191,14 +176,81 @@ def _whole(value: Any) -> int | None:
 
 
 def require_name(value: Any, argument: str) -> str:
-    """The value, checked to be a str that is not empty.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """The value, checked to be a str that is not empty. Raises ConfigurationError: it is not."""
     if not isinstance(value, str) or not value:
         raise ConfigurationError(
             f"{argument}= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "
             "Nothing has changed."
         )
     return value
+
+
+class Missing(enum.Enum):
+    """The value of an attribute that a context does not have."""
+
+    MISSING = "missing"
+
+
+MISSING: Final = Missing.MISSING
+
+
+def optional(context: Any, name: str) -> Any:
+    """Return the context's attribute, or MISSING if it has none of that name."""
+    try:
+        return getattr(context, name)
+    except AttributeError:
+        return MISSING
+
+
+def held(context: Any) -> Callable[[], Any]:
+    """Return a function that returns the context, without keeping it alive.
+
+    A context that does not support weak references is kept alive.
+
+    Raises (the returned function):
+        ConfigurationError: the context was garbage-collected.
+    """
+    if context is None:
+        return lambda: None
+    try:
+        reference = weakref.ref(context)
+    except TypeError:
+        return lambda: context
+    kind = type(context).__name__
+    return lambda: _alive(reference(), kind)
+
+
+def _alive(context: Any, kind: str) -> Any:
+    if context is None:
+        raise ConfigurationError(
+            f"the context (a {kind}) was garbage-collected, because a scheme keeps only a weak reference to it. Keep "
+            "it alive while weights are sent."
+        )
+    return context
+
+
+class SchemeServices(Sources, Protocol):
+    """A scheme, as its senders and receivers see it."""
+
+    @property
+    def apply_mode(self) -> Mode:
+        """How arrived weights become live."""
+
+    @property
+    def packer(self) -> Packer:
+        """A new packer, with the type of buffer that suits the scheme's links."""
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link over ``endpoint`` (a pipe's end, or a context that has one) to ``peer``, a name for messages."""
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Call ``accept`` with each link over which a sender reaches us at ``endpoint``, including the first.
+
+        It may be called at once, and later from any thread. Call the returned function to stop listening.
+        """
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe behind ``endpoint``."""
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """One of TorchRL's transport classes over ``receiver``, which listens at ``endpoint``."""

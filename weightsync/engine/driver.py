@@ -7,11 +7,17 @@ worker was last heard from.
 from __future__ import annotations
 
 import logging
+import signal
 import threading
+
+# The functions of `signal` convert each number to an enum, which is most of what a shield would cost.
+from _signal import getsignal  # type: ignore[import-not-found]
+from _signal import signal as set_handler
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from types import FrameType, TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 from weightsync.clock import Stopwatch
 from weightsync.errors import ProtocolError, StateError, TransportError
@@ -133,14 +139,7 @@ Event = TypeVar("Event")
 class Driver(ABC, Generic[Input, Data, Event, Effect]):
     """One machine, its data, and the effects that are not executed yet.
 
-    Args:
-        model_id: the model whose weights travel.
-        machine: the machine.
-        data: its data at the start.
-        pure_step: the step function of the pure half.
-
-    Raises:
-        TransportError: no file descriptor is left.
+    Raises TransportError: no file descriptor is left.
     """
 
     def __init__(
@@ -175,27 +174,12 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             return step
 
     def require(self, input: Input, asked: str | None = None) -> None:
-        """Check that the machine has a row for an input in its present state.
-
-        Args:
-            input: the input that is about to be fired.
-            asked: the public method that was called, if it is not the input's own.
-
-        Raises:
-            StateError: there is none.
-        """
+        """Check that the machine has a row for an input in its present state. Raises StateError: there is none."""
         if (self.machine.state, input) not in self.machine.rows:
             raise self.refused(asked or method_of(input))
 
     def require_open(self, asked: str) -> None:
-        """Check that the machine is not closed.
-
-        Args:
-            asked: the public method that was called.
-
-        Raises:
-            StateError: it is closed.
-        """
+        """Check that the machine is not closed. Raises StateError: it is closed."""
         if self.machine.state is State.CLOSED:
             raise self.refused(asked)
 
@@ -203,7 +187,6 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         """The error for a call that is not allowed now.
 
         Args:
-            asked: the public method that was called.
             hint: what prevents it, and what to do; empty: the hint that the data gives.
         """
         machine = self.machine
@@ -219,7 +202,6 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
 
         Args:
             timeout: seconds; None for ever.
-            since: the waker's `fired`, read before the caller checked the condition that it waits for.
             waits: the caller's waits before; None: there were none.
 
         Returns:
@@ -268,3 +250,62 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
     @abstractmethod
     def _forget(self) -> None:
         """Release what is no longer needed, once all effects are executed."""
+
+
+#: Signals whose Python handlers may raise at any point.
+DEFERRED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGALRM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+
+class Shield:
+    """Records signals instead of handling them; `deliver` and the end of the block call their handlers.
+
+    Python runs signal handlers in the main thread only, so in any other thread this does nothing. Signals that
+    have no Python handler (ignored, or the default action) act as usual.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._previous: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._recorded: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            for signum in DEFERRED:
+                handler = getsignal(signum)
+                if callable(handler):
+                    self._previous[signum] = handler
+                    set_handler(signum, self._record)
+        except ValueError:  # another thread than the main one
+            self._previous.clear()
+        except BaseException:
+            self._restore()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        if self._recorded:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Call the handlers of the signals recorded so far. What a handler raises is raised here."""
+        while self._recorded:
+            signum, frame = self._recorded.pop(0)
+            self._previous[signum](signum, frame)
+
+    def _record(self, signum: int, frame: FrameType | None) -> None:
+        self._recorded.append((signum, frame))
+        self._wake()
+
+    def _restore(self) -> None:
+        for signum, handler in self._previous.items():
+            set_handler(signum, handler)

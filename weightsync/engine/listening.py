@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from weightsync.engine.copies import SchemeServices
 from weightsync.engine.receiver_driver import ReceiverDriver
-from weightsync.engine.services import SchemeServices
 from weightsync.transports.base import Link
 
 
@@ -25,7 +25,7 @@ class BackgroundReader(Protocol):
     def applied(self) -> None:
         """A version went live or was refused, on any thread."""
 
-    def hands_on(self) -> bool:
+    def relays(self) -> bool:
         """Whether the version that is about to go live is passed on to other workers before it is acked."""
 
     def stop(self) -> None:
@@ -33,12 +33,7 @@ class BackgroundReader(Protocol):
 
 
 class Listening:
-    """A receiver's links.
-
-    Args:
-        services: the scheme, which turns an endpoint into links.
-        driver: the receiver's driver, which reads and writes the links.
-    """
+    """A receiver's links."""
 
     def __init__(self, services: SchemeServices, driver: ReceiverDriver) -> None:
         self._services = services
@@ -52,11 +47,7 @@ class Listening:
     def listen(self, endpoint: Any) -> None:
         """Take links from one more endpoint. An earlier listener at the same place is stopped.
 
-        Args:
-            endpoint: what `SchemeServices.listen` takes.
-
-        Raises:
-            ConfigurationError: no link can be made of it.
+        Raises ConfigurationError: no link can be made of it.
         """
         self.endpoint = endpoint
         with self._driver.expecting():
@@ -72,9 +63,6 @@ class Listening:
 
     def check(self, asked: str = "receive") -> None:
         """Check that a sender is linked, or may still be.
-
-        Args:
-            asked: the public method that needs that.
 
         Raises:
             StateError: the receiver is closed, or has no link yet.

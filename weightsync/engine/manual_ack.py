@@ -8,10 +8,10 @@ from typing import Any
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
+from weightsync.engine.driver import Shield
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.engine.served_model import ServedModel
-from weightsync.engine.signals import Shield
+from weightsync.engine.serving_lock import ServedModel
 from weightsync.protocol import receiver as pure
 from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import Evidence
@@ -35,10 +35,7 @@ class ManualAck:
     The methods are those of `WeightReceiver` by the same names, which documents them.
 
     Args:
-        driver: the receiver's driver.
         served: the model; others may be serving it.
-        listening: the receiver's links.
-        applier: verifies and refuses updates.
     """
 
     def __init__(self, driver: ReceiverDriver, served: ServedModel, listening: Listening, applier: Applier) -> None:

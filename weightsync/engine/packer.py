@@ -1,31 +1,62 @@
-"""Packs the weights of one sender, version after version."""
+"""Packs the weights of one sender, version after version: on the host, or on the device that they are on."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from weightsync.engine.devices import DevicePools, Readers, flat_of, nobody, write_slot
-from weightsync.engine.signals import Shield
-from weightsync.errors import LayoutError
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from weightsync.engine.driver import Shield
+from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.codec import MAX_BODY_NBYTES
-from weightsync.protocol.messages import WeightsForm
-from weightsync.transports.buffers import Buffer, Pool
+from weightsync.protocol.messages import SlotRef, WeightsForm
+from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_overflow, sent_layout
+from weightsync.weights.device.base import DeviceError, DeviceMemory
+from weightsync.weights.device.registry import backends, device_of, open_memory
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import pack, pack_digested
 from weightsync.weights.reading import Weights, layout_of, read_weights
-from weightsync.weights.threads import LEAST
-from weightsync.weights.tree_digest import digest
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.tensors import address_of, borrowed
+from weightsync.weights.tree_digest import LEAST, digest
 from weightsync.weights.unpacking import form_of
+
+logger = logging.getLogger("weightsync")
 
 #: The room for names and extra state in an update: a message body, less the other fields.
 MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
+
+
+class Readers(Protocol):
+    """The workers of a sender, and what of its memory they can map."""
+
+    def all_share(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether all of them map a buffer with so many bytes of payload, so that no byte of it travels."""
+
+    def reached(self) -> Sequence[frozenset[bytes]]:
+        """For each link, the devices whose slots its worker can open."""
+
+
+class _Nobody:
+    def all_share(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - whatever it is
+        return False
+
+    def reached(self) -> Sequence[frozenset[bytes]]:
+        return ()
+
+
+#: No worker: nothing is mapped.
+nobody = _Nobody()
 
 
 @dataclass(slots=True)
@@ -58,11 +89,7 @@ class Packed:
         return self.digest
 
     def digest_to_send(self, shared: bool) -> bytes:
-        """The digest that a worker is to compare; empty: it compares none.
-
-        Args:
-            shared: whether the worker maps the buffer, so that no byte of it travels.
-        """
+        """The digest that a worker is to compare; empty: it compares none."""
         return self.digested() if _compares(self.verify, shared) else b""
 
 
@@ -74,7 +101,6 @@ class Packer:
     """Packs the weights of one sender. The plan is made once for each layout.
 
     Args:
-        verify: which digests to compute.
         wire_dtype: what wider floating tensors are cast to while they are packed; None: nothing is cast.
     """
 
@@ -89,8 +115,7 @@ class Packer:
     def layout_of(self, weights: Any) -> Layout:
         """The layout in which weights would be sent, without packing them.
 
-        Raises:
-            ConfigurationError, LayoutError: they cannot be sent.
+        Raises ConfigurationError, LayoutError: they cannot be sent.
         """
         self._layout = layout_of(read_weights(weights), self._layout)
         return sent_layout(self._layout, self.wire_dtype)
@@ -99,7 +124,6 @@ class Packer:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
 
         Args:
-            weights: a module, a TensorDict or a dict.
             form: the type in which workers get them; None: that of ``weights``.
             readers: what the workers can map. Weights on a device that a worker reaches stay there. Elsewhere, if not
                 all workers map the buffer, and they compare a digest, it is computed along with the copy.
@@ -158,8 +182,7 @@ def _copy(read: Weights, packed: Packed, readers: Readers) -> None:
 def _require_room(layout: Layout, extras: bytes) -> None:
     """Refuse what no message can carry, before anything is dispatched.
 
-    Raises:
-        LayoutError: the names of the tensors and the extra state are too large.
+    Raises LayoutError: the names of the tensors and the extra state are too large.
     """
     nbytes = len(layout.encode()) + len(extras)
     if nbytes > MAX_NAMES_AND_EXTRAS_NBYTES:
@@ -167,3 +190,187 @@ def _require_room(layout: Layout, extras: bytes) -> None:
             f"The tensors' names and the extra state of {list(layout.extras)} take {nbytes} bytes, but one update "
             f"carries {MAX_NAMES_AND_EXTRAS_NBYTES} beside the tensors: keep what is large in tensors."
         )
+
+
+def open_slot(slot: SlotRef, fd: int) -> DeviceMemory:
+    """The memory of a slot that a sender has named.
+
+    Raises:
+        NoRoom: this process cannot open it, now or at all.
+        ProtocolError: it lies on a device that this process does not have.
+    """
+    try:
+        return open_memory(slot.device, fd, slot.nbytes)
+    except DeviceError as error:
+        raise NoRoom(str(error)) from error
+
+
+class DevicePools:
+    """The slots of one sender, on each device that its weights have been on. Called under the packer's lock."""
+
+    def __init__(self) -> None:
+        self._pools: dict[bytes, Pool] = {}
+        #: Devices without memory for a slot.
+        self._full: set[bytes] = set()
+
+    def acquire(self, weights: Weights, layout: Layout, readers: Readers) -> DeviceBuffer | None:
+        """A slot on the device of these weights that nobody reads.
+
+        None if they are to go by way of the host: they are there, or on several devices, or no worker can open a slot
+        on theirs, or it has no memory left.
+        """
+        first = next(iter(weights.tensors.values()), None)
+        if first is None or first.device.type not in backends:
+            return None
+        device = device_of(weights.tensors.values())
+        if device is None or device.identity in self._full:
+            return None
+        if not any(device.identity in link for link in readers.reached()):
+            return None
+        pool = self._pools.get(device.identity)
+        if pool is None:
+            pool = self._pools[device.identity] = Pool(make=lambda nbytes: DeviceBuffer(device.allocate(nbytes)))
+        try:
+            buffer = pool.acquire(layout.nbytes)
+        except DeviceError as error:
+            self._full.add(device.identity)
+            logger.warning("weights on a device are sent by way of the host from now on: %s", error)
+            return None
+        assert isinstance(buffer, DeviceBuffer)
+        return buffer
+
+    def close(self) -> None:
+        """Drop all slots. Each is freed when no worker has it open any more."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+def write_slot(buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: Readers) -> None:
+    """Copy weights into a slot and seal it, in order with the current stream; and to the host if a link needs that.
+
+    What the layout has in another dtype is cast on the device. When this returns, the kernels that wrote the slot have
+    ended.
+
+    Raises:
+        LayoutError: a tensor, which the error names, cannot be copied.
+        TransportError: there is not enough memory on the host.
+    """
+    memory = buffer.slot.memory
+    assert isinstance(memory, DeviceMemory)
+    try:
+        memory.write(weights, layout)
+    except Exception:
+        pack(weights, layout, buffer.stage())  # its error names the tensor
+        raise
+    buffer.seal()
+    if not all(memory.identity in link for link in readers.reached()):
+        buffer.stage()
+
+
+def flat_of(buffer: Buffer) -> Tensor:
+    """The bytes of a buffer, where they are. The caller holds the buffer."""
+    if isinstance(buffer, DeviceBuffer):
+        assert isinstance(buffer.slot.memory, DeviceMemory)
+        return buffer.slot.memory.flat
+    return borrowed(address_of(buffer.view), buffer.nbytes)
+
+
+class Sources(Protocol):
+    """A scheme, as far as it says what is sent."""
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are read from a model, and applied by hand."""
+
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
+        """What is packed and sent for these arguments: a module, a TensorDict or a dict."""
+
+    def published(self, model_id: str, weights: Any) -> None:
+        """Called with each version's weights before it is dispatched."""
+
+
+class SendingDriver(Readers, Protocol):
+    """The sender's driver, as far as its weights depend on it."""
+
+    model_id: str
+    layout: Layout | None
+
+
+class OutgoingWeights:
+    """Reads, checks and packs the weights of one sender."""
+
+    def __init__(self, services: Sources, driver: SendingDriver, packer: Packer, context: Callable[[], Any]) -> None:
+        self._services = services
+        self._driver = driver
+        self._packer = packer
+        self._context = context
+
+    def registered_layout(self) -> Layout | None:
+        """The layout of the registered model; None: there is no such model yet, or it cannot be sent."""
+        try:
+            return self._packer.layout_of(self._prepared(None, self._context()))
+        except (ConfigurationError, LayoutError):
+            return None  # the first send says why
+
+    def pack(self, weights: Any) -> Packed:
+        """Pack weights, which are the caller's until `Packer.handed_over`.
+
+        Raises:
+            ConfigurationError, LayoutError: they cannot be sent, or are not those of the registered model.
+            TransportError: there is not enough memory.
+        """
+        # Only weights that are found on the context need it: otherwise it may have been collected.
+        context = self._context() if weights is None or isinstance(weights, str) else None
+        prepared = self._prepared(weights, context)
+        packed = self._packer.pack(prepared, self._form(prepared), self._driver)
+        try:
+            if weights is not None:
+                self._refuse_other_model(packed.layout)
+            self._services.published(self._driver.model_id, prepared)
+        except BaseException:
+            self._packer.handed_over(packed)
+            raise
+        return packed
+
+    def _prepared(self, weights: Any, context: Any) -> Any:
+        return self._services.weights_to_send(weights, self._driver.model_id, context)
+
+    def _form(self, weights: Any) -> WeightsForm:
+        """The type in which workers get weights: a module's are those that the strategy would extract."""
+        if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
+            return form_of(weights)
+        return WeightsForm.TENSORDICT if self._services.strategy.extract_as == "tensordict" else WeightsForm.FLAT
+
+    def _refuse_other_model(self, given: Layout) -> None:
+        """Refuse weights of another model than the registered one: every worker would refuse them.
+
+        Raises LayoutError: their names, shapes or dtypes differ.
+        """
+        if given == self._driver.layout:
+            return
+        registered = self.registered_layout()
+        if registered is None:  # a model that cannot be sent does not show which weights can
+            self._refuse_other_dtypes(given)
+            return
+        text = f"The weights are not those of the model that is registered for {self._driver.model_id!r}"
+        error = registered.difference(given, text)
+        if error is not None:
+            message = (
+                f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
+                "If the workers have another model now, register it in the trainer first (scheme.model = ...). "
+                "To send the model's weights in another dtype, give the scheme a wire_dtype."
+            )
+            raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
+
+    def _refuse_other_dtypes(self, given: Layout) -> None:
+        """Refuse weights that `wire_dtype` does not bring to the dtypes that were agreed on.
+
+        Raises LayoutError: dtypes differ, and nothing else does.
+        """
+        agreed, wire_dtype = self._driver.layout, self._packer.wire_dtype
+        if wire_dtype is None or agreed is None or not agreed.other_dtypes(given):
+            return
+        error = agreed.difference(given, f"The workers of {self._driver.model_id!r} have other dtypes")
+        assert error is not None
+        message = f"{error} wire_dtype='{wire_dtype.value}' casts wider floating tensors only. Nothing was sent."
+        raise LayoutError(message, error.missing, error.unexpected, error.mismatched)

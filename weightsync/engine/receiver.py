@@ -11,13 +11,12 @@ from typing import Any
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
 from weightsync.engine.copies import Participant, pipes_travel
+from weightsync.engine.driver import Shield
 from weightsync.engine.listening import BackgroundReader, Listening
 from weightsync.engine.manual_ack import UPDATED, ManualAck
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
-from weightsync.engine.served_model import ServedModel
-from weightsync.engine.serving_lock import PATIENCE
-from weightsync.engine.signals import Shield
+from weightsync.engine.serving_lock import PATIENCE, ServedModel
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -47,8 +46,6 @@ class WeightReceiver(Participant):
         self._served = ServedModel(self._scheme, self._driver, self._listening, self._context)
         self._applier = Applier(self._driver, self._served, self._listening)
         self._manual = ManualAck(self._driver, self._served, self._listening, self._applier)
-
-    # --------------------------------------------------------------------------------- the model and the links
 
     def register_model(self, model: Any = None, *, model_ref: Any = None) -> None:
         """Set the model that weights are applied to.
@@ -105,8 +102,6 @@ class WeightReceiver(Participant):
             TransportError: the sender is gone.
         """
         self._listening.check()
-
-    # ------------------------------------------------------------------------------------ receiving and applying
 
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Apply the newest version that has arrived, and answer for it.
@@ -207,8 +202,6 @@ class WeightReceiver(Participant):
             self._driver.take(pure.Invalidate())
             raise
 
-    # ------------------------------------------------------------------------------------------- manual acks
-
     def take_update(self, timeout: float | None = 0.0) -> Any:
         """The weights of an update that has arrived and was not taken yet; needs no registered model.
 
@@ -283,8 +276,6 @@ class WeightReceiver(Participant):
         warn_renamed("WeightReceiver.refuse()", "nack()")
         self.nack(error, timeout=timeout)
 
-    # ----------------------------------------------------------------------------------------------- serving
-
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
         """Keep the version served: no other goes live inside the block. Yields that version.
@@ -324,8 +315,6 @@ class WeightReceiver(Participant):
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 
-    # ------------------------------------------------------------------------------------------------ ending
-
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender removes this worker."""
         self._end(self._driver.close)
@@ -347,8 +336,6 @@ class WeightReceiver(Participant):
             self._listening.stop()
             close()
             self._served.staged = None
-
-    # ----------------------------------------------------------------------------------------------- reading
 
     @property
     def model(self) -> Any:
@@ -390,8 +377,7 @@ class WeightReceiver(Participant):
     def _transport(self) -> Any:
         """What TorchRL calls so: its transport class, over this receiver.
 
-        Raises:
-            ConfigurationError: there is no link, or the scheme has no such class.
+        Raises ConfigurationError: there is no link, or the scheme has no such class.
         """
         return self._scheme.transport_of(self, self._listening.endpoint)
 
@@ -419,8 +405,6 @@ class WeightReceiver(Participant):
             ConfigurationError: no model is registered.
         """
         return self._served.destination().digest()
-
-    # ------------------------------------------------------------------------------------------------ copies
 
     def _carried(self) -> tuple[str | None, Any]:
         return self._served.path, (self._listening.endpoint if pipes_travel() else None)

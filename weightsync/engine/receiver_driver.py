@@ -38,7 +38,7 @@ class Pending:
 
     def on_host(self) -> memoryview:
         """The payload in the host's memory: a copy, if it lies on a device."""
-        return on_host(self.payload, self.layout.nbytes)
+        return self.payload if isinstance(self.payload, memoryview) else on_host(self.payload, self.layout.nbytes)
 
 
 class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):
@@ -46,9 +46,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
     `ProtocolError` is raised unless another link is the current one.
-
-    Args:
-        model_id: the model whose weights are received.
     """
 
     def __init__(self, model_id: str) -> None:
@@ -66,8 +63,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.devices = b""
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
-
-    # ------------------------------------------------------------------------------------------- events
 
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which link is current."""
@@ -124,8 +119,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _hint(self, asked: str) -> str:  # noqa: ARG002 - the hint is the same for every method
         return receiver_hint(self.machine.state, self.data)
-
-    # ------------------------------------------------------------------------------------------ effects
 
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
@@ -218,8 +211,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         if link in self._links:
             close(self._links.pop(link))
 
-    # ------------------------------------------------------------------------------------------ reading
-
     def links(self) -> list[Link]:
         """The links that are open."""
         with self.lock:
@@ -245,8 +236,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def pump(self) -> None:
         """Write what is waiting, read what has arrived. The current link is not read while its answer is unwritten.
 
-        Raises:
-            ProtocolError: the peer of the current link, or of the only one, broke the protocol; its link is down.
+        Raises ProtocolError: the peer of the current link, or of the only one, broke the protocol; its link is down.
         """
         with self.lock:
             if self.machine.state is State.CLOSED:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.recorder import Life, Recorder, What, recorder
@@ -16,6 +18,8 @@ from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.wakeup import AwaitedProcess
+
+Taken = TypeVar("Taken", bound=Step[Any, Any, Any])
 
 
 def sender_driver(model_id: str) -> SenderDriver:
@@ -31,12 +35,7 @@ def receiver_driver(model_id: str) -> ReceiverDriver:
 
 
 class TracedSenderDriver(SenderDriver):
-    """A sender's driver that is recorded.
-
-    Args:
-        model_id: the model whose weights are sent.
-        records: writes the trace.
-    """
+    """A sender's driver that is recorded."""
 
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
@@ -44,7 +43,8 @@ class TracedSenderDriver(SenderDriver):
         #: The report written last, until the next step: a caller that polls gets the same one again and again.
         self._last_report: SyncReport | None = None
 
-    def _tell(self, what: What, **said: object) -> None:
+    def tell(self, what: What, **said: object) -> None:
+        """Record what happened."""
         self._life.tell(what, self.model_id, **said)
 
     def told(self, report: SyncReport) -> None:
@@ -56,102 +56,94 @@ class TracedSenderDriver(SenderDriver):
             self._last_report = spoken
             told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
             beside = {"not_caught_up": report.not_caught_up, "left": report.left}
-            self._tell(What.TOLD, **told, superseded=report.superseded, **beside)
+            self.tell(What.TOLD, **told, superseded=report.superseded, **beside)
 
     def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
-        before = self.machine.state
         self._last_report = None
-        try:
-            step = super()._step(event)
-        except Exception as error:
-            state, data = self.machine.state, self.data
-            self._tell(What.REFUSED, event=event, error=type(error).__name__, before=before, after=state, data=data)
-            raise
-        told = {"event": event, "input": step.input, "before": before, "after": self.machine.state}
-        self._tell(What.STEP, **told, data=self.data, effects=step.effects)
-        return step
+        return _recorded(self, event, super()._step)
 
     def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
         """Add a worker with a link, or give it a new one. Its process is watched from the start."""
         with self.lock:
             delivery = link.delivery.name
-            self._tell(What.LINK, link=self._last_link + 1, worker=worker, delivery=delivery, peer=link.peer)
+            self.tell(What.LINK, link=self._last_link + 1, worker=worker, delivery=delivery, peer=link.peer)
             super().join(worker, link, process)
 
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
         if link in self._links:
             # Recorded before it is sent: where both ends share a process, it may be received within the call.
-            self._tell(What.SENT, link=link, message=message)
+            self.tell(What.SENT, link=link, message=message)
         super()._write(worker, link, message, payload)
 
     def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
-        self._tell(What.RECEIVED, link=number, message=message)
+        self.tell(What.RECEIVED, link=number, message=message)
         super()._message(worker, number, link, message, take)
 
     def _last_words(self, worker: int, number: int, reason: str, take: Taking) -> None:
-        self._tell(What.FAILED, link=number, reason=reason)
+        self.tell(What.FAILED, link=number, reason=reason)
         super()._last_words(worker, number, reason, take)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:
-            self._tell(What.CLOSED, link=link, incarnation=self.data.incarnation)
+            self.tell(What.CLOSED, link=link, incarnation=self.data.incarnation)
         super()._close_link(link)
 
 
 class TracedReceiverDriver(ReceiverDriver):
-    """A receiver's driver that is recorded.
-
-    Args:
-        model_id: the model whose weights are received.
-        records: writes the trace.
-    """
+    """A receiver's driver that is recorded."""
 
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
         self._life: Life = records.born("receiver", model_id)
 
-    def _tell(self, what: What, **said: object) -> None:
+    def tell(self, what: What, **said: object) -> None:
+        """Record what happened."""
         self._life.tell(what, self.model_id, **said)
 
     def _step(self, event: receiving.Event) -> Step[ReceiverInput, receiving.ReceiverData, receiving.Effect]:
-        before = self.machine.state
-        try:
-            step = super()._step(event)
-        except Exception as error:
-            state, data = self.machine.state, self.data
-            self._tell(What.REFUSED, event=event, error=type(error).__name__, before=before, after=state, data=data)
-            raise
-        told = {"event": event, "input": step.input, "before": before, "after": self.machine.state}
-        self._tell(What.STEP, **told, data=self.data, effects=step.effects)
-        return step
+        return _recorded(self, event, super()._step)
 
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which link is current."""
         with self.lock:
             if self.machine.state is not State.CLOSED:
                 delivery = link.delivery.name
-                self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
+                self.tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
             super().add_link(link)
 
     def _write(self, link: int, message: Message) -> None:
         if link in self._links:
-            self._tell(What.SENT, link=link, message=message)
+            self.tell(What.SENT, link=link, message=message)
         super()._write(link, message)
 
     def _heard(self, number: int, link: Link, received: Received) -> None:
-        self._tell(What.RECEIVED, link=number, message=received.message)
+        self.tell(What.RECEIVED, link=number, message=received.message)
         super()._heard(number, link, received)
 
     def _say_last(self, link: int, message: Message) -> None:
         if link in self._links:
-            self._tell(What.SENT, link=link, message=message)
+            self.tell(What.SENT, link=link, message=message)
         super()._say_last(link, message)
 
     def _down(self, link: int, reason: str) -> None:
-        self._tell(What.FAILED, link=link, reason=reason)
+        self.tell(What.FAILED, link=link, reason=reason)
         super()._down(link, reason)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:
-            self._tell(What.CLOSED, link=link)
+            self.tell(What.CLOSED, link=link)
         super()._close_link(link)
+
+
+def _recorded(driver: TracedSenderDriver | TracedReceiverDriver, event: Any, take: Callable[[Any], Taken]) -> Taken:
+    """Take an event, and record the step, or that it was refused."""
+    before = driver.machine.state
+    try:
+        step = take(event)
+    except Exception as error:
+        known: dict[str, object] = {"before": before, "after": driver.machine.state, "data": driver.data}
+        driver.tell(What.REFUSED, event=event, error=type(error).__name__, **known)
+        raise
+    known = {"input": step.input, "before": before, "after": driver.machine.state, "data": driver.data}
+    driver.tell(What.STEP, event=event, **known, effects=step.effects)
+    return step

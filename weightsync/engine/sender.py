@@ -8,15 +8,14 @@ from typing import Any, Final, NamedTuple
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, require_worker_id
-from weightsync.engine.outgoing import OutgoingWeights
-from weightsync.engine.packer import Packed
+from weightsync.engine.driver import Shield
+from weightsync.engine.packer import OutgoingWeights, Packed
 from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.signals import Shield
 from weightsync.engine.workers import Workers
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
-from weightsync.options import OnFailure, OnPending, option
+from weightsync.options import OnFailure, OnPending
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.report import OutcomeKind, SyncReport
@@ -59,8 +58,6 @@ class WeightSender(Participant):
         self._reporter = Reporter(self._driver)
         #: The least number of workers that a send needs; None: one.
         self.expected_workers: int | None = None
-
-    # ------------------------------------------------------------------------------------------------ workers
 
     def add_worker(self, worker_id: int, pipe_or_context: Any, *, process: Any = None) -> None:
         """Add a worker, or give one that has been added a new link. Never waits.
@@ -133,8 +130,6 @@ class WeightSender(Participant):
         """
         self._workers.wait(timeout)
 
-    # ------------------------------------------------------------------------------------------------ sending
-
     def send(
         self,
         weights: Any = None,
@@ -174,10 +169,10 @@ class WeightSender(Participant):
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did.
         """
-        deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
+        deadline, failing, stopwatch = Deadline(timeout), OnFailure(on_failure), Stopwatch()
         targets = worker_ids_of(worker_ids)
         wanted = Wanted(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, option(OnPending, on_pending))
+        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, OnPending(on_pending))
         if isinstance(packed, SyncReport):
             return _delivered(packed, failing)
         with Shield(self._driver.waker.fire) as shield:
@@ -218,7 +213,7 @@ class WeightSender(Participant):
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
         wanted = Wanted(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, option(OnPending, on_pending))
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, OnPending(on_pending))
         if isinstance(packed, SyncReport):
             return _delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
@@ -244,7 +239,7 @@ class WeightSender(Participant):
             StateError: nothing is outstanding, or another thread waits already.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
-        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         return _delivered(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:
@@ -298,8 +293,6 @@ class WeightSender(Participant):
             self._packer.close()
             self._workers.endpoints.clear()
 
-    # ------------------------------------------------------------------------------------------------ reading
-
     @property
     def version(self) -> int:
         """The newest version ever dispatched; 0: none."""
@@ -349,16 +342,12 @@ class WeightSender(Participant):
         packed = self._driver.packed(self.version)
         return packed.digested() if packed else b""
 
-    # ------------------------------------------------------------------------------------------------- copies
-
     def _carried(self) -> dict[int, Any]:
         return dict(self._workers.endpoints) if pipes_travel() else {}
 
     def _restore(self, carried: dict[int, Any]) -> None:
         for worker_id, endpoint in carried.items():
             self.add_worker(worker_id, endpoint)
-
-    # ---------------------------------------------------------------------------------------------- internals
 
     def _prepare(
         self,
@@ -394,8 +383,7 @@ class WeightSender(Participant):
     def _sends_to_nobody(self, wanted: Wanted) -> bool:
         """Whether there is no worker, and that is allowed.
 
-        Raises:
-            ConfigurationError: there are fewer workers than expected, or what is expected is no number.
+        Raises ConfigurationError: there are fewer workers than expected, or what is expected is no number.
         """
         data, expected = self._driver.data, expected_number(wanted.expected)
         expected = expected_number(self.expected_workers) if expected is None else expected

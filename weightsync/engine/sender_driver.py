@@ -17,8 +17,9 @@ from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import Delivery, SenderInput, State
+from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update, slot_digest
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import Link, Remarks, SharesMemory, TellsWhatIsRead, Waits
 from weightsync.transports.buffers import Buffer
@@ -85,9 +86,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     Its methods take the lock, never block, and never raise because a link fails: that worker is LOST. They raise what
     the pure half raises (the call is refused), and then nothing has changed.
-
-    Args:
-        model_id: the model whose weights are sent.
     """
 
     def __init__(self, model_id: str) -> None:
@@ -108,13 +106,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
 
-    # ------------------------------------------------------------------------------------------- events
-
     def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
         """Send ``packed`` as the next version; returns the version.
 
-        Raises:
-            StateError, ConfigurationError, WorkerLostError: refused; nothing was sent, no version was used.
+        Raises StateError, ConfigurationError, WorkerLostError: refused; nothing was sent, no version was used.
         """
         with self.lock:
             version = self.data.version + 1
@@ -162,8 +157,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _hint(self, asked: str) -> str:
         return sender_hint(self.machine.state, self.data, asked)
-
-    # ------------------------------------------------------------------------------------------ effects
 
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
@@ -253,8 +246,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             close(closing)
-
-    # ------------------------------------------------------------------------------------------ reading
 
     def links(self) -> list[Link]:
         """The links that are open."""
@@ -427,8 +418,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
                 f"was sent ({sent.hex()}). The link is taken down."
             )
-
-    # ----------------------------------------------------------------------------------------- retained
 
     def _forget(self) -> None:
         """Release the versions that are due to no worker any more."""

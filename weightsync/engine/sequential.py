@@ -8,7 +8,7 @@ from typing import Any
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.sender import WeightSender
-from weightsync.options import OnFailure, option
+from weightsync.options import OnFailure
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 
@@ -44,7 +44,7 @@ class SequentialSends:
         Raises:
             As `WeightSender.send`.
         """
-        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         before = self.settle(deadline.remaining)
         if before is not None and before.failed:
             logger.warning("the update before: %s", before.error())
@@ -68,7 +68,7 @@ class SequentialSends:
             SyncError: the update before did not reach every worker. This one was dispatched all the same. Otherwise as
                 `WeightSender.send_async`.
         """
-        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         before = self.settle(deadline.remaining)
         report = self._sender.send_async(weights, worker_ids)
         if before is not None and before.failed:
@@ -83,8 +83,7 @@ class SequentialSends:
         Returns:
             The report of that update; None: there was none, or its failure was reported already.
 
-        Raises:
-            StateError: another thread is waiting for it.
+        Raises StateError: another thread is waiting for it.
         """
         if self._sender.state is not State.PENDING_ASYNC:
             return None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import require_worker_id
+from weightsync.engine.copies import SchemeServices, require_worker_id
+from weightsync.engine.driver import Shield
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.services import SchemeServices
-from weightsync.engine.signals import Shield
 from weightsync.errors import AckTimeoutError, RefusedError, WorkerLostError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
@@ -21,10 +20,6 @@ class Workers:
     """The workers of one sender.
 
     The methods are those of `WeightSender` by the same names, which documents them.
-
-    Args:
-        services: the scheme, which lays the links.
-        driver: the sender's driver.
     """
 
     def __init__(self, services: SchemeServices, driver: SenderDriver) -> None:

@@ -90,11 +90,7 @@ def constant_lines(constants: Mapping[str, Value]) -> Iterator[str]:
 
 
 def literal(value: Value) -> str:
-    """Return a value as TLA+ text.
-
-    Raises:
-        ValueError: a constant cannot have a value of this type.
-    """
+    """Return a value as TLA+ text. Raises ValueError: a constant cannot have a value of this type."""
     if isinstance(value, bool):
         return "TRUE" if value else "FALSE"
     if isinstance(value, int):
@@ -135,9 +131,6 @@ class Groups:
         """Return TLC's configuration for an entry of the manifest.
 
         If neither the entry nor its module's table lists anything to check, the property in ``violates`` is checked.
-
-        Args:
-            entry: the configuration's table.
 
         Raises:
             KeyError: the specification is missing.

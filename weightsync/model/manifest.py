@@ -142,8 +142,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read a folder's manifest.
 
-        Raises:
-            ConfigurationError: it is missing or malformed; the error names the entry.
+        Raises ConfigurationError: it is missing or malformed; the error names the entry.
         """
         try:
             document = tomllib.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -164,8 +163,7 @@ class Manifest:
     def select(self, names: Iterable[str]) -> tuple[Configuration, ...]:
         """Return the configurations with these names, in the order of the file.
 
-        Raises:
-            ConfigurationError: a name is unknown.
+        Raises ConfigurationError: a name is unknown.
         """
         wanted = set(names)
         known = {found.name for found in self.configurations}
@@ -189,8 +187,7 @@ def _idle(folder: Path, coverage: Mapping[str, Any]) -> tuple[Idle, ...]:
 def find_model(package: Path = _PACKAGE) -> Path:
     """Return the model's folder: beside the package in a checkout, else inside it.
 
-    Raises:
-        ConfigurationError: it is in neither place.
+    Raises ConfigurationError: it is in neither place.
     """
     for folder in (package.parent / "tla", package / "tla"):
         if (folder / MANIFEST).is_file():

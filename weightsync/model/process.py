@@ -89,12 +89,7 @@ class Outcome:
 
 
 def by_hand(name: str, job: Job) -> str:
-    """Return the shell command that repeats a run without weightsync.
-
-    Args:
-        name: the configuration's name in the manifest.
-        job: the run.
-    """
+    """Return the shell command that repeats a run without weightsync."""
     return (
         f"cd {job.folder} && T=$(mktemp -d) && weightsync check --model . --write-cfg $T {name}"
         f" && java -Djava.io.tmpdir=$T -cp {jar_place()} tlc2.TLC"
@@ -113,12 +108,7 @@ class TlcRun:
         self._ending = Ending.EXITED
 
     def run(self, progressed: Callable[[Findings], None], printed: Callable[[str], None] | None = None) -> Outcome:
-        """Run TLC until it ends.
-
-        Args:
-            progressed: called with the findings so far after each message.
-            printed: called with each line that the model itself prints.
-        """
+        """Run TLC until it ends."""
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
             process = self._start(folder)

@@ -51,14 +51,7 @@ def cores() -> int:
 
 
 class Suite:
-    """Runs configurations and judges each.
-
-    Args:
-        toolchain: Java and TLC.
-        manifest: the model's manifest.
-        observer: is notified about the runs.
-        coverage: whether actions are counted.
-    """
+    """Runs configurations and judges each."""
 
     def __init__(
         self,

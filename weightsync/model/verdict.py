@@ -198,7 +198,6 @@ def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str
     """Yield each action that no proof takes although one should, or that some proof takes although none should.
 
     Args:
-        verdicts: the verdicts on runs that counted their actions.
         planted: actions that only reverts may take; some proof must take each of the others.
     """
     taken: dict[tuple[str, str, int], int] = {}
@@ -215,12 +214,7 @@ def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str
 
 
 def idle(verdicts: Iterable[Verdict], manifest: Manifest) -> Iterator[str]:
-    """Yield each part of the model that no proof evaluates although one should, or the other way round.
-
-    Args:
-        verdicts: the verdicts on runs that counted their expressions.
-        manifest: lists the parts that no proof evaluates.
-    """
+    """Yield each part of the model that no proof evaluates although one should, or the other way round."""
     proofs = [each for each in verdicts if each.configuration.expected is Expected.PASS and each.outcome is not None]
     findings = [each.outcome.findings for each in proofs if each.outcome is not None]
     runs = [each.expressions for each in findings]

@@ -47,7 +47,7 @@ class Action(StrEnum):
     CLOSE_RECEIVER = "CloseReceiver"
     FAIL_RECEIVER = "FailReceiver"
     CRASH_RECEIVER = "CrashReceiver"
-    LOSE_LETTER = "LoseLetter"
+    LOSE_MESSAGE = "LoseMessage"
     LOSE_ANSWER = "LoseAnswer"
     CUT_ANSWERS = "CutAnswers"
     STRAY = "Stray"

@@ -79,8 +79,7 @@ class Head(NamedTuple):
 def peek(data: Readable) -> Head:
     """Decode a header alone, so that the caller knows how much of the frame to read.
 
-    Raises:
-        ProtocolError: it is not a weightsync header, has another protocol version, or claims too large a body.
+    Raises ProtocolError: it is not a weightsync header, has another protocol version, or claims too large a body.
     """
     if len(data) < HEADER_NBYTES:
         _require_ours(data)
@@ -158,10 +157,6 @@ def inline_nbytes(message: Message) -> int:
 def encode(message: Message, descriptors: int = 0) -> bytes:
     """Encode the control part of ``message``. The caller appends the payload, if it travels inline.
 
-    Args:
-        message: the message.
-        descriptors: how many file descriptors travel with the frame.
-
     Raises:
         ConfigurationError: a field cannot be encoded (a digest that is not 16 bytes, a number out of range, a layout
             above 256 MiB). Nothing was written.
@@ -214,11 +209,7 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
 
 
 def _require_ranges(message: Message) -> None:
-    """Refuse numbers that fit their field but are not valid.
-
-    Raises:
-        ValueError: a number is not valid.
-    """
+    """Refuse numbers that fit their field but are not valid. Raises ValueError: a number is not valid."""
     match message:
         case Hello() if not 0 <= message.pid <= _MAX_PID:
             raise ValueError(f"process id {message.pid} is out of range")
@@ -383,3 +374,13 @@ _READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
     4: _read_refusal,
     5: _read_bye,
 }
+
+
+def slot_digest(seal: bytes, incarnation: int, version: int, layout_digest: bytes, extras: bytes) -> bytes:
+    """What an ack names if its update lay in a slot and carried no digest: the slot as it was filled, and the update.
+
+    The xxh3-128 of the seal, the incarnation (16 bytes) and the version (8), big-endian, the layout's digest, and the
+    encoded extra state.
+    """
+    which = incarnation.to_bytes(16, "big") + version.to_bytes(8, "big")
+    return xxhash.xxh3_128_digest(b"".join((seal, which, layout_digest, extras)))

@@ -70,16 +70,7 @@ def refusal(
     hint: str = "",
     steps: Steps = (),
 ) -> StateError:
-    """Build the error for a call that a state does not allow.
-
-    Args:
-        rows: the table of the role.
-        state: the machine's state.
-        role: `SenderInput` or `ReceiverInput`.
-        asked: the public method that was called.
-        hint: what prevents the call, and what the caller can do about it.
-        steps: the machine's last steps.
-    """
+    """Build the error for a call that a state does not allow."""
     machine = "sender" if role is SenderInput else "receiver"
     return StateError(machine, state.value, asked, allowed_in(rows, state, role), hint, steps=steps)
 
@@ -109,16 +100,10 @@ REMEMBERED: Final = 8
 def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: Input) -> State:
     """The state that a row leads to.
 
-    Args:
-        rows: the table of a role.
-        state: the machine's state.
-        input: the input.
-
     Returns:
         The state afterwards.
 
-    Raises:
-        StateError: there is no such row.
+    Raises StateError: there is no such row.
     """
     after = rows.get((state, input))
     if after is None:
@@ -201,9 +186,6 @@ class RoleMachine(Generic[Input]):
 
     def fire(self, input: Input) -> State:
         """Take one input: one row, as one step under the lock.
-
-        Args:
-            input: the input.
 
         Returns:
             The new state.

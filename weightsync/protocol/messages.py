@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-import xxhash
-
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.report import Evidence, SyncReport
 
@@ -86,16 +84,6 @@ class Update:
     form: WeightsForm = WeightsForm.FLAT
     #: None: the payload follows inline.
     slot: SlotRef | None = None
-
-
-def slot_digest(seal: bytes, incarnation: int, version: int, layout_digest: bytes, extras: bytes) -> bytes:
-    """What an ack names if its update lay in a slot and carried no digest: the slot as it was filled, and the update.
-
-    The xxh3-128 of the seal, the incarnation (16 bytes) and the version (8), big-endian, the layout's digest, and the
-    encoded extra state.
-    """
-    which = incarnation.to_bytes(16, "big") + version.to_bytes(8, "big")
-    return xxhash.xxh3_128_digest(b"".join((seal, which, layout_digest, extras)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,9 +44,6 @@ class ReceiverData:
     served: Key | None = None
 
 
-# ------------------------------------------------------------------------------------------------ events
-
-
 @dataclass(frozen=True, slots=True)
 class HelloArrived:
     """A handshake. ``misfit`` says why it must be refused (layout, protocol); empty: it is acceptable."""
@@ -156,8 +153,6 @@ Event = (
     | Fail
 )
 
-# ----------------------------------------------------------------------------------------------- effects
-
 
 @dataclass(frozen=True, slots=True)
 class Greet:
@@ -227,17 +222,13 @@ class Step(machine.Step[ReceiverInput, ReceiverData, Effect]):
     __slots__ = ()
 
 
-# ------------------------------------------------------------------------------------------------- guards
-
-
 def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
     """Name the event's input in this state.
 
     Returns None for the end of a link that is not the current one, for the goodbye of a sender that is not the current
     one, and for `SendAck` if no answer is deferred.
 
-    Raises:
-        ProtocolError: an update over a link without a handshake.
+    Raises ProtocolError: an update over a link without a handshake.
     """
     match event:
         case HelloArrived():
@@ -301,9 +292,6 @@ def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> Rece
     if key < max(data.decided or (0, 0), data.pending or (0, 0)):
         return ReceiverInput.STALE
     return ReceiverInput.NEWER if state is State.PENDING_ASYNC else ReceiverInput.UPDATE
-
-
-# --------------------------------------------------------------------------------------------------- step
 
 
 def step(state: State, data: ReceiverData, event: Event) -> Step:

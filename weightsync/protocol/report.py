@@ -241,12 +241,7 @@ class SyncReport:
 
 
 def _worker_lines(outcomes: Mapping[int, Outcome], apart: Collection[OutcomeKind] = ()) -> list[str]:
-    """One line per outcome. Workers with the same outcome share a line.
-
-    Args:
-        outcomes: by worker.
-        apart: the kinds that get a line per worker all the same, because they are short.
-    """
+    """One line per outcome. Workers with the same outcome share a line."""
     alike: dict[tuple[str, int | None], list[int]] = {}
     for worker, outcome in outcomes.items():
         alike.setdefault((str(outcome), worker if outcome.kind in apart else None), []).append(worker)

@@ -21,19 +21,14 @@ _LONGEST: Final = sys.float_info.max
 
 
 def encode_report(report: SyncReport | None) -> bytes:
-    """Encode a report as JSON; None is encoded as no bytes.
-
-    Raises:
-        ValueError: it is nested too deep.
-    """
+    """Encode a report as JSON; None is encoded as no bytes. Raises ValueError: it is nested too deep."""
     return b"" if report is None else json.dumps(_told(report, 1)).encode()
 
 
 def decode_report(data: bytes) -> SyncReport | None:
     """Decode what `encode_report` returned.
 
-    Raises:
-        ValueError, LookupError, TypeError, AttributeError: the bytes are not a valid report.
+    Raises ValueError, LookupError, TypeError, AttributeError: the bytes are not a valid report.
     """
     if not data:
         return None

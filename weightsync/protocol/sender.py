@@ -89,9 +89,6 @@ class SenderData:
     late: int = 0
 
 
-# ------------------------------------------------------------------------------------------------ events
-
-
 @dataclass(frozen=True, slots=True)
 class Connect:
     """The user opened the links, under this incarnation."""
@@ -176,8 +173,6 @@ class LinkLost:
 
 
 Event = Connect | Send | SendAsync | Wait | Deadline | Interrupted | Abandon | Join | Remove | Close | Answer | LinkLost
-
-# ----------------------------------------------------------------------------------------------- effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,9 +365,6 @@ class Step(machine.Step[SenderInput, SenderData, Effect]):
     """The result of an event of the sender."""
 
     __slots__ = ()
-
-
-# --------------------------------------------------------------------------------------------------- step
 
 
 def step(state: State, data: SenderData, event: Event) -> Step:
@@ -581,9 +573,6 @@ def _outcome(message: Ack | Refusal) -> Outcome:
         evidence=message.evidence,
         fence=message.fence,
     )
-
-
-# ----------------------------------------------------------------------------------------------- compounds
 
 
 def joining(state: State, data: SenderData, worker: int, link: int) -> tuple[Event, ...]:

@@ -34,8 +34,7 @@ def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
 
     Of two arguments the str is the model's id, in either place; a single one is the weights of the model "policy".
 
-    Raises:
-        ConfigurationError: no weights, or two arguments of which none is a str.
+    Raises ConfigurationError: no weights, or two arguments of which none is a str.
     """
     if weights is UNSET:
         model_id, weights = POLICY, model_id
@@ -60,12 +59,9 @@ def one_by_one(names: Sequence[str], packed: Any, apart: Mapping[str, Any]) -> d
     """Arguments that TorchRL's first generation takes as one tuple, and its second separately.
 
     Args:
-        names: the arguments' names, in the tuple's order.
-        packed: the tuple, or its first element alone, or None.
         apart: the keywords; None: not given.
 
-    Raises:
-        ConfigurationError: the tuple has another length, or an argument is given twice.
+    Raises ConfigurationError: the tuple has another length, or an argument is given twice.
     """
     whole = isinstance(packed, tuple | list)
     values = list(packed) if whole else [packed]

@@ -13,22 +13,30 @@ import torch
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.background import Background, HandOn
-from weightsync.engine.copies import expected_number, is_clean, require_name, require_whole, require_worker_id
+from weightsync.engine.background import Background, RelayCall
+from weightsync.engine.copies import (
+    expected_number,
+    held,
+    is_clean,
+    optional,
+    require_name,
+    require_whole,
+    require_worker_id,
+)
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure, Verify, WireDtype, option
+from weightsync.options import OnFailure, Verify, WireDtype
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.link_transport import LinkTransport
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.facade_services import LinkTransport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
 from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
-from weightsync.schemes.relay import handing_on, is_torchrls
+from weightsync.schemes.relay import is_torchrls, relay_call
 from weightsync.schemes.rendezvous import Rendezvous, Side, await_first_version, require_weights
 from weightsync.schemes.sources import (
     checked,
@@ -53,7 +61,6 @@ from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
-from weightsync.weights.context import held, optional
 from weightsync.weights.meta_device import fill_in
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
@@ -111,7 +118,7 @@ class WeightSyncScheme(abc.ABC):
         verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
-        self._verify = option(Verify, verify)
+        self._verify = Verify(verify)
         self._wire_dtype = wire_dtype_of(wire_dtype)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
         self._begin()
@@ -144,8 +151,6 @@ class WeightSyncScheme(abc.ABC):
         """
         scheme: WeightSyncScheme = scheme_of(backend)(**kwargs)
         return scheme
-
-    # ---------------------------------------------------------------------------------------- initialisation
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make the sender and add the workers to it. Never waits.
@@ -245,19 +250,14 @@ class WeightSyncScheme(abc.ABC):
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """How each worker is reached: worker id to what `lay_link` takes.
 
-        Raises:
-            ConfigurationError: it is not given, or contradictory. No link has been laid.
+        Raises ConfigurationError: it is not given, or contradictory. No link has been laid.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
         )
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """How the sender reaches us: what `listen` takes.
-
-        Raises:
-            ConfigurationError: it is not given.
-        """
+        """How the sender reaches us: what `listen` takes. Raises ConfigurationError: it is not given."""
         raise NotImplementedError(
             f"{type(self).__name__} does not override init_on_worker(): do so, or use create_receiver() and "
             "register_worker_transport()."
@@ -270,8 +270,6 @@ class WeightSyncScheme(abc.ABC):
     def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
         """Whether the handshake is sent at `connect`, when the worker can find it, and not at `init_on_sender`."""
         return False
-
-    # ---------------------------------------------------------------------------------------------- connect
 
     def connect(
         self,
@@ -329,7 +327,7 @@ class WeightSyncScheme(abc.ABC):
         receiver = self.get_receiver()
         if worker_idx is not None:
             self._worker_idx = require_worker_id(worker_idx)
-        background = Background(receiver, self._handing_on)
+        background = Background(receiver, self._relay_call)
         background.start()
         try:
             self._await_first(receiver, background, deadline)
@@ -346,16 +344,14 @@ class WeightSyncScheme(abc.ABC):
         """Called after `connect` and each `send`: a scheme lets go of what it kept for workers until they answer."""
         return
 
-    def _handing_on(self) -> HandOn | None:
+    def _relay_call(self) -> RelayCall | None:
         """How a version is passed on to this worker's own workers; None: it has none."""
         receiver = self.get_receiver()
-        hand_on = handing_on(self.context, receiver.model_id)
-        if hand_on is None:
+        relay = relay_call(self.context, receiver.model_id)
+        if relay is None:
             return None
         form = WeightStrategy("tensordict") if is_torchrls(self.context) else self._strategy
-        return lambda: hand_on(receiver.version, lambda: form.extract_weights(receiver.target().destination))
-
-    # ------------------------------------------------------------------------------------- send and receive
+        return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
     def send(
         self,
@@ -389,7 +385,7 @@ class WeightSyncScheme(abc.ABC):
         sends = self._rendezvous.connected_sends(self._sender, "send")
         groups = self._groups(weights, worker_ids_of(worker_ids))
         send = sends.send if self.sync else sends.dispatch
-        report = send_to_groups(send, groups, Deadline(timeout), option(OnFailure, on_failure))
+        report = send_to_groups(send, groups, Deadline(timeout), OnFailure(on_failure))
         self._workers_answered()
         return report
 
@@ -492,8 +488,6 @@ class WeightSyncScheme(abc.ABC):
         """What a send without weights sends; None: nothing is registered."""
         return registered(self._given, context, model_id)
 
-    # --------------------------------------------------------------------------------------- the two sides
-
     def get_sender(self) -> WeightSender:
         """The sender.
 
@@ -552,8 +546,6 @@ class WeightSyncScheme(abc.ABC):
                 if side is not None:
                     side.fail(error)  # the other ends are told
         self.close()
-
-    # ---------------------------------------------------------------------------------------------- links
 
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Any:
@@ -631,8 +623,6 @@ class WeightSyncScheme(abc.ABC):
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched; keeps none of them."""
         return
-
-    # ------------------------------------------------------------------------------------------- properties
 
     @property
     def strategy(self) -> WeightStrategy:
@@ -747,8 +737,6 @@ class WeightSyncScheme(abc.ABC):
     def shared_transport(self) -> None:
         """None: each worker has a link of its own."""
         return
-
-    # ----------------------------------------------------------------------------------------------- copies
 
     def _copy_uninitialized(self) -> Self:
         """A copy, which carries the configuration only: TorchRL's name of `copy.copy`."""

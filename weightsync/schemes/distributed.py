@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from weightsync.clock import Deadline
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.link_transport import torchrl_transport
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.facade_services import torchrl_transport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
 from weightsync.transports.store.stream import hosts_address
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
 
@@ -98,8 +98,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             raise ConfigurationError("there is no store yet: call init_on_sender() first.")
         return dict(self._store_info)
 
-    # ------------------------------------------------------------------------------------------ endpoints
-
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One rendezvous per worker, at ``store=`` or ``context.store``, else at a store that is made here."""
         count = given_or_found(given, context, "num_workers")
@@ -161,8 +159,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             )
         except RuntimeError as error:
             raise TransportError(f"the store at {info['host']}:{info['port']} cannot be reached: {error}") from error
-
-    # ---------------------------------------------------------------------------------------------- links
 
     def create_transport(
         self,

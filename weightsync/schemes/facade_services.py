@@ -1,14 +1,17 @@
-"""What a transport facade gives its senders and receivers: one strategy, and the links that it lays."""
+"""What schemes and TorchRL's transport classes ask of each other; the classes are in `weightsync.torchrl`."""
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.packer import Packer
+from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import Verify
 from weightsync.transports.base import Link
@@ -32,13 +35,7 @@ class LinkLayer(Protocol):
 
 
 class FacadeServices:
-    """Does for the senders and receivers of a facade what a scheme does for its own: `SchemeServices`.
-
-    Args:
-        layer: the facade.
-        strategy: how weights are extracted, and the format in which they are returned.
-        verify: what a receiver compares.
-    """
+    """Does for the senders and receivers of a facade what a scheme does for its own: `SchemeServices`."""
 
     #: What a facade returns is always a copy.
     apply_mode = Mode.COPY
@@ -74,11 +71,7 @@ class FacadeServices:
         return self._layer.user_messages()
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """A module is extracted; anything else is taken as it is.
-
-        Raises:
-            ConfigurationError: there are none.
-        """
+        """A module is extracted; anything else is taken as it is. Raises ConfigurationError: there are none."""
         if weights is None:
             raise ConfigurationError("A transport has no model of its own: give it weights. Nothing was sent.")
         return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights
@@ -94,3 +87,52 @@ class FacadeServices:
     def transport_of(self, receiver: Any, endpoint: Any) -> Any:
         """The facade that made the receiver."""
         return self._layer
+
+
+@runtime_checkable
+class LinkTransport(Protocol):
+    """A transport in TorchRL's API that sends and receives over this library's links."""
+
+    def link(self, model_id: str, peer: str) -> Link:
+        """A link to the worker that this transport reaches.
+
+        Raises ConfigurationError: the transport was not given a worker, or reaches several.
+        """
+
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Have ``accept`` called with each link by which a sender reaches us; calling what is returned ends that.
+
+        Raises ConfigurationError: the transport was not given an address to listen at, or does not receive.
+        """
+
+    def user_messages(self) -> UserMessages:
+        """The user's own messages on the transport's pipe. Raises ConfigurationError: it has no pipe."""
+
+    def pipe_end(self) -> Any:
+        """Our end of the transport's pipe. Raises ConfigurationError: it has no pipe."""
+
+    def over(self, receiver: WeightReceiver) -> Any:
+        """The transport over a receiver that a scheme made; None: there is none at the worker's end."""
+
+
+def torchrl_transport(name: str) -> Any:
+    """One of TorchRL's transport classes, by its public name.
+
+    `create_transport` is TorchRL's API, so schemes have it; `weightsync.torchrl` is imported when it is called.
+    """
+    return getattr(importlib.import_module("weightsync"), name)
+
+
+def connection_of(endpoint: Any) -> Any:
+    """The connection: ``endpoint`` itself, its ``.pipe``, or the end of the pipe that it is a transport over.
+
+    Raises ConfigurationError: nothing was given.
+    """
+    if endpoint is None:
+        raise ConfigurationError(
+            "The worker was given no pipe: pass this side's end of multiprocessing.Pipe(). Nothing has changed."
+        )
+    if isinstance(endpoint, LinkTransport):
+        return endpoint.pipe_end()
+    pipe = optional(endpoint, "pipe")
+    return endpoint if pipe is MISSING else pipe

@@ -14,7 +14,7 @@ from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.sources import weights_of
 from weightsync.schemes.worker_set import Groups
 from weightsync.weights.meta_device import is_on_meta

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from weightsync.engine.copies import pipes_travel, require_worker_id
-from weightsync.engine.devices import open_slot
+from weightsync.engine.packer import open_slot
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.link_transport import LinkTransport, connection_of, torchrl_transport
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.facade_services import LinkTransport, connection_of, torchrl_transport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.sources import given_or_found
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.connection import Channel
@@ -66,8 +66,6 @@ class PipeScheme(WeightSyncScheme):
         super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
         self.sync = switch(sync, "sync")
         self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
-
-    # ---------------------------------------------------------------------------------------------- the pipes
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
@@ -217,11 +215,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
 
 def _listed(pipes: Any) -> list[Any]:
-    """The pipes, one a worker.
-
-    Raises:
-        ConfigurationError: this is no list of them.
-    """
+    """The pipes, one a worker. Raises ConfigurationError: this is no list of them."""
     if not isinstance(pipes, Iterable) or isinstance(pipes, str | bytes | Mapping):
         raise ConfigurationError(
             f"pipes= is {pipes!r}: give a list with our end of one multiprocessing.Pipe() per worker. Nothing has "

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from weightsync.clock import Deadline
 from weightsync.engine.background import Background
+from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify, WireDtype, option
+from weightsync.options import Verify, WireDtype
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.facade_services import torchrl_transport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.ray_actors import (
     CALL,
     POLICY_METHOD,
@@ -27,12 +29,11 @@ from weightsync.schemes.peers.ray_actors import (
     method_of,
     tensor_transport_of,
 )
-from weightsync.schemes.peers.user_protocols import BareTransport
-from weightsync.schemes.ray_server import ActorReceiver, ActorSender, actor_server_of
+from weightsync.schemes.ray_server import ActorReceiver, ActorSender, ActorServer, actor_server_of
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
+from weightsync.transports.calls.server import Frames
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
 
@@ -72,7 +73,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         key: bytes | str | None = None,
     ) -> None:
         self._key = None if key is None else SharedKey(key)
-        self._backend = option(Backend, backend)
+        self._backend = Backend(backend)
         self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
 
@@ -81,8 +82,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def _begin(self) -> None:
         super()._begin()
         self._links = ActorLinks(self._tensor_transport, self._key)
-
-    # ---------------------------------------------------------------------------------------- the sender
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One actor per worker, from ``remote_collectors=``, ``actor_refs=`` or ``actors=``, or the context's."""
@@ -124,8 +123,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             return super().lay_link(endpoint, model_id, peer)
         return self._links.lay(endpoint, methods_for(self.strategy), model_id, peer)
 
-    # ---------------------------------------------------------------------------------------- the worker
-
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The actor that we are in. It is not used, since a process holds only one."""
         return given.get("actor_ref", context)
@@ -157,14 +154,17 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """TorchRL's transport to one actor; without an actor the first send raises.
 
         Args:
-            pipe_or_context: the actor; ``pipe``, ``remote_collector`` and ``remote_actor`` are other names for it.
+            pipe_or_context: the actor, or an object whose ``._actor`` is that; ``pipe``, ``remote_collector`` and
+                ``remote_actor`` are other names for it.
             worker_idx: the worker's id, for messages.
 
         Raises:
             ConfigurationError: several actors are given.
         """
-        given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
-        return torchrl_transport("RayTransport")(given, self._tensor_transport, worker_idx=worker_idx, key=self._key)
+        return self._transport(only_actor(pipe_or_context, pipe, remote_collector, remote_actor), worker_idx)
+
+    def _transport(self, actor: Any, worker_idx: int | None) -> Any:
+        return torchrl_transport("RayTransport")(actor, self._tensor_transport, worker_idx=worker_idx, key=self._key)
 
     def create_sender(self) -> ActorSender:
         """A sender without workers, whose copies carry the actors' handles."""
@@ -207,3 +207,63 @@ def methods_for(strategy: WeightStrategy) -> tuple[str, ...]:
         (STATE_DICT_METHOD, TENSORDICT_METHOD) if strategy == "state_dict" else (TENSORDICT_METHOD, STATE_DICT_METHOD)
     )
     return (CALL, POLICY_METHOD, *by_form)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _never_twice(function: _Function) -> _Function:
+    # What Ray's own decorator sets: using that would import Ray with weightsync.
+    function.__dict__["__ray_max_task_retries__"] = 0
+    return function
+
+
+class WeightSyncActor:
+    """The base that makes a Ray actor a receiver of weights::
+
+        @ray.remote
+        class Collector(WeightSyncActor):
+            def __init__(self):
+                self.policy = make_policy()
+
+    Weights are applied between two calls of a serial actor. If forward passes run in other threads
+    (``max_concurrency``, your own threads), put them in ``with self.weight_receiver().serving():``. The model is what
+    ``self.get_model(model_id)`` returns, else ``self.<model_id>``, such as ``self.policy``. An actor may initialise a
+    `RayWeightSyncScheme` itself, by `init_on_worker`; that one is used then.
+
+    Attributes:
+        weight_key: the key shared with the trainer, for an actor that sets it in ``__init__``: senders with another
+            key, or none, are rejected. None: the environment's ``WEIGHTSYNC_KEY``, if it is set.
+    """
+
+    weight_key: bytes | str | None = None
+
+    def weight_receiver(self, model_id: str = "policy") -> WeightReceiver:
+        """The receiver of a model in this actor, made now if there is none yet.
+
+        Raises:
+            ConfigurationError: no model is found, or a scheme's background thread receives it.
+        """
+        receiver = self._weightsync_server(model_id).receiver
+        if receiver is None:
+            raise ConfigurationError(
+                f"Model {model_id!r} is received by another scheme in this process: use that scheme's receiver."
+            )
+        return receiver
+
+    def _weightsync_server(self, model_id: str) -> ActorServer:
+        actor_server = actor_server_of(model_id)
+        with actor_server.lock:
+            if not actor_server.attended:
+                RayWeightSyncScheme(key=self.weight_key).init_on_worker(model_id, context=self)
+        return actor_server
+
+    @_never_twice
+    def _weightsync_call(  # noqa: PLR0917 - positional arguments cost Ray less
+        self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+    ) -> Frames:
+        """What senders call: see `weightsync.transports.ray.client.ActorCallClient`."""
+        return self._weightsync_server(model_id).receive_and_apply(link, number, frame, payload, lost)
+
+
+assert CALL in vars(WeightSyncActor)

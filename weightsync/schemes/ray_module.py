@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from weightsync.clock import Timeout
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import OnFailure, OnPending, Verify, WireDtype
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.ray_actors import Backend, TensorTransport
-from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_actor, only_module
+from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_module
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender
 from weightsync.schemes.sources import registered
 from weightsync.schemes.worker_set import Groups
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
 
@@ -205,27 +205,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         found = WeightSyncScheme._worker_model(self, given, context, model_id)
         return only_module(context, found) if isinstance(found, str) else found
 
-    def create_transport(
-        self,
-        pipe_or_context: Any = None,
-        *,
-        pipe: Any = None,
-        remote_collector: Any = None,
-        remote_actor: Any = None,
-        worker_idx: int | None = None,
-    ) -> Any:
-        """TorchRL's transport to the actor; without one the first send raises.
-
-        Args:
-            pipe_or_context: the actor, or an object whose ``._actor`` is that; ``pipe``, ``remote_collector`` and
-                ``remote_actor`` are other names for it.
-            worker_idx: ignored: there is one actor.
-
-        Raises:
-            ConfigurationError: several actors are given.
-        """
-        given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
-        return torchrl_transport("RayActorTransport")(given, str(self.strategy), self._tensor_transport, key=self._key)
+    def _transport(self, actor: Any, worker_idx: int | None) -> Any:
+        return torchrl_transport("RayActorTransport")(actor, str(self.strategy), self._tensor_transport, key=self._key)
 
     def create_sender(self) -> RayModuleTransformSender:
         """A sender to the one actor."""

@@ -26,6 +26,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
+from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER
 from weightsync.transports.calls.same_host import Place
 from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
 from weightsync.transports.calls.without_receiver import another_model, rejection
@@ -36,8 +37,6 @@ from weightsync.transports.sealing import is_envelope
 
 logger = logging.getLogger("weightsync")
 
-#: Seconds that a call waits for those that were begun before it, in actors whose calls overtake each other.
-PATIENCE_FOR_ORDER: Final = 15.0
 #: Seconds that an async actor's event loop is held while another thread serves.
 PATIENCE_OF_LOOP: Final = 1.0
 #: Seconds between two looks at what another thread may have done.
@@ -46,12 +45,12 @@ STEP: Final = 0.05
 Answer = concurrent.futures.Future[Frames]
 
 
-class ActorServer:
-    """Passes the calls for one model in this process to its receiver, and returns the answers.
+class _CameEarly(Exception):
+    """Calls that were begun before this one have not arrived, and cannot as long as it blocks the event loop."""
 
-    Args:
-        model_id: the model.
-    """
+
+class ActorServer:
+    """Passes the calls for one model in this process to its receiver, and returns the answers."""
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
@@ -108,10 +107,6 @@ class ActorServer:
 
         It waits while a forward pass serves the version (`WeightReceiver.serving`), so that none sees two versions.
 
-        Args:
-            parcel: the call's message and payload.
-            lost: numbers of calls of the same link that will never arrive.
-
         Raises:
             TransportError: its link is closed, or unknown here though this is not its first call; or calls begun
                 before it have not arrived. Whatever is raised, the link is closed here.
@@ -121,6 +116,8 @@ class ActorServer:
         """
         try:
             return self._decided(parcel, lost)
+        except _CameEarly as early:
+            return [EARLY + str(early).encode()]
         except BaseException:
             self._unanswered.pop(parcel.link, None)
             self._call_server.drop(parcel)
@@ -135,6 +132,9 @@ class ActorServer:
         self._call_server.skip(parcel, lost)
         try:
             self._decide(parcel, answers[-1])
+        except _CameEarly:
+            self._unanswered[parcel.link] = answers[:-1]
+            raise
         except (ConfigurationError, ModelPathError, LayoutError) as error:
             # A model, or its data, may be made after the trainer's handshake, which is every link's first call: the
             # handshake is then answered with the first weights.
@@ -147,8 +147,7 @@ class ActorServer:
     def _rejected(self, parcel: Parcel, error: WeightSyncError) -> Frames:
         """Reject a link for whose model there is nothing here, if there are other models.
 
-        Raises:
-            WeightSyncError: the error given: there are none, or the answer would have to be sealed.
+        Raises WeightSyncError: the error given: there are none, or the answer would have to be sealed.
         """
         others = [model_id for model_id, server in _servers.items() if server is not self and server.serves]
         if not others or is_envelope(parcel.frame):
@@ -160,17 +159,17 @@ class ActorServer:
 
     def _require_known(self, parcel: Parcel) -> None:
         """Refuse a link whose first call this actor has not seen: it was restarted since."""
-        patience = Deadline(0.0 if _in_order() else PATIENCE_FOR_ORDER)
+        patience = Deadline(0.0 if _in_order() else _patience_for_order())
         while parcel.number and not self._call_server.knows(parcel.link):
             if patience.passed:
-                raise TransportError(
+                raise _too_early(
                     f"this actor does not know the sender that calls for {self.model_id!r}: the actor was restarted. "
                     "add_worker() makes a new handshake."
                 )
             threading.Event().wait(STEP)
 
     def _decide(self, parcel: Parcel, answer: Answer) -> None:
-        ordered, loop = Deadline(PATIENCE_FOR_ORDER), Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
+        ordered, loop = Deadline(_patience_for_order()), Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
         timeout = 0.0
         while not answer.done():
             self._drive(answer, timeout)
@@ -179,9 +178,7 @@ class ActorServer:
                 return
             if self._call_server.awaits_turn(parcel):
                 if ordered.passed:
-                    raise TransportError(
-                        f"calls for {self.model_id!r} that were begun before this one have not arrived."
-                    )
+                    raise _too_early(f"calls for {self.model_id!r} that were begun before this one have not arrived.")
             elif loop.passed:
                 raise StateError(
                     "receiver", "serving", "an update on the event loop", [], "Leave serving() before you await."
@@ -210,6 +207,15 @@ def _on_a_loop() -> bool:
     return True
 
 
+def _patience_for_order() -> float:
+    return STEP if _on_a_loop() else PATIENCE_FOR_ORDER
+
+
+def _too_early(reason: str) -> Exception:
+    """What ends a call whose predecessors have not arrived. On an event loop its sender repeats it for a while."""
+    return _CameEarly(reason) if _on_a_loop() else TransportError(reason)
+
+
 def _in_order() -> bool:
     """Whether calls arrive in the order in which they were begun: Ray runs a serial actor's in its main thread."""
     return threading.current_thread() is threading.main_thread() and not _on_a_loop()
@@ -226,30 +232,17 @@ def actor_server_of(model_id: str) -> ActorServer:
 
 
 class ActorSender(WeightSender):
-    """A sender to actors: a copy carries their handles, and makes its own handshakes with its first send.
-
-    Args:
-        scheme: the scheme that sets it up.
-    """
+    """A sender to actors: a copy carries their handles, and makes its own handshakes with its first send."""
 
     def _carried(self) -> dict[int, Any]:
         return dict(self._workers.endpoints)
 
 
 class ActorReceiver(WeightReceiver):
-    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`.
-
-    Args:
-        scheme: the scheme that sets it up.
-    """
+    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`."""
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
-        """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
-
-        Args:
-            pipe_or_context: ignored: a process holds one actor.
-            pipe: the same.
-        """
+        """Listen for senders' calls: see `WeightReceiver.register_worker_transport`."""
         super().register_worker_transport(pipe_or_context, pipe=pipe)
         actor_server_of(self.model_id).receiver = self
 

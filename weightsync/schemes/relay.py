@@ -6,12 +6,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import SyncError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
-from weightsync.weights.context import MISSING, optional
 
 #: Takes the live version and a function that reads its weights; returns the report of the worker's own workers.
-HandOn = Callable[[int | None, Callable[[], Any]], SyncReport | None]
+RelayCall = Callable[[int | None, Callable[[], Any]], SyncReport | None]
 
 #: The attribute in which TorchRL's collectors keep the schemes to their own workers; None or empty: they have none.
 _SCHEMES = "_weight_sync_schemes"
@@ -30,7 +30,7 @@ def leads_on(context: Any, model_id: str) -> bool:
     return schemes is not MISSING and bool(schemes) and model_id in schemes
 
 
-def handing_on(context: Any, model_id: str) -> HandOn | None:
+def relay_call(context: Any, model_id: str) -> RelayCall | None:
     """What to do with a version of this model once it is live, before we answer for it; None: nothing.
 
     A context that has ``update_policy_weights_`` has workers of its own. A TorchRL collector always has that method,
@@ -69,7 +69,7 @@ def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> Syn
 def _unknown(model_id: str, version: int | None, error: Exception) -> SyncReport:
     outcome = Outcome(
         kind=OutcomeKind.ABANDONED,
-        reason=f"handing it on raised {error!r}: which of the worker's own workers were updated is not known",
+        reason=f"relaying it raised {error!r}: which of the worker's own workers were updated is not known",
         remote_traceback="".join(traceback.format_exception(error)),
     )
     return SyncReport(model_id=model_id, version=version, incarnation=0, outcomes={0: outcome})

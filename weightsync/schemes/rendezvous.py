@@ -66,8 +66,7 @@ class Rendezvous:
     def connecting(self, side: Side) -> Iterator[None]:
         """Connect a side inside; if an exception leaves the block, the side is not connected.
 
-        Raises:
-            StateError: it has connected, or is connecting in another thread.
+        Raises StateError: it has connected, or is connecting in another thread.
         """
         state = self._states[side]
         if state is not ConnectState.NOT_CONNECTED:
@@ -81,11 +80,7 @@ class Rendezvous:
         self._states[side] = ConnectState.CONNECTED
 
     def connected_sends(self, sender: WeightSender | None, asked: str) -> SequentialSends:
-        """What to send by.
-
-        Raises:
-            StateError: the sender is not initialised, or not connected.
-        """
+        """What to send by. Raises StateError: the sender is not initialised, or not connected."""
         if sender is None:
             raise StateError("scheme", "uninitialized on the sender", asked, ["init_on_sender"])
         if self.sends is None or not self.is_connected(Side.SENDER):
@@ -93,11 +88,7 @@ class Rendezvous:
         return self.sends
 
     def connected_receiver(self, receiver: WeightReceiver | None, asked: str) -> WeightReceiver:
-        """The receiver.
-
-        Raises:
-            StateError: it is not initialised, or not connected.
-        """
+        """The receiver. Raises StateError: it is not initialised, or not connected."""
         if receiver is None:
             raise StateError("scheme", "uninitialized on the receiver", asked, ["init_on_receiver"])
         if not self.is_connected(Side.RECEIVER):
@@ -138,8 +129,7 @@ def await_first_version(receiver: WeightReceiver, background: Background, deadli
 def require_weights(receiver: WeightReceiver) -> None:
     """Refuse to connect a model that came without weights if the trainer has sent none.
 
-    Raises:
-        ConfigurationError: it has sent none. The receiver is closed, and the trainer told why.
+    Raises ConfigurationError: it has sent none. The receiver is closed, and the trainer told why.
     """
     if receiver.version is not None:
         return

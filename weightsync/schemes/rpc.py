@@ -15,10 +15,9 @@ from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.link_transport import torchrl_transport
-from weightsync.schemes.peers.base import SharedPresenter
+from weightsync.schemes.facade_services import torchrl_transport
+from weightsync.schemes.peers.base import BareTransport, SharedPresenter
 from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to
-from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_called, require_rpc, worker_named
 from weightsync.weights.strategy import WeightStrategy
@@ -59,8 +58,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def _begin(self) -> None:
         super()._begin()
         self._presenter = SharedPresenter()
-
-    # ---------------------------------------------------------------------------------------- the sender
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One worker each, from ``collector_infos=`` and ``collector_rrefs=``, or the context's."""
@@ -128,8 +125,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         return torchrl_transport("RPCTransport")(
             **found, worker_rank=worker_rank, strategy=self.strategy, key=self._key
         )
-
-    # ---------------------------------------------------------------------------------------- the worker
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """None: each process has one call server per model, whether or not RPC is initialised yet."""

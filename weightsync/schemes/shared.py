@@ -9,7 +9,7 @@ import torch
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify, WireDtype, switch
-from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode

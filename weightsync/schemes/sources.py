@@ -8,10 +8,10 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.schemes.relay import leads_on
 from weightsync.transports.wakeup import AwaitedProcess
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay
 
@@ -19,8 +19,7 @@ from weightsync.weights.relay import Relay
 def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
     """The keywords given, without those that are None.
 
-    Raises:
-        ConfigurationError: a keyword that ``where`` does not take.
+    Raises ConfigurationError: a keyword that ``where`` does not take.
     """
     unknown = sorted(set(kwargs) - set(allowed))
     if unknown:
@@ -37,12 +36,7 @@ def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
 def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
     """The workers' processes by worker id, as ``processes=`` gives them.
 
-    Args:
-        given: a sequence in the order of the workers' ids, a mapping by worker id, or None.
-        workers: the ids of the workers.
-
-    Raises:
-        ConfigurationError: it is of another type or length, or names unknown workers.
+    Raises ConfigurationError: it is of another type or length, or names unknown workers.
     """
     if given is None:
         return {}
@@ -68,8 +62,7 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
 
     A TorchRL collector whose workers make their own policies has no model: it keeps the weights to pass them on.
 
-    Raises:
-        ConfigurationError: there is neither a model nor a context.
+    Raises ConfigurationError: there is neither a model nor a context.
     """
     if "model" in given:
         return weights_of(given["model"])
@@ -99,14 +92,7 @@ def is_weightless(model: Any) -> bool:
 def registered(
     given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] = lambda _: False
 ) -> Any:
-    """What a send without weights sends: the first that is found of the sources below; None: nothing.
-
-    Args:
-        given: the keywords.
-        context: the context.
-        model_id: the model.
-        unfit: whether what was found there is something other than weights.
-    """
+    """What a send without weights sends: the first that is found of the sources below; None: nothing."""
     for source in _SOURCES if context is not None else _WITHOUT_CONTEXT:
         found = source(given, context, model_id)
         if found is not None and found is not MISSING and not unfit(found):

@@ -10,11 +10,10 @@ import torch.nn
 from tensordict import TensorDictBase
 
 from weightsync.clock import Deadline
-from weightsync.engine.copies import require_whole, require_worker_id
+from weightsync.engine.copies import MISSING, optional, require_whole, require_worker_id
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.packing import digest_of_weights
 from weightsync.weights.strategy import WeightStrategy
 
@@ -82,8 +81,7 @@ class WorkerSet:
 def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrategy) -> WorkerSet:
     """Read the keywords of `init_on_sender` that define the workers.
 
-    Raises:
-        ConfigurationError: they contradict one another, or one needs another that is missing.
+    Raises ConfigurationError: they contradict one another, or one needs another that is missing.
     """
     _refuse_contradictions(given)
     if "params_map" in given:
@@ -103,8 +101,7 @@ def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrate
 def per_worker(weights: Any, where: str) -> dict[int, Any]:
     """Weights given for each worker.
 
-    Raises:
-        ConfigurationError: this is no dict with worker ids as keys, or it is empty.
+    Raises ConfigurationError: this is no dict with worker ids as keys, or it is empty.
     """
     if not _is_dict(weights) or not weights:
         raise ConfigurationError(f"{where} is a dict of worker ids to weights, with an entry for each worker.")
@@ -132,14 +129,7 @@ def groups_of(
 ) -> Groups:
     """Weights and the workers that get them; workers whose weights are the same, or equal, share a version.
 
-    Args:
-        own: worker id to its weights.
-        wanted: the ids of the workers that get theirs.
-        known: the ids of all workers.
-        prepare: makes what is sent of a worker's weights.
-
-    Raises:
-        ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
+    Raises ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
     """
     missing = sorted(set(wanted) - own.keys())
     unknown = sorted(own.keys() - set(known))

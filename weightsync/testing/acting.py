@@ -52,7 +52,7 @@ class Acting(ReplayActors):
             Action.BROKEN: self._break,
             Action.ANSWERED: self._answer, Action.CLOSE_RECEIVER: self._close, Action.CRASH_RECEIVER: self._crash,
             Action.LINK_FAILED: self._link_failed, Action.FAIL_RECEIVER: self._fail,
-            Action.LOSE_LETTER: self._lose_update, Action.LOSE_ANSWER: self._lose_answer,
+            Action.LOSE_MESSAGE: self._lose_update, Action.LOSE_ANSWER: self._lose_answer,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ senders

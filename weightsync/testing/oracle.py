@@ -27,7 +27,7 @@ def sender_projection(state: State, data: sending.SenderData) -> dict[str, Any]:
         "state": state.value,
         "version": data.version,
         "due to all": data.due_all,
-        "roll": workers,
+        "members": workers,
         "owed": owed,
         "outcomes": outcomes,
         "stale answers": data.stale,

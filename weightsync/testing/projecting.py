@@ -14,7 +14,7 @@ from weightsync.protocol.report import OutcomeKind
 from weightsync.protocol.sender import Outstanding
 from weightsync.testing.step_gate import StepGate
 
-SENDER_FIELDS = ("state", "incarnation", "version", "due to all", "roll", "outstanding or last report")
+SENDER_FIELDS = ("state", "incarnation", "version", "due to all", "members", "outstanding or last report")
 RECEIVER_FIELDS = ("state", "link", "fence", "decided", "pending", "served", "answer")
 
 

@@ -52,11 +52,7 @@ Opener = Callable[[SlotRef, int], OnDevice]
 
 
 class DeviceSlot:
-    """Memory of a device with a number, by which links name it.
-
-    Args:
-        memory: the memory.
-    """
+    """Memory of a device with a number, by which links name it."""
 
     def __init__(self, memory: OnDevice) -> None:
         self.memory = memory
@@ -86,11 +82,7 @@ class DeviceSlot:
 
 
 class DeviceBuffer(Buffer):
-    """A buffer on a device. Its host copy is made when a link asks for it, once a version, and has the same seal.
-
-    Args:
-        memory: on the device.
-    """
+    """A buffer on a device. Its host copy is made when a link asks for it, once a version, and has the same seal."""
 
     def __init__(self, memory: OnDevice) -> None:
         super().__init__(0)

@@ -47,12 +47,7 @@ AUTHKEY: Final = (
 
 
 def warn_exposed(link: str, remedy: str = _OUR_KEY) -> None:
-    """Warn in the log, once per process, that others can reach a link without a key.
-
-    Args:
-        link: which link, and how it is reached: the beginning of a sentence.
-        remedy: what to do: the beginning of a sentence.
-    """
+    """Warn in the log, once per process, that others can reach a link without a key."""
     if _warning.once():
         logger.warning(
             "%s, and has no key of ours: whoever reaches it can read the weights and send others. %s, or keep the "

@@ -55,8 +55,7 @@ def own_identity() -> tuple[int, int]:
 def own_host() -> bytes:
     """Identifies this machine and pid namespace, in 16 bytes. A pid is unique only within them.
 
-    Raises:
-        TransportError: the kernel does not say, since no descriptor is left. A later call may succeed.
+    Raises TransportError: the kernel does not say, since no descriptor is left. A later call may succeed.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -97,7 +96,6 @@ class ProcessWatch:
     In a forked child an inherited watch ends: it reports nothing.
 
     Args:
-        pid: its id.
         started: its start as in `own_identity`: another start is another process. 0: unknown.
     """
 

@@ -15,7 +15,7 @@ from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.pipe.mailbox import MAX_KEPT_NBYTES, MAX_UNCLAIMED, MAX_USER_MESSAGES
-from weightsync.transports.process import ProcessWatch, watching
+from weightsync.transports.wakeup import WakeableLink
 
 #: Messages of one model that are kept until its link reads them.
 MAX_UNREAD: Final = 1024
@@ -30,8 +30,7 @@ class QueueChannel:
         outbox: where frames are put. None: the sender cannot be reached.
         inbox: where frames are read. None: nobody can answer.
 
-    Raises:
-        ConfigurationError: one of them is not a ``multiprocessing.Queue``.
+    Raises ConfigurationError: one of them is not a ``multiprocessing.Queue``.
     """
 
     def __init__(self, outbox: Any, inbox: Any) -> None:
@@ -51,11 +50,7 @@ class QueueChannel:
         self.user_messages: deque[Any] = deque()
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame.
-
-        Raises:
-            TransportError: the queue is full or closed; the frame will never arrive.
-        """
+        """Queue a frame. Raises TransportError: the queue is full or closed; the frame will never arrive."""
         if self._outbox is None:
             return
         try:
@@ -184,24 +179,16 @@ def _nbytes(box: deque[Received]) -> int:
     return sum(each.payload.nbytes for each in box if each.payload is not None)
 
 
-class QueueLink:
+class QueueLink(WakeableLink):
     """One model's link over a `QueueChannel`. See `weightsync.transports.base.Link` for its contract."""
 
     def __init__(self, channel: QueueChannel, model_id: str, peer: str) -> None:
         # Where nobody can answer, no answer is waited for, as with transports that may lose answers.
         self.delivery = Delivery.ORDERED if channel.inbox is not None else Delivery.BEST_EFFORT
+        super().__init__(peer)
         self._channel = channel
         self._model_id = model_id
-        self._peer = peer
-        self._watch: ProcessWatch | None = None
-        self._closed = False
-        self._waker = Waker()
         channel.enroll(model_id, self._waker)
-
-    @property
-    def peer(self) -> str:
-        """The name of the other end, for messages to people."""
-        return self._peer
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Put a message in the queue, with a copy of its payload: see `Link.send`."""
@@ -213,53 +200,25 @@ class QueueLink:
             frame = b"".join((frame, payload.view[: message.nbytes]))
         self._channel.put(frame)
 
-    def flush(self) -> bool:
-        """Nothing to write: the queue's own thread writes."""
-        self._require_open()
-        return True
-
     def receive(self) -> list[Received]:
         """The messages that have arrived: see `Link.receive`."""
         self._require_open()
         # Checked before reading: what the peer sent before its death is then certainly there.
-        dead = self._watch is not None and self._watch.dead
+        death = self._death()
         received = self._channel.collect(self._model_id)
-        if dead and not received and self._watch is not None:
-            raise TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
-        if dead:
+        if death and not received:
+            raise TransportError(f"{self._peer} has ended: {death}.")
+        if death:
             self._waker.fire()  # earlier messages are delivered now, the end at the next call
         return received
 
     def waitables(self) -> list[int]:
         """Readable when something is in the queue, or the peer is dead: see `Link.waitables`."""
-        if self._closed:
-            return []
-        watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
-        return [self._waker.fileno(), *self._channel.waitables(), *watched]
-
-    def wants_write(self) -> None:
-        """Nothing to write: the queue's own thread writes."""
-
-    def watch(self, pid: int, started: int) -> None:
-        """Watch the peer's process: see `Link.watch`."""
-        if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
-            return
-        watch = watching(pid, started)
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = watch
-        if watch.dead:
-            self._waker.fire()
+        return [] if self._closed else [*super().waitables(), *self._channel.waitables()]
 
     def close(self) -> None:
         """Close the link: see `Link.close`. The queues are the user's and stay open."""
         if not self._closed:
             self._closed = True
             self._channel.leave(self._model_id, self._waker)
-            self._waker.close()
-            if self._watch is not None:
-                self._watch.close()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"The link to {self._peer} is closed.")
+            self._let_go()

@@ -55,9 +55,6 @@ class Delivered(NamedTuple):
     failure: str = ""
 
 
-# ----------------------------------------------------------------------------------------------- the worker's end
-
-
 class _CallServers:
     """The call servers of this process, one for each model. They exist before a receiver listens."""
 
@@ -173,14 +170,10 @@ def _listening(model_id: str) -> list[str]:
     return models
 
 
-# ----------------------------------------------------------------------------------------------- the sender's end
-
-
 def require_rpc(peer: str) -> None:
     """Require that RPC runs here.
 
-    Raises:
-        ConfigurationError: RPC is not initialised in this process, or this torch was built without it.
+    Raises ConfigurationError: RPC is not initialised in this process, or this torch was built without it.
     """
     if not rpc.is_available():
         raise ConfigurationError(f"{peer} cannot be called: this torch was built without torch.distributed.rpc.")
@@ -199,8 +192,7 @@ def require_rpc(peer: str) -> None:
 def worker_named(worker: Any, peer: str) -> WorkerInfo:
     """The worker that a name, a rank or a `WorkerInfo` denotes.
 
-    Raises:
-        ConfigurationError: as `require_rpc`, or RPC knows no such worker.
+    Raises ConfigurationError: as `require_rpc`, or RPC knows no such worker.
     """
     require_rpc(peer)
     if isinstance(worker, torch_rpc.WorkerInfo):
@@ -242,13 +234,9 @@ def begin(
     """Begin a call; ``said`` makes its answers, in a thread of RPC's.
 
     Args:
-        peer: the name of the worker, for messages to people.
-        call: begins the call.
-        said: the answers of a finished call.
         again: repeats the call if it was answered with a challenge; then the end of the repeated call counts.
 
-    Raises:
-        TransportError: RPC accepted no call. The worker will never see it.
+    Raises TransportError: RPC accepted no call. The worker will never see it.
     """
     answers: Answers = Future()
 
@@ -290,9 +278,6 @@ class RpcCallClient:
     """Carries messages to a process with our receiver, and returns the receiver's own answers.
 
     Args:
-        worker: the worker.
-        model_id: the model.
-        peer: the name of the worker, for messages to people.
         key: shared with the worker. None: its answers are trusted as they are.
     """
 
@@ -379,8 +364,7 @@ class RpcCallClient:
 def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequence[str]]:
     """Ask for which models receivers of ours listen there. A process without weightsync has none.
 
-    Raises:
-        TransportError: RPC accepted no call.
+    Raises TransportError: RPC accepted no call.
     """
     found: Future[Sequence[str]] = Future()
 

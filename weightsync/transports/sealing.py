@@ -109,11 +109,7 @@ class Envelope(NamedTuple):
 
     @classmethod
     def of(cls, text: Readable) -> Self:
-        """Read an envelope.
-
-        Raises:
-            AuthenticationError: it is not an envelope.
-        """
+        """Read an envelope. Raises AuthenticationError: it is not an envelope."""
         try:
             magic, kind, digested, number, mac = _HEAD.unpack_from(text)
             if magic != MAGIC or digested not in _DIGEST_SIZES or len(text) < _HEAD.size + digested:
@@ -210,8 +206,7 @@ class SenderSeal:
     def open(self, text: Readable) -> Envelope:
         """Open a worker's message: an answer, or its challenge, which is processed here.
 
-        Raises:
-            AuthenticationError: it is not from the worker, or the worker refuses us, as the error says.
+        Raises AuthenticationError: it is not from the worker, or the worker refuses us, as the error says.
         """
         envelope = Envelope.of(text)
         if envelope.kind is Kind.REFUSED and self._session is None:
@@ -250,11 +245,7 @@ class WorkerSeal:
         return _sealed(self._session.up, Kind.ANSWER, number, content)
 
     def open(self, text: Readable) -> Envelope:
-        """Open a sender's message.
-
-        Raises:
-            AuthenticationError: it is not from the sender.
-        """
+        """Open a sender's message. Raises AuthenticationError: it is not from the sender."""
         envelope = Envelope.of(text)
         if envelope.kind is Kind.PROVEN:
             envelope.verify(self._session.down)
@@ -280,11 +271,7 @@ class CallSeal(Protocol):
     """How a call client seals its calls. Calls of one link may end in any order and in any thread."""
 
     def frame(self, number: int, message: Message, payload: Buffer | None) -> bytes:
-        """The content of a call.
-
-        Raises:
-            ConfigurationError: the message does not fit the wire format.
-        """
+        """The content of a call. Raises ConfigurationError: the message does not fit the wire format."""
 
     def again(self, number: int) -> bytes:
         """The content of a repeated call, after a challenge. The worker has kept the first content."""
@@ -300,11 +287,7 @@ class CallSeal(Protocol):
 
 
 class NoSeal:
-    """For links without a key: messages are sent unchanged.
-
-    Args:
-        peer: the name of the other end, for messages to people.
-    """
+    """For links without a key: messages are sent unchanged."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
@@ -326,13 +309,7 @@ class NoSeal:
 
 
 class KeyedSeal:
-    """For links with a key.
-
-    Args:
-        key: shared with the worker.
-        identity: the link's identity.
-        peer: the name of the other end, for messages to people.
-    """
+    """For links with a key."""
 
     def __init__(self, key: SharedKey, identity: Identity, peer: str) -> None:
         self._seal = SenderSeal(key, identity, peer)

@@ -12,14 +12,7 @@ from weightsync.transports.process import ProcessWatch, forget_after_fork, start
 
 
 class AwaitedProcess:
-    """A process that has not sent anything yet.
-
-    Args:
-        process: a `multiprocessing` process or a `subprocess.Popen`, started or not, or a process id of this host.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
+    """A process that has not sent anything yet. Raises ConfigurationError: it is none of these."""
 
     def __init__(self, process: Any) -> None:
         known = isinstance(process, BaseProcess | subprocess.Popen)
@@ -50,11 +43,7 @@ class AwaitedProcess:
 
 
 class WakeableLink:
-    """The part of a link that does not depend on how its messages are sent. Its driver never writes anything.
-
-    Args:
-        peer: the name of the other end, for messages to people.
-    """
+    """The part of a link that does not depend on how its messages are sent. Its driver never writes anything."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer

@@ -17,11 +17,7 @@ from weightsync.verify.replaying import Machine, Moment
 
 
 class SenderActs:
-    """The actions of senders.
-
-    Args:
-        names: the model's names.
-    """
+    """The actions of senders."""
 
     def __init__(self, names: Naming) -> None:
         self._names = names
@@ -130,7 +126,7 @@ class SenderActs:
             "inc": self._names.ranks.get(data.incarnation, 0),
             "v": data.version,
             "all": data.due_all,
-            "roll": tuple(self._entry(machine, data, worker) for worker in self._names.workers),
+            "members": tuple(self._entry(machine, data, worker) for worker in self._names.workers),
             "reported": reported,
             "out": tuple(_outcome(out, worker) for worker in self._names.workers),
         }
@@ -145,11 +141,7 @@ class SenderActs:
 
 
 class WorkerActs:
-    """The actions of workers.
-
-    Args:
-        names: the model's names.
-    """
+    """The actions of workers."""
 
     def __init__(self, names: Naming) -> None:
         self._names = names

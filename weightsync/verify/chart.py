@@ -87,8 +87,7 @@ class Chart:
 def chart_of(run: Run) -> Chart:
     """Lay out a run. Machines of several hosts have clocks of their own, so that their rows cannot be compared.
 
-    Raises:
-        ValueError: the run has no machine.
+    Raises ValueError: the run has no machine.
     """
     if not run.machines:
         raise ValueError("a chart needs a run with at least one machine")

@@ -8,7 +8,8 @@ from weightsync.engine.recorder import What
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State
-from weightsync.protocol.messages import Ack, Update, slot_digest
+from weightsync.protocol.codec import slot_digest
+from weightsync.protocol.messages import Ack, Update
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.verify.lines import Finding
 from weightsync.verify.network import Network
@@ -40,9 +41,6 @@ def _closed_is_final(machine: Machine) -> Iterator[Finding]:
     for moment in machine.moments:
         if moment.state_before is State.CLOSED and moment.state is not State.CLOSED:
             yield _broken(moment, "G9 ClosedIsFinal", "a closed machine takes another step")
-
-
-# ---------------------------------------------------------------------------------------------- receivers
 
 
 def _of_receiver(machine: Machine) -> Iterator[Finding]:
@@ -89,9 +87,6 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key
     elif wanted and answer.digest and answer.digest != wanted:
         what = f"digest {answer.digest.hex()} was applied, but {wanted.hex()} arrived"
         yield _broken(moment, "G2 AckedMeansServed", what)
-
-
-# ------------------------------------------------------------------------------------------------ senders
 
 
 #: The digest that each version was sent with, by link; with None, the one that it has wherever it has one.

@@ -16,7 +16,7 @@ from weightsync.verify.guarantees import breaches
 from weightsync.verify.lines import Finding, Line, TraceFile, find_files, read_file
 from weightsync.verify.network import Network, SentMessage
 from weightsync.verify.replaying import HALVES, Machine, replay
-from weightsync.verify.talkers import listen
+from weightsync.verify.talking import listen
 
 _MISSING = "none of the given files has the machine that sent it, or its recording had ended"
 _WHOLE = "all files are given (--complete)"
@@ -128,8 +128,7 @@ class Verdict:
 def verify(places: Sequence[Path]) -> Verdict:
     """Judge the traces in files or folders.
 
-    Raises:
-        UnreadableTraceError: a place has no trace, or one of another release.
+    Raises UnreadableTraceError: a place has no trace, or one of another release.
     """
     files = tuple(read_file(path) for path in find_files(places))
     runs = tuple(sorted(map(judge, runs_of(machines_in(files))), key=lambda run: run.begun))

@@ -89,8 +89,7 @@ class TraceFile:
 def find_files(places: Sequence[Path]) -> list[Path]:
     """The trace files in the given places, which are files or folders of them.
 
-    Raises:
-        UnreadableTraceError: a place does not exist, or has no trace.
+    Raises UnreadableTraceError: a place does not exist, or has no trace.
     """
     found: dict[Path, None] = {}
     for place in places:
@@ -105,11 +104,7 @@ def find_files(places: Sequence[Path]) -> list[Path]:
 
 
 def read_file(path: Path) -> TraceFile:
-    """Read one file.
-
-    Raises:
-        UnreadableTraceError: it is not a trace, or was written by another release.
-    """
+    """Read one file. Raises UnreadableTraceError: it is not a trace, or was written by another release."""
     lines: list[Line] = []
     damage: Finding | None = None
     checksum = 0

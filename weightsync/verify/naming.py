@@ -45,12 +45,7 @@ class RecordedAction:
 class Naming:
     """The model's names for everything in a run.
 
-    Args:
-        run: the run.
-        bounds: the largest run that the model can follow.
-
-    Raises:
-        BeyondTheModelError: the model cannot express something in the run.
+    Raises BeyondTheModelError: the model cannot express something in the run.
     """
 
     run: Run

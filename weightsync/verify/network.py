@@ -39,11 +39,7 @@ class SentMessage:
 
 @dataclass
 class Network:
-    """All machines of a trace, and who exchanged messages with whom.
-
-    Args:
-        machines: all machines, replayed.
-    """
+    """All machines of a trace, and who exchanged messages with whom."""
 
     machines: Sequence[Machine]
     by_name: dict[str, Machine] = field(default_factory=dict)

@@ -1,8 +1,14 @@
-"""Replays one machine's lines through the shipped pure halves, and requires the same steps."""
+"""Replays one machine's lines, and its reports, through the shipped pure halves, and requires the same steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +18,8 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import INITIAL, Delivery, State
 from weightsync.protocol.messages import Message
-from weightsync.verify.decoding import decoded
+from weightsync.protocol.report import Outcome, OutcomeKind
 from weightsync.verify.lines import Finding, Line
-from weightsync.verify.reporting import FalseReportError, Reports
 from weightsync.verify.words import differences, possible, value
 
 Data = sending.SenderData | receiving.ReceiverData
@@ -227,3 +232,159 @@ def _allowed(must: dict[str, Any]) -> str:
     if "input" not in must:
         return f"this event changes nothing: {must['before']} stays" if "before" in must else "see what must be"
     return f"this event is {must['input'] or 'LATE'}, and leads to {must['after']}"
+
+
+def decoded(kind: Any, recorded: Any) -> Any:
+    """The value of type ``kind`` that ``recorded`` encodes. Raises ValueError: it encodes no such value."""
+    origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _one_of(typing.get_args(kind), recorded)
+    if origin is tuple:
+        return _tuple(typing.get_args(kind)[0], recorded)
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(typing.get_args(kind)[1], recorded)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _record(kind, recorded)
+    return _scalar(kind, recorded)
+
+
+def _scalar(kind: Any, recorded: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if recorded not in kind.__members__:
+            raise ValueError(f"{recorded!r} is not a {kind.__name__}")
+        return kind[recorded]
+    if kind is bytes and isinstance(recorded, str):
+        return bytes.fromhex(recorded)
+    if kind is float and type(recorded) in (int, float):
+        return recorded
+    if kind in (int, str, bool) and type(recorded) is kind:
+        return recorded
+    raise ValueError(f"{recorded!r} encodes no {getattr(kind, '__name__', kind)}")
+
+
+def _one_of(kinds: tuple[Any, ...], recorded: Any) -> Any:
+    if recorded is None and types.NoneType in kinds:
+        return None
+    rest = [kind for kind in kinds if kind is not types.NoneType]
+    if len(rest) == 1:
+        return decoded(rest[0], recorded)
+    named = recorded.get("is") if isinstance(recorded, dict) else None
+    for kind in rest:
+        if kind.__name__ == named:
+            return decoded(kind, recorded)
+    raise ValueError(f"{named!r} is none of {', '.join(kind.__name__ for kind in rest)}")
+
+
+def _tuple(kind: Any, recorded: Any) -> tuple[Any, ...]:
+    """Decode a tuple; all tuples of events and messages have one element type and any length."""
+    if not isinstance(recorded, list):
+        raise ValueError(f"{recorded!r} is not a list")
+    return tuple(decoded(kind, each) for each in recorded)
+
+
+def _mapping(kind: Any, recorded: Any) -> dict[int, Any]:
+    if not isinstance(recorded, dict):
+        raise ValueError(f"{recorded!r} is not a mapping")
+    return {int(key): decoded(kind, each) for key, each in recorded.items()}
+
+
+def _record(kind: type, recorded: Any) -> Any:
+    if not isinstance(recorded, dict) or recorded.get("is") != kind.__name__:
+        raise ValueError(f"{recorded!r} is not a {kind.__name__}")
+    hints = _hints(kind)
+    unknown = set(recorded) - set(hints) - {"is"}
+    if unknown:
+        raise ValueError(f"a {kind.__name__} has no {', '.join(sorted(unknown))}")
+    try:
+        return kind(**{name: decoded(hints[name], each) for name, each in recorded.items() if name != "is"})
+    except TypeError as error:
+        raise ValueError(f"a {kind.__name__} is incomplete: {error}") from error
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+class FalseReportError(ValueError):
+    """A report says what it cannot say."""
+
+
+@dataclass
+class Reports:
+    """One sender's reports: which versions ended without a report, and what a report may say now."""
+
+    _over: dict[int, sending.Conclude] = field(default_factory=dict)
+    #: For each worker, the versions that were given up before it answered.
+    _abandoned: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    #: The event that ended a caller's wait or its update; the next line must be its report.
+    _due: object = None
+
+    @property
+    def due(self) -> object:
+        """The event that must be reported now; None: there is none."""
+        return self._due
+
+    def step(self, event: object, step: sending.Step) -> None:
+        """Follow a step."""
+        ends = isinstance(event, sending.Deadline | sending.Abandon) and step.input is not None
+        self._due = event if ends else None
+        for effect in step.effects:
+            if isinstance(effect, sending.Conclude):
+                self._conclude(effect)
+
+    def _conclude(self, effect: sending.Conclude) -> None:
+        out = effect.outstanding
+        self._over[out.version] = effect
+        for worker, outcome in out.outcomes.items():
+            if outcome.kind is OutcomeKind.ABANDONED:
+                self._abandoned[worker].add(out.version)
+
+    def expected(self, recorded: Mapping[str, Any], data: sending.SenderData) -> dict[str, object]:
+        """The contents that a report of this version must have.
+
+        Raises FalseReportError: this version cannot be reported now.
+        """
+        outcomes = decoded(Mapping[int, Outcome], recorded["outcomes"])
+        superseded = decoded(Mapping[int, tuple[int, ...]], recorded["superseded"])
+        version, timed_out = recorded["version"], isinstance(self._due, sending.Deadline)
+        self._due = None
+        must: dict[str, object] = {"incarnation": data.incarnation, "not_caught_up": {}}
+        if version is None:
+            return must | {"outcomes": _all_ended(outcomes, data), "superseded": {}, "left": {}}
+        must["superseded"] = self._given_up(superseded, outcomes)
+        over, out = self._over.pop(version, None), data.outstanding
+        if over is not None:
+            return must | {
+                "outcomes": over.outstanding.outcomes,
+                "not_caught_up": over.not_caught_up,
+                "left": over.left,
+            }
+        if out is None or out.version != version:
+            raise FalseReportError(f"version {version} is not outstanding, and no caller waits for its report")
+        kind = OutcomeKind.TIMED_OUT if timed_out else OutcomeKind.PENDING
+        owing = {worker: Outcome(kind=kind, reason=_reason(outcomes, worker, kind)) for worker in out.owed}
+        return must | {"outcomes": {**out.outcomes, **owing}, "left": data.left}
+
+    def _given_up(
+        self, superseded: Mapping[int, tuple[int, ...]], outcomes: Mapping[int, Outcome]
+    ) -> dict[int, tuple[int, ...]]:
+        """The versions that were given up in favour of this one, as far as they were."""
+        known = {
+            worker: tuple(v for v in versions if v in self._abandoned[worker])
+            for worker, versions in superseded.items()
+        }
+        return {worker: versions for worker, versions in known.items() if versions and worker in outcomes}
+
+
+def _reason(outcomes: Mapping[int, Outcome], worker: int, kind: OutcomeKind) -> str:
+    """The reason of a LATE outcome is free text; every other reason is fixed."""
+    outcome = outcomes.get(worker)
+    return outcome.reason if outcome is not None and kind is OutcomeKind.TIMED_OUT else ""
+
+
+def _all_ended(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:
+    """The outcomes of a send that was refused because no target has a link."""
+    return {
+        worker: sending.ended(entry) for worker, entry in data.workers.items() if worker in outcomes and not entry.open
+    }

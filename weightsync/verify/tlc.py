@@ -1,4 +1,4 @@
-"""Has TLC follow runs over the actions of AckProtocol.tla, many runs in one JVM."""
+"""Has TLC follow runs over the actions of AckProtocol.tla, many runs in one JVM, written as it reads them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from weightsync.errors import WeightSyncError
 from weightsync.model.manifest import find_model
 from weightsync.model.process import FOLDER_PREFIX
 from weightsync.model.toolchain import Toolchain
+from weightsync.verify.acting import SenderActs, WorkerActs
 from weightsync.verify.judging import Run
 from weightsync.verify.lines import Finding
-from weightsync.verify.modelling import Modelled, data_module, literal, modelled
-from weightsync.verify.naming import BeyondTheModelError, Bounds, Value
+from weightsync.verify.naming import BeyondTheModelError, Bounds, Naming, RecordedAction, Value
 
 RULE = "the model, by TLC"
 _SECONDS = 300.0
@@ -77,13 +77,7 @@ class Followed:
 def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) -> Followed:
     """Have TLC follow runs that the Python checker found to conform; equal runs are followed once.
 
-    Args:
-        tools: Java and TLC.
-        runs: the runs.
-        bounds: the largest run to follow.
-
-    Raises:
-        TlcFailedError: TLC failed.
+    Raises TlcFailedError: TLC failed.
     """
     followed, ways = Followed(), dict[str, list[Modelled]]()
     for run in runs:
@@ -137,16 +131,7 @@ def _judge(tools: Toolchain, batch: Sequence[Sequence[Modelled]], more: Sequence
 
 
 def accepted_of(tools: Toolchain, traces: Sequence[Modelled], more: Sequence[str] = ()) -> set[int]:
-    """Which of the traces, counted from 1, TLC follows to their ends.
-
-    Args:
-        tools: Java and TLC.
-        traces: the traces.
-        more: further properties of Trace.tla to check.
-
-    Raises:
-        TlcFailedError: TLC failed.
-    """
+    """Which of the traces, counted from 1, TLC follows to their ends. Raises TlcFailedError: TLC failed."""
     return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, _config(traces, (), more)))}
 
 
@@ -215,3 +200,62 @@ def _config(traces: Sequence[Modelled], invariants: Sequence[str], properties: S
     lines += ["  Features <- AllFeatures"]
     lines += ["INVARIANTS", *(f"  {name}" for name in (*_INVARIANTS, *invariants))]
     return "\n".join([*lines, "PROPERTIES", *(f"  {name}" for name in (*_PROPERTIES, *properties)), ""])
+
+
+@dataclass
+class Modelled:
+    """A run as the model's events, with the constants that it needs."""
+
+    run: Run
+    acts: list[RecordedAction]
+    senders: int
+    workers: int
+    versions: int
+    links: int
+
+    @property
+    def size(self) -> int:
+        """How large the model's constants must be for it. The cost of an event for TLC grows with them."""
+        return self.senders * self.workers * self.links * self.versions
+
+    @property
+    def text(self) -> str:
+        """Its events in TLA+."""
+        return ",\n".join(literal(act.action) for act in self.acts)
+
+
+def modelled(run: Run, bounds: Bounds) -> Modelled:
+    """The model's events of a run, in the order of time. Raises BeyondTheModelError: the model cannot follow it."""
+    names = Naming(run, bounds)
+    acts: list[tuple[int, RecordedAction]] = []
+    for name, number in names.senders.items():
+        acts += SenderActs(names).of(names.network.by_name[name], number)
+    for worker in set(names.worker_of.values()):
+        acts += WorkerActs(names).of(worker)
+    acts.sort(key=lambda act: act[0])
+    if len(acts) > bounds.events:
+        raise BeyondTheModelError(f"more than {bounds.events} events")
+    ordered = [act for _, act in acts]
+    return Modelled(run, ordered, len(names.senders), len(names.workers), names.versions, names.deepest)
+
+
+def literal(value: Value) -> str:
+    """A value in TLA+."""
+    match value:
+        case bool():
+            return "TRUE" if value else "FALSE"
+        case int():
+            return str(value)
+        case str():
+            return f'"{value}"'
+        case tuple():
+            return f"<<{', '.join(map(literal, value))}>>"
+        case frozenset():
+            return f"{{{', '.join(map(literal, sorted(value)))}}}"
+    return f"[{', '.join(f'{name} |-> {literal(each)}' for name, each in value.items())}]"
+
+
+def data_module(traces: Sequence[Modelled]) -> str:
+    """`TraceData.tla`: the traces as one literal."""
+    literals = ",\n".join(f"<<\n{trace.text}\n>>" for trace in traces)
+    return f"---- MODULE TraceData ----\nTraces == <<\n{literals}\n>>\n====\n"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightsync.errors import LayoutError
-from weightsync.options import WireDtype, option
+from weightsync.options import WireDtype
 from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
@@ -25,13 +25,12 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 def wire_dtype_of(value: torch.dtype | WireDtype | str | None) -> WireDtype | None:
     """Convert the option, given as a torch dtype, its name, a `WireDtype`, or None, to the member.
 
-    Raises:
-        ConfigurationError: weights cannot be cast to it.
+    Raises ConfigurationError: weights cannot be cast to it.
     """
     if value is None:
         return None
     name = DTYPE_NAMES.get(value, str(value)) if isinstance(value, torch.dtype) else value
-    return option(WireDtype, name)
+    return WireDtype(name)
 
 
 @lru_cache(maxsize=64)
@@ -54,13 +53,9 @@ def refuse_overflow(weights: Weights, sent: Layout, flat: Tensor, wire_dtype: Wi
     """Refuse weights of which a finite value became infinite when they were packed.
 
     Args:
-        weights: what was packed.
-        sent: the layout of what was packed.
         flat: the bytes of what was packed, where they are. Only those of the dtype are read.
-        wire_dtype: what was cast to.
 
-    Raises:
-        LayoutError: there is such a value. The error names the tensor and the value.
+    Raises LayoutError: there is such a value. The error names the tensor and the value.
     """
     dtype = DTYPES[wire_dtype.value]
     with torch.inference_mode():

@@ -17,10 +17,6 @@ _PART = re.compile(rf"{_INDEX}|{_NAME}")
 def _resolve_model(context: object, path: str) -> Any:
     """Follow a path of attributes and indices from a context.
 
-    Args:
-        context: the object that the path starts from.
-        path: attribute names joined by dots, each with any number of indices (integers or quoted keys).
-
     Raises:
         ConfigurationError: there is no context, or it was garbage-collected.
         ModelPathError: the path is malformed, a part of it (which the error names) does not resolve, or it leads to

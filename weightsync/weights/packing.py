@@ -21,9 +21,8 @@ from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import DTYPES, PLAIN, address_of, borrowed, why_uncopied
-from weightsync.weights.threads import Part, in_threads, shares
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
-from weightsync.weights.tree_digest import ChunkHashes, StreamedDigest
+from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, in_threads, shares
 
 #: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20

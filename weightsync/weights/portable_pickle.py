@@ -25,9 +25,6 @@ def portable(weights: Any) -> Any:
     """Return the weights, wrapped if a plain pickle of them could not be read.
 
     Whatever is returned unpickles as the weights. The reader does not need weightsync.
-
-    Args:
-        weights: tensors in TensorDicts, dicts, lists or tuples, or anything else.
     """
     return weights if READABLE.issuperset(tensor.dtype for tensor in _tensors(weights)) else _Written(weights)
 

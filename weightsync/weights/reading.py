@@ -14,8 +14,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictPara
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.weights.extra_state import ExtraState
-from weightsync.weights.hidden_state import has_own_state_dict, refuse_hidden_state
+from weightsync.weights.extra_state import ExtraState, has_own_state_dict, refuse_hidden_state
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
 

@@ -17,11 +17,7 @@ class Relay(dict[str, Tensor]):
 
 
 class RelayTarget(Target):
-    """A target that replaces all of its contents with each update.
-
-    Args:
-        destination: the relay.
-    """
+    """A target that replaces all of its contents with each update."""
 
     destination: Relay
 

@@ -220,7 +220,6 @@ class Target:
 
     Args:
         destination: the module, TensorDict or dict to overwrite. A LoRA module is not merged, but served as it is.
-        mode: see `Mode`.
 
     Raises:
         ConfigurationError: the destination, or a value in it, is of an unsupported type, or the destination creates new
@@ -262,10 +261,8 @@ class Target:
         """Validate an update completely. Nothing is changed, even if this raises.
 
         Args:
-            layout: the layout of the update.
             payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or at least so many on a device. It must not
                 be written before the swap, and in mode MAP never again.
-            extras: the encoded extra state.
 
         Raises:
             LayoutError: names, shapes, dtypes or modules with extra state differ from the destination's, or the

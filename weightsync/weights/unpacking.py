@@ -30,10 +30,7 @@ def present(
     afterwards. Extra state is stored under its module's ``_extra_state``, as in `WeightStrategy`.
 
     Args:
-        layout: of the update.
         payload: the flat buffer; its first ``layout.nbytes`` bytes are read.
-        extras: the encoded extra state.
-        strategy: a flat dict, or a nested TensorDict.
 
     Raises:
         ProtocolError: payload or extras do not match the layout, or this version of torch lacks one of its dtypes.
@@ -62,11 +59,7 @@ def form_of(weights: object) -> WeightsForm:
 
 
 def form_taken(parameters: Container[str]) -> WeightsForm | None:
-    """The form in which a collector's own method takes weights. TorchRL's takes TensorDicts; None means any form.
-
-    Args:
-        parameters: the names of the method's parameters.
-    """
+    """The form in which a collector's own method takes weights. TorchRL's takes TensorDicts; None means any form."""
     return WeightsForm.TENSORDICT if _OF_COLLECTORS in parameters else None
 
 

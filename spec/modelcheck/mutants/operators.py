@@ -165,7 +165,7 @@ def network(site: Site) -> Iterator[Node]:
     kept = {"Posted": 0, "Taken": 0}
     if site.node.kind is Kind.CALL and site.node.text in kept:
         yield site.node.parts[kept[site.node.text]]
-    whole = {"AnswersLeft": "answers", "LettersLeft": "letters", "LettersBut": "letters", "Gone": "gone"}
+    whole = {"AnswersLeft": "answers", "MessagesLeft": "messages", "MessagesBut": "messages", "Gone": "gone"}
     if site.node.kind is Kind.CALL and site.node.text in whole and not _conjunct(site):
         yield name(whole[site.node.text])
 

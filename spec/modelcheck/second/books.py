@@ -9,7 +9,7 @@ from modelcheck.second.bounds import Bounds
 from modelcheck.second.invariants import Invariant
 from modelcheck.second.naming import OUTSTANDING
 from modelcheck.second.steps import Step, StepProperty, by_hand
-from modelcheck.second.words import NEW_RECEIVER, NO_LINK, NO_PAYLOAD, Letter, Node, Payload, Receiver, Word
+from modelcheck.second.words import NEW_RECEIVER, NO_LINK, NO_PAYLOAD, Message, Node, Payload, Receiver, Word
 from weightsync.protocol._actions import Action
 from weightsync.protocol._tables import RefusalKind, State
 
@@ -21,7 +21,7 @@ def _pairs(bounds: Bounds) -> Iterator[tuple[int, int]]:
     return product(bounds.all_senders, bounds.all_workers)
 
 
-def _link(m: Letter | Word) -> tuple[int, int, int]:
+def _link(m: Message | Word) -> tuple[int, int, int]:
     return (m.s, m.w, m.k)
 
 
@@ -77,7 +77,7 @@ def _receiver_fits(receiver: Receiver, state: str, overwritten: set[Payload]) ->
 
 def open_links_lead_somewhere(bounds: Bounds, node: Node) -> bool:
     """An open link whose far end is open is its worker's link, or its Hello is in flight."""
-    hellos = {_link(m) for m in node.letters if m.v == 0}
+    hellos = {_link(m) for m in node.messages if m.v == 0}
     return "Loses" in bounds.links or all(
         not node.is_open(s, w, node.entry(s, w).link)
         or node.is_gone(s, w)
@@ -203,7 +203,7 @@ def only_the_living_act(bounds: Bounds, step: Step) -> bool:
         kept = (old.sstate[place], old.sdata[place], old.blocked[place], old.gone[place])
         if before == after and kept != (new.sstate[place], new.sdata[place], new.blocked[place], new.gone[place]):
             return False
-        if s in {m.s for m in new.letters - old.letters} | {m.s for m in new.answers}:
+        if s in {m.s for m in new.messages - old.messages} | {m.s for m in new.answers}:
             return False
     return True
 

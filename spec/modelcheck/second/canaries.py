@@ -80,8 +80,8 @@ def _no_second_answer(bounds: Bounds, step: Step) -> bool:
 
 
 def _somebody_is_left(bounds: Bounds, node: Node) -> bool:
-    rolls = ([entry.standing for entry in sender.roll] for sender in node.sdata if sender.version)
-    return all({"EXPECTED", "UP"} & set(roll) for roll in rolls)
+    members = ([entry.standing for entry in sender.members] for sender in node.sdata if sender.version)
+    return all({"EXPECTED", "UP"} & set(members) for members in members)
 
 
 def _no_partial_dispatch(bounds: Bounds, node: Node) -> bool:
@@ -91,8 +91,8 @@ def _no_partial_dispatch(bounds: Bounds, node: Node) -> bool:
 def _no_success_after_interrupt(bounds: Bounds, step: Step) -> bool:
     for s in bounds.all_senders:
         if (step.old.sstate[s - 1], step.new.sstate[s - 1]) == (_PENDING, _READY):
-            roll = [w for w in bounds.all_workers if step.old.entry(s, w).standing != "NONE"]
-            if all(step.old.outcome(s, w) == "APPLIED" for w in roll):
+            members = [w for w in bounds.all_workers if step.old.entry(s, w).standing != "NONE"]
+            if all(step.old.outcome(s, w) == "APPLIED" for w in members):
                 return False
     return True
 
@@ -185,7 +185,7 @@ def _no_successor(bounds: Bounds, node: Node) -> bool:
 
 
 def _no_loss(bounds: Bounds, node: Node) -> bool:
-    if node.letters or node.answers:
+    if node.messages or node.answers:
         return True
     return not any(
         node.sstate[s - 1] == _PENDING

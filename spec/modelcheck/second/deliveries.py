@@ -7,7 +7,7 @@ from itertools import product
 
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.steps import Step, StepProperty
-from modelcheck.second.words import NEW_RECEIVER, NO_LINK, Entry, Letter, Word
+from modelcheck.second.words import NEW_RECEIVER, NO_LINK, Entry, Message, Word
 from weightsync.protocol._tables import RefusalKind, State
 
 _CLOSED, _AWAITING = State.CLOSED.value, State.AWAITING_ACK.value
@@ -20,7 +20,7 @@ def _pairs(bounds: Bounds) -> Iterator[tuple[int, int]]:
     return product(bounds.all_senders, bounds.all_workers)
 
 
-def _link(m: Letter | Word) -> tuple[int, int, int]:
+def _link(m: Message | Word) -> tuple[int, int, int]:
     return (m.s, m.w, m.k)
 
 
@@ -30,23 +30,23 @@ def _keeps(step: Step, s: int) -> bool:
     return step.old.slife[place] == step.new.slife[place] == "alive" and step.new.sstate[place] != _CLOSED
 
 
-def letters_are_read(bounds: Bounds, step: Step) -> bool:
+def messages_are_read(bounds: Bounds, step: Step) -> bool:
     """If a message to a worker disappears from a link that stays open, it alone was read, and it had its effect."""
     if "Loses" in bounds.links:
         return True
-    gone = step.old.letters - step.new.letters
+    gone = step.old.messages - step.new.messages
     for m in gone:
         stays = step.old.is_open(*_link(m)) and step.new.is_open(*_link(m))
         if not stays or step.old.is_gone(m.s, m.w) or step.new.is_gone(m.s, m.w):
             continue
         alone = sum(_link(n) == _link(m) for n in gone) == 1
-        first = "Reorders" in bounds.links or all(m.p <= n.p for n in step.old.letters if _link(n) == _link(m))
+        first = "Reorders" in bounds.links or all(m.p <= n.p for n in step.old.messages if _link(n) == _link(m))
         if not (alone and first and _did(step, m)):
             return False
     return True
 
 
-def _did(step: Step, m: Letter) -> bool:
+def _did(step: Step, m: Message) -> bool:
     """A message was read as what it is: a handshake, a newer version, a stale one, or the decided one again."""
     old, new = step.old.receiver(m.w), step.new.receiver(m.w)
     if new.link != (m.s, m.k):
@@ -167,9 +167,9 @@ def dispatches_reach_their_targets(bounds: Bounds, step: Step) -> bool:
         if old.serial == new.serial:
             continue
         targets = {w for w in bounds.all_workers if new.out.outcomes[w - 1] != "NONE"}
-        roll = {w for w in bounds.all_workers if old.roll[w - 1].standing != "NONE"}
+        members = {w for w in bounds.all_workers if old.members[w - 1].standing != "NONE"}
         whole = (new.serial, new.out.version, new.incarnation) == (old.serial + 1, new.version, old.incarnation)
-        to_all = new.dueAll == old.dueAll or (new.dueAll == new.version and targets == roll)
+        to_all = new.dueAll == old.dueAll or (new.dueAll == new.version and targets == members)
         waits = step.new.blocked[s - 1] is (step.new.sstate[s - 1] == _AWAITING)
         if not (whole and to_all and waits and all(_sent(step, s, w, w in targets) for w in bounds.all_workers)):
             return False
@@ -184,8 +184,8 @@ def _sent(step: Step, s: int, w: int, target: bool) -> bool:
         return False
     if (step.new.outcome(s, w), step.new.owed(s, w)) != (outcome, entry.link if pending else 0):
         return False
-    letter = Letter(s, w, entry.link, version, step.new.sender(s).serial)
-    return not pending or step.old.is_gone(s, w) or letter in step.new.letters
+    message = Message(s, w, entry.link, version, step.new.sender(s).serial)
+    return not pending or step.old.is_gone(s, w) or message in step.new.messages
 
 
 def links_begin_whole(bounds: Bounds, step: Step) -> bool:
@@ -205,7 +205,7 @@ def _begins(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     if before.standing != after.standing and {"EXPECTED": not laid, "UP": not arrived}.get(after.standing, False):
         return False
     connects = old.incarnation != new.incarnation
-    if connects and not any(entry.standing != "NONE" for entry in old.roll):
+    if connects and not any(entry.standing != "NONE" for entry in old.members):
         return False
     opens = connects and old.incarnation == 0 and before.standing != "NONE"
     if opens and not all(new.incarnation > fence for fence in _told(bounds, step)):
@@ -222,7 +222,7 @@ def _told(bounds: Bounds, step: Step) -> Iterator[int]:
 def _greeted(step: Step, s: int, w: int, due: int) -> bool:
     if step.old.rstate[w - 1] == _CLOSED:
         return step.new.is_gone(s, w)
-    sent = {m.v for m in step.new.letters if _link(m) == (s, w, step.new.entry(s, w).link)}
+    sent = {m.v for m in step.new.messages if _link(m) == (s, w, step.new.entry(s, w).link)}
     return {0, due} <= sent and not step.new.is_gone(s, w)
 
 
@@ -260,7 +260,7 @@ def _ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     own = {m.kind for m in heard if m.v == 0 and m.inc == step.old.sender(s).incarnation}
     if not _ends_as_told(after.standing, own, told="Reorders" not in bounds.links and "wrong" not in bounds.features):
         return False
-    left = {(m.s, m.w) for m in step.new.letters} | {(m.s, m.w) for m in step.new.answers}
+    left = {(m.s, m.w) for m in step.new.messages} | {(m.s, m.w) for m in step.new.answers}
     if "Lingers" not in bounds.links and (s, w) in left:
         return False
     if after.standing in _ENDED and (after.link, after.due, after.served) != (before.link, before.due, before.served):
@@ -280,7 +280,7 @@ def _ends_as_told(standing: str, words: set[str], *, told: bool) -> bool:
 
 
 DELIVERIES: Mapping[str, StepProperty] = {
-    "LettersAreRead": letters_are_read,
+    "MessagesAreRead": messages_are_read,
     "AnswersAreRead": answers_are_read,
     "NetworkKeepsItsWord": network_keeps_its_word,
     "FarEndsCloseForAReason": far_ends_close_for_a_reason,

@@ -40,7 +40,7 @@ def type_ok(bounds: Bounds, node: Node) -> bool:
         and all(len(ends) == workers for ends in node.gone)
         and all(_sender_ok(bounds, node, s) for s in bounds.all_senders)
         and all(_receiver_ok(bounds, node, w) for w in bounds.all_workers)
-        and all(_on_a_link(bounds, m.s, m.w, m.k, m.v) and 0 <= m.p <= bounds.max_version for m in node.letters)
+        and all(_on_a_link(bounds, m.s, m.w, m.k, m.v) and 0 <= m.p <= bounds.max_version for m in node.messages)
         and all(
             _on_a_link(bounds, m.s, m.w, m.k, m.v)
             and 0 <= m.p <= bounds.max_version + 1
@@ -72,7 +72,7 @@ def _sender_ok(bounds: Bounds, node: Node, s: int) -> bool:
         and all(_version(bounds, number) for number in (sender.version, sender.serial, out.version))
         and 0 <= sender.dueAll <= sender.version
         and out.did <= set(bounds.all_workers)
-        and len(sender.roll) == len(out.owed) == len(out.outcomes) == bounds.workers
+        and len(sender.members) == len(out.owed) == len(out.outcomes) == bounds.workers
         and all(0 <= link <= bounds.max_link for link in out.owed)
         and _OUTCOMES.issuperset(out.outcomes)
         and all(
@@ -80,7 +80,7 @@ def _sender_ok(bounds: Bounds, node: Node, s: int) -> bool:
             and entry.standing in _STANDINGS
             and all(_version(bounds, number) for number in (entry.served, entry.due, entry.catching))
             and _incarnation(bounds, entry.fence)
-            for entry in sender.roll
+            for entry in sender.members
         )
     )
 
@@ -149,16 +149,16 @@ def _receiver_consistent(node: Node, w: int) -> bool:
 def every_message_has_a_row(bounds: Bounds, node: Node) -> bool:
     """The table has a row for every message that may be read now."""
     ordered = "Reorders" not in bounds.links
-    for letter in node.letters:
-        s, w, k = letter.s, letter.w, letter.k
-        waits = ordered and any((n.s, n.w, n.k) == (s, w, k) and n.p < letter.p for n in node.letters)
+    for message in node.messages:
+        s, w, k = message.s, message.w, message.k
+        waits = ordered and any((n.s, n.w, n.k) == (s, w, k) and n.p < message.p for n in node.messages)
         state = node.rstate[w - 1]
         if waits or state == _AWAITING:
             continue
-        if letter.v == 0:
+        if message.v == 0:
             taken = hello_is(node, w, s, k)
         elif node.receiver(w).link == (s, k):
-            taken = update_is(node, w, node.sender(s).incarnation, letter.v)
+            taken = update_is(node, w, node.sender(s).incarnation, message.v)
         else:
             continue
         if not receiver_has_row(state, taken):
@@ -189,7 +189,7 @@ def late_joiner_catches_up(bounds: Bounds, node: Node) -> bool:
         if due == 0 or node.rstate[w - 1] != State.READY.value or receiver.link != (s, entry.link):
             continue
         stands = node.is_open(s, w, entry.link) and not node.is_gone(s, w)
-        quiet = not any((m.s, m.w, m.k) == (s, w, entry.link) for m in node.letters)
+        quiet = not any((m.s, m.w, m.k) == (s, w, entry.link) for m in node.messages)
         if stands and quiet and receiver.decided[:2] < (node.sender(s).incarnation, due):
             return False
     return True

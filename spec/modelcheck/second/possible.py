@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Label
-from modelcheck.second.words import NO_LINK, Letter, Node, Word
+from modelcheck.second.words import NO_LINK, Message, Node, Word
 from weightsync.protocol._actions import Action
 from weightsync.protocol._tables import State
 
@@ -34,7 +34,7 @@ _FEATURES: Mapping[str, str] = {
     Action.SEND_ACK: "defer",
     Action.LINK_FAILED: "fail",
 }
-_Message = TypeVar("_Message", Letter, Word)
+_Message = TypeVar("_Message", Message, Word)
 
 
 def calls_are_possible(bounds: Bounds, node: Node, leaving: frozenset[Label]) -> bool:
@@ -48,7 +48,7 @@ def _of_senders(bounds: Bounds, node: Node) -> Iterator[Label]:
         if node.slife[s - 1] != "alive":
             continue
         state, sender = node.sstate[s - 1], node.sender(s)
-        live = any(entry.standing in ("EXPECTED", "UP") for entry in sender.roll)
+        live = any(entry.standing in ("EXPECTED", "UP") for entry in sender.members)
         if state == _READY and sender.serial < bounds.max_version and live:
             yield from ((Action.SEND_ALL, s), (Action.SEND_ASYNC_ALL, s))
         if state == _PENDING:
@@ -93,12 +93,12 @@ def _of_receivers(bounds: Bounds, node: Node) -> Iterator[Label]:
 
 
 def _of_messages(node: Node) -> Iterator[Label]:
-    for letter in _first(node.letters):
-        place, state = (letter.w, letter.s, letter.k), node.rstate[letter.w - 1]
-        if letter.v == 0 and state not in (_CLOSED, _AWAITING):
+    for message in _first(node.messages):
+        place, state = (message.w, message.s, message.k), node.rstate[message.w - 1]
+        if message.v == 0 and state not in (_CLOSED, _AWAITING):
             yield (Action.HELLO_ARRIVED, *place)
-        if letter.v and state in (_READY, _PENDING) and node.receiver(letter.w).link == (letter.s, letter.k):
-            yield (Action.UPDATE_ARRIVED, *place, letter.v)
+        if message.v and state in (_READY, _PENDING) and node.receiver(message.w).link == (message.s, message.k):
+            yield (Action.UPDATE_ARRIVED, *place, message.v)
     for word in _first(node.answers):
         yield from _of_answer(node, word)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Label
 from modelcheck.second.naming import OUTSTANDING, RECEIVER_MOVES, SENDER_MOVES
-from modelcheck.second.words import NEW_RECEIVER, NO_PAYLOAD, Letter, Node, Word, new_sender
+from modelcheck.second.words import NEW_RECEIVER, NO_PAYLOAD, Message, Node, Word, new_sender
 from weightsync.protocol._actions import Action
 from weightsync.protocol._tables import State
 
@@ -47,10 +47,10 @@ def nothing_overtakes(bounds: Bounds, step: Step) -> bool:
     """On an ordered link a message has a higher serial than all that are still in flight."""
     if "Reorders" in bounds.links:
         return True
-    return _rising(step.old.letters, step.new.letters) and _rising(step.old.answers, step.new.answers)
+    return _rising(step.old.messages, step.new.messages) and _rising(step.old.answers, step.new.answers)
 
 
-def _rising(old: Iterable[Letter | Word], new: Iterable[Letter | Word]) -> bool:
+def _rising(old: Iterable[Message | Word], new: Iterable[Message | Word]) -> bool:
     sent = set(new) - set(old)
     return all(n.p < m.p for m, n in product(sent, old) if (n.s, n.w, n.k) == (m.s, m.w, m.k))
 
@@ -161,19 +161,19 @@ def by_hand(step: Step, w: int) -> bool:
 
 def only_targets_change(bounds: Bounds, step: Step) -> bool:
     """G7. A version goes to its targets and to joiners that it is due to; nothing is pending that was not sent."""
-    if not all(_was_due(step, m) for m in step.new.letters - step.old.letters if m.v):
+    if not all(_was_due(step, m) for m in step.new.messages - step.old.messages if m.v):
         return False
     for w in bounds.all_workers:
         pending = step.new.receiver(w).pending
         if pending in (NO_PAYLOAD, step.old.receiver(w).pending):
             continue
-        sent = ((step.old.sender(m.s).incarnation, m.v, m.p) for m in step.old.letters if m.w == w)
+        sent = ((step.old.sender(m.s).incarnation, m.v, m.p) for m in step.old.messages if m.w == w)
         if pending not in sent:
             return False
     return True
 
 
-def _was_due(step: Step, m: Letter) -> bool:
+def _was_due(step: Step, m: Message) -> bool:
     old, new = step.old.entry(m.s, m.w), step.new.entry(m.s, m.w)
     target = step.new.sender(m.s).out.version == m.v and step.new.owed(m.s, m.w) == m.k
     if target and step.new.outcome(m.s, m.w) == "PENDING":

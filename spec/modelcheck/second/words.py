@@ -41,7 +41,7 @@ class Sender(NamedTuple):
     version: int
     serial: int
     dueAll: int
-    roll: tuple[Entry, ...]
+    members: tuple[Entry, ...]
     out: Out
 
 
@@ -58,7 +58,7 @@ class Receiver(NamedTuple):
     live: tuple[Payload, Payload]
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     """A message in flight to a worker; version 0: a Hello."""
 
     s: int
@@ -81,12 +81,12 @@ class Word(NamedTuple):
     fence: int
 
 
-RECORDS: tuple[type[Entry | Out | Sender | Receiver | Letter | Word], ...] = (
+RECORDS: tuple[type[Entry | Out | Sender | Receiver | Message | Word], ...] = (
     Entry,
     Out,
     Sender,
     Receiver,
-    Letter,
+    Message,
     Word,
 )
 
@@ -100,7 +100,7 @@ class Node(NamedTuple):
     blocked: tuple[bool, ...]
     rstate: tuple[str, ...]
     rdata: tuple[Receiver, ...]
-    letters: frozenset[Letter]
+    messages: frozenset[Message]
     answers: frozenset[Word]
     gone: tuple[tuple[bool, ...], ...]
 
@@ -114,7 +114,7 @@ class Node(NamedTuple):
 
     def entry(self, s: int, w: int) -> Entry:
         """Worker ``w`` as sender ``s`` records it."""
-        return self.sdata[s - 1].roll[w - 1]
+        return self.sdata[s - 1].members[w - 1]
 
     def outcome(self, s: int, w: int) -> str:
         """The outcome of ``w`` in the outstanding update or the last report of ``s``."""

@@ -15,8 +15,8 @@ NODE = Node(("ready",), (new_sender(1),), ("alive",), (False,), ("ready",), (NEW
 
 
 def graph(waiting: str, *edges: tuple[int, str, int]) -> Graph:
-    """A graph whose n-th node has a caller waiting where the n-th letter is a w."""
-    nodes = [NODE._replace(blocked=(letter == "w",), letters=frozenset({at})) for at, letter in enumerate(waiting)]
+    """A graph whose n-th node has a caller waiting where the n-th message is a w."""
+    nodes = [NODE._replace(blocked=(message == "w",), messages=frozenset({at})) for at, message in enumerate(waiting)]
     labels = sorted({label for _, label, _ in edges})
     found = {(before, labels.index(label), after): None for before, label, after in edges}
     return Graph(nodes, [(label, 1) for label in labels], found)

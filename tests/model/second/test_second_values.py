@@ -9,7 +9,7 @@ from modelcheck.second.judgement import reason_to_leave_out
 from modelcheck.second.labelling import disjuncts, labelling_module
 from modelcheck.second.reading import GraphReader
 from modelcheck.second.values import parse
-from modelcheck.second.words import Letter, Node
+from modelcheck.second.words import Message, Node
 
 from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, Purpose, find_model
@@ -26,7 +26,7 @@ from weightsync.model.text import Library
         ("{}", frozenset()),
         ("{<<1, {2}>>, <<1, {}>>}", frozenset({(1, frozenset({2})), (1, frozenset())})),
         ("(1 :> <<7>> @@ 2 :> <<>>)", ((7,), ())),
-        ("[p |-> 5, v |-> 4, k |-> 3, w |-> 2, s |-> 1]", Letter(1, 2, 3, 4, 5)),
+        ("[p |-> 5, v |-> 4, k |-> 3, w |-> 2, s |-> 1]", Message(1, 2, 3, 4, 5)),
     ],
 )
 def test_a_value_is_read(text, value):
@@ -50,7 +50,7 @@ _NODE = {
     "blocked": "<<TRUE>>",
     "rstate": "<<2>>",
     "rdata": "<<3>>",
-    "letters": "{}",
+    "messages": "{}",
     "answers": "{}",
     "gone": "<<<<FALSE>>>>",
 }

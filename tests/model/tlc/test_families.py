@@ -195,8 +195,8 @@ FAULTS = {
     ),
     "a pipe: bytes are read from the other link": (
         "PipeCrash",
-        "LetterOf(l, head, body) == Letter(l, head.v, body.p)",
-        "LetterOf(l, head, body) == Letter(<<l[1], l[2], 2>>, head.v, body.p)",
+        "MessageOf(l, head, body) == Message(l, head.v, body.p)",
+        "MessageOf(l, head, body) == Message(<<l[1], l[2], 2>>, head.v, body.p)",
         "RefinesAckProtocol",
     ),
     "a pipe: the end of the stream comes before what is unread": (

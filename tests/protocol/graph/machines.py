@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from modelcheck.second.words import Letter, Out, Word
+from modelcheck.second.words import Message, Out, Word
 from network import (
     Frozen,
     Interned,
@@ -109,8 +109,8 @@ def executed(world: World, s: int, step: sending.Step) -> World:
                 world = _greeted(world, s, worker, link, due)
             case sending.Dispatch(worker, link, version):
                 if (s, worker) not in world.gone:
-                    letter = Letter(s, worker, link, version, world.trainer(s).serial)
-                    world = world._replace(letters=world.letters | {letter})
+                    message = Message(s, worker, link, version, world.trainer(s).serial)
+                    world = world._replace(messages=world.messages | {message})
             case sending.CloseLink(worker, _):
                 world = emptied(world, s, {worker})
             case sending.Conclude() | sending.Farewell():
@@ -121,8 +121,8 @@ def executed(world: World, s: int, step: sending.Step) -> World:
 def _greeted(world: World, s: int, w: int, k: int, due: int) -> World:
     if world.worker(w).state is State.CLOSED:
         return world._replace(gone=world.gone | {(s, w)})
-    greeting = {Letter(s, w, k, 0, 0)} | ({Letter(s, w, k, due, due)} if due else set())
-    return world._replace(letters=world.letters | greeting)
+    greeting = {Message(s, w, k, 0, 0)} | ({Message(s, w, k, due, due)} if due else set())
+    return world._replace(messages=world.messages | greeting)
 
 
 def did(world: World, s: int, event: sending.Event) -> World:

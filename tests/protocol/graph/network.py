@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from modelcheck.second import Bounds
-from modelcheck.second.words import Letter, Out, Word
+from modelcheck.second.words import Message, Out, Word
 
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -72,7 +72,7 @@ class World(NamedTuple):
 
     trainers: tuple[Trainer, ...]
     workers: tuple[Worker, ...]
-    letters: frozenset[Letter]
+    messages: frozenset[Message]
     answers: frozenset[Word]
     #: (sender, worker): the worker's end of the sender's open link is closed.
     gone: frozenset[tuple[int, int]]
@@ -161,7 +161,7 @@ def hung_up(world: World, w: int, s: int, k: int) -> World:
     """The worker closes its end of a link: what was on it is lost."""
     ends = connection(world, w, s, k)
     return closing_ends(
-        world._replace(letters=frozenset(m for m in world.letters if (m.s, m.w, m.k) not in ends)), ends
+        world._replace(messages=frozenset(m for m in world.messages if (m.s, m.w, m.k) not in ends)), ends
     )
 
 
@@ -172,13 +172,13 @@ def closing_ends(world: World, ends: set[tuple[int, int, int]]) -> World:
 
 
 def all_ends(world: World, w: int) -> set[tuple[int, int, int]]:
-    rolls = ((s, trainer.data.workers) for s, trainer in enumerate(world.trainers, 1))
-    return {(s, w, workers[w].link) for s, workers in rolls if w in workers}
+    members = ((s, trainer.data.workers) for s, trainer in enumerate(world.trainers, 1))
+    return {(s, w, workers[w].link) for s, workers in members if w in workers}
 
 
-def letters_read(world: World, w: int) -> World:
+def messages_read(world: World, w: int) -> World:
     """Nothing is on its way to this worker any more."""
-    return world._replace(letters=frozenset(m for m in world.letters if m.w != w))
+    return world._replace(messages=frozenset(m for m in world.messages if m.w != w))
 
 
 def emptied(world: World, s: int, workers: set[int]) -> World:
@@ -187,7 +187,7 @@ def emptied(world: World, s: int, workers: set[int]) -> World:
     if "Lingers" in world.bounds.links:
         return world._replace(gone=gone)
     return world._replace(
-        letters=frozenset(m for m in world.letters if not (m.s == s and m.w in workers)),
+        messages=frozenset(m for m in world.messages if not (m.s == s and m.w in workers)),
         answers=frozenset(m for m in world.answers if not (m.s == s and m.w in workers)),
         gone=gone,
     )
@@ -201,10 +201,10 @@ def first(world: World, messages: frozenset[Any], m: Any) -> bool:
     return all(m.p <= n.p for n in messages if n[:3] == place)
 
 
-def taken(world: World, m: Letter | Word) -> World:
+def taken(world: World, m: Message | Word) -> World:
     """The message is handed over; where links duplicate it may be so again."""
     if "Duplicates" in world.bounds.links:
         return world
-    if isinstance(m, Letter):
-        return world._replace(letters=world.letters - {m})
+    if isinstance(m, Message):
+        return world._replace(messages=world.messages - {m})
     return world._replace(answers=world.answers - {m})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from machines import heard, named_down, word_of
-from modelcheck.second.words import Letter
+from modelcheck.second.words import Message
 from network import (
     Worker,
     World,
@@ -16,8 +16,8 @@ from network import (
     hung_up,
     is_open,
     is_shared,
-    letters_read,
     link_of,
+    messages_read,
     number,
     posted,
     taken,
@@ -35,9 +35,9 @@ _NEW = receiving.ReceiverData()
 def attempts(world: World) -> Iterator[Attempt]:
     """Whatever a receiver may do or be told."""
     if "Loses" in world.bounds.links:
-        for m in world.letters:
-            lost = world._replace(letters=world.letters - {m})
-            yield (Action.LOSE_LETTER, m.s, m.w, m.k, m.v), lambda lost=lost: lost
+        for m in world.messages:
+            lost = world._replace(messages=world.messages - {m})
+            yield (Action.LOSE_MESSAGE, m.s, m.w, m.k, m.v), lambda lost=lost: lost
     for w in world.bounds.all_workers:
         yield from _reads(world, w)
         yield from _downs(world, w)
@@ -49,7 +49,7 @@ def _reads(world: World, w: int) -> Iterator[Attempt]:
         yield from _shared_reads(world, w)
         return
     link = link_of(world, world.worker(w))
-    for m in world.letters:
+    for m in world.messages:
         if m.w != w:
             continue
         place = (w, m.s, m.k)
@@ -57,14 +57,14 @@ def _reads(world: World, w: int) -> Iterator[Attempt]:
             yield (Action.HELLO_ARRIVED, *place), lambda m=m: _hello(world, m, "")
             if "misfit" in world.bounds.features and link != (m.s, m.k):
                 yield (Action.MISFIT, *place), lambda m=m: _hello(world, m, "another layout")
-        elif link == (m.s, m.k) and first(world, world.letters, m):
+        elif link == (m.s, m.k) and first(world, world.messages, m):
             yield (Action.UPDATE_ARRIVED, *place, m.v), lambda m=m: _update(world, m)
 
 
 def _shared_reads(world: World, w: int) -> Iterator[Attempt]:
     """What is read over the one link that all senders use: not while the worker owes an answer over it."""
     data = world.worker(w).data
-    for m in world.letters:
+    for m in world.messages:
         if m.w != w or world.worker(w).state is State.AWAITING_ACK:
             continue
         place = (w, m.s, m.k)
@@ -76,13 +76,13 @@ def _shared_reads(world: World, w: int) -> Iterator[Attempt]:
         greeted = (
             data.link == m.k and world.trainer(m.s).data.incarnation <= data.fence
         )  # or it is held back until then
-        if greeted and first(world, world.letters, m):
+        if greeted and first(world, world.messages, m):
             yield ("SharedUpdate", *place, m.v), lambda m=m: _update(world, m)
 
 
 def _downs(world: World, w: int) -> Iterator[Attempt]:
     ours = link_of(world, world.worker(w))
-    links = {(m.s, m.k) for m in world.letters if m.w == w} | ({ours} - {(0, 0)})
+    links = {(m.s, m.k) for m in world.messages if m.w == w} | ({ours} - {(0, 0)})
     if is_shared(world.bounds) and ours != (0, 0):
         links = {ours}  # an older sender's goodbye is nothing
     label = "SharedLinkDown" if is_shared(world.bounds) else Action.LINK_DOWN
@@ -94,7 +94,7 @@ def _downs(world: World, w: int) -> Iterator[Attempt]:
             yield (Action.LINK_FAILED, w, s, k), lambda s=s, k=k: _link_down(world, w, s, k, "no memory")
 
 
-def _hello(world: World, m: Letter, misfit: str) -> World:
+def _hello(world: World, m: Message, misfit: str) -> World:
     world = taken(world, m)
     incarnation = world.trainer(m.s).data.incarnation
     before = world.worker(m.w)
@@ -105,7 +105,7 @@ def _hello(world: World, m: Letter, misfit: str) -> World:
     return world
 
 
-def _update(world: World, m: Letter) -> World:
+def _update(world: World, m: Message) -> World:
     world = taken(world, m)
     before = world.worker(m.w)
     event = receiving.UpdateArrived(number(world.bounds, m.s, m.k), world.trainer(m.s).data.incarnation, m.v)
@@ -195,9 +195,9 @@ def _ended(world: World, w: int, event: receiving.Event) -> World:
     world = heard(world, w, event)
     served = world.worker(w).served_p if world.worker(w).data.served else 0
     world = world.with_worker(w, replace(world.worker(w), pending_p=0, served_p=served))
-    return closing_ends(letters_read(world, w), ends)
+    return closing_ends(messages_read(world, w), ends)
 
 
 def _crash(world: World, w: int) -> World:
     ends = all_ends(world, w)
-    return closing_ends(letters_read(world.with_worker(w, Worker()), w), ends)
+    return closing_ends(messages_read(world.with_worker(w, Worker()), w), ends)

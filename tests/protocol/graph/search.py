@@ -79,7 +79,7 @@ def projected(world: World) -> Node:
         tuple(t.blocked for t in trainers),
         tuple(w.state.value for w in workers),
         tuple(_rdata(worker, link_of(world, worker)) for worker in workers),
-        world.letters,
+        world.messages,
         world.answers,
         tuple(tuple((s, w) in world.gone for w in ids) for s in world.bounds.all_senders),
     )

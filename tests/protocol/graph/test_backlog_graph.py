@@ -47,7 +47,7 @@ class State(NamedTuple):
     owed: int
     unanswered: frozenset[int]
     waiting: frozenset[int]
-    letters: frozenset[int]
+    messages: frozenset[int]
     answers: frozenset[int]
 
 
@@ -61,12 +61,12 @@ class KeepingLink:
 
     delivery: Delivery
     peer: str = "worker"
-    letters: set[int] = field(default_factory=set)
+    messages: set[int] = field(default_factory=set)
     arrived: list[Received] = field(default_factory=list)
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         if isinstance(message, Update):
-            self.letters.add(message.version)
+            self.messages.add(message.version)
 
     def flush(self) -> bool:
         return True
@@ -118,7 +118,7 @@ class Trainer:
         self.driver.take(sending.Abandon())
 
     def _answer(self, version: int) -> None:
-        self.link.letters.remove(version)
+        self.link.messages.remove(version)
         self.answers.add(version)
 
     def _hear(self, version: int) -> None:
@@ -139,7 +139,7 @@ class Trainer:
             self._owed(),
             frozenset(backlog._unanswered),
             frozenset({backlog._waiting} - {0}),
-            frozenset(self.link.letters),
+            frozenset(self.link.messages),
             frozenset(self.answers),
         )
 
@@ -149,7 +149,7 @@ def tried(state: State, delivery: Delivery) -> Iterator[Step]:
     most = None if delivery.reorders else 1
     yield from (("Dispatch", version) for version in VERSIONS if version > state.newest)
     yield from (("Abandon", version) for version in VERSIONS if version == state.owed)
-    yield from (("Answer", version) for version in sorted(state.letters)[:most])
+    yield from (("Answer", version) for version in sorted(state.messages)[:most])
     yield from (("Hear", version) for version in sorted(state.answers)[:most])
 
 

@@ -12,7 +12,7 @@ from modelcheck.second.invariants import INVARIANTS
 from modelcheck.second.possible import calls_are_possible
 from modelcheck.second.promise import refines
 from modelcheck.second.steps import STEPS, Step
-from modelcheck.second.words import NO_LINK, Letter
+from modelcheck.second.words import NO_LINK, Message
 
 from weightsync.protocol._actions import Action
 
@@ -28,8 +28,8 @@ def _out(node: Node, **changes) -> Node:
 
 
 def _entry(node: Node, **changes) -> Node:
-    roll = node.sdata[0].roll
-    return _sender(node, roll=(roll[0]._replace(**changes), *roll[1:]))
+    members = node.sdata[0].members
+    return _sender(node, members=(members[0]._replace(**changes), *members[1:]))
 
 
 def _receiver(node: Node, **changes) -> Node:
@@ -53,7 +53,7 @@ STATES = [
     ("TypeOK", _waited, lambda n: _entry(n, link=2)),
     ("TypeOK", _serving, lambda n: _receiver(n, fence=9)),
     ("TypeOK", _serving, lambda n: _receiver(n, served=(1, 3, 3))),
-    ("TypeOK", _serving, lambda n: n._replace(letters=frozenset({Letter(1, 1, 2, 1, 1)}))),
+    ("TypeOK", _serving, lambda n: n._replace(messages=frozenset({Message(1, 1, 2, 1, 1)}))),
     ("Consistent", _waited, lambda n: n._replace(blocked=(False,))),
     ("Consistent", _waited, lambda n: n._replace(sstate=("ready",), blocked=(False,))),
     ("Consistent", _waited, lambda n: _out(n, outcomes=("APPLIED",))),
@@ -68,7 +68,7 @@ STATES = [
     ),
     (
         "EveryMessageHasARow",
-        lambda n: n.rstate == ("ready",) and any(m.v for m in n.letters),
+        lambda n: n.rstate == ("ready",) and any(m.v for m in n.messages),
         lambda n: n._replace(rstate=("closed",)),
     ),
     ("SenderBooks", _waited, lambda n: _sender(n, serial=0)),
@@ -78,7 +78,7 @@ STATES = [
     (
         "OpenLinksLeadSomewhere",
         lambda n: n.is_open(1, 1, 1) and n.rdata[0].link == NO_LINK,
-        lambda n: n._replace(letters=frozenset()),
+        lambda n: n._replace(messages=frozenset()),
     ),
     ("NoTornRead", _serving, lambda n: _receiver(n, live=((1, 1, 1), (1, 2, 2)))),
     (
@@ -88,7 +88,7 @@ STATES = [
     ),
     (
         "LateJoinerCatchesUp",
-        lambda n: _serving(n) and not n.letters,
+        lambda n: _serving(n) and not n.messages,
         lambda n: _receiver(n, decided=(1, 0, 0)),
     ),
 ]
@@ -125,8 +125,8 @@ SPOILED_STEPS = [
     (
         "NothingOvertakes",
         "two versions",
-        lambda s: _by(Action.SEND_ALL)(s) and any(m.v == 1 for m in s.old.letters),
-        _new(lambda n: n._replace(letters=frozenset(m._replace(p=min(m.p, 1)) for m in n.letters))),
+        lambda s: _by(Action.SEND_ALL)(s) and any(m.v == 1 for m in s.old.messages),
+        _new(lambda n: n._replace(messages=frozenset(m._replace(p=min(m.p, 1)) for m in n.messages))),
     ),
     ("AckNamesItsVersion", "two versions", _counted, _old(lambda n: n._replace(answers=frozenset()))),
     ("AckNamesItsVersion", "two versions", _counted, _old(lambda n: _sender(n, incarnation=2))),
@@ -152,7 +152,7 @@ SPOILED_STEPS = [
         "OnlyTargetsChange",
         "two versions",
         lambda s: s.new.rdata[0].pending[1] and _by(Action.UPDATE_ARRIVED)(s),
-        _old(lambda n: n._replace(letters=frozenset())),
+        _old(lambda n: n._replace(messages=frozenset())),
     ),
     ("CopyOwesNothing", "successors", _by(Action.COPY), _new(lambda n: n._replace(sstate=(n.sstate[0], "ready")))),
     ("CopyOwesNothing", "successors", _by(Action.COPY), _new(lambda n: n._replace(sstate=("nonsense", n.sstate[1])))),
@@ -184,7 +184,7 @@ SPOILED_STEPS = [
         _new(lambda n: n._replace(blocked=(True, *n.blocked[1:]))),
     ),
     (
-        "LettersAreRead",
+        "MessagesAreRead",
         "two versions",
         lambda s: _by(Action.UPDATE_ARRIVED)(s) and s.new.rdata[0].pending != s.old.rdata[0].pending,
         _new(lambda n: _receiver(n, pending=(0, 0, 0))),
@@ -216,13 +216,13 @@ SPOILED_STEPS = [
         "DispatchesReachTheirTargets",
         "two versions",
         _by(Action.SEND_ALL),
-        _new(lambda n: n._replace(letters=frozenset())),
+        _new(lambda n: n._replace(messages=frozenset())),
     ),
     (
         "LinksBeginWhole",
         "crashes",
         lambda s: _by(Action.JOIN)(s) and s.old.sdata[0].incarnation,
-        _new(lambda n: n._replace(letters=frozenset())),
+        _new(lambda n: n._replace(messages=frozenset())),
     ),
     ("LinksBeginWhole", "crashes", _by(Action.JOIN), _new(lambda n: _entry(n, standing="UP"))),
     ("LinksEndWhole", "losses", _by(Action.GIVE_UP), _new(lambda n: _entry(n, link=0))),

@@ -12,14 +12,12 @@ PURE = (
 DRIVEN = (
     "weightsync.engine.driver",
     "weightsync.engine.sender_driver",
-    "weightsync.engine.signals",
     "weightsync.engine.packer",
     "weightsync.engine.receiver_driver",
     "weightsync.engine.reporter",
     "weightsync.protocol.codec",
     "weightsync.protocol.report_codec",
     "weightsync.weights.packing",
-    "weightsync.weights.threads",
     "weightsync.weights.tree_digest",
     "weightsync.engine.serving_lock",
     "weightsync.engine.applier",
@@ -27,5 +25,5 @@ DRIVEN = (
     "weightsync.transports.store.store",
     "weightsync.transports.process",
     "weightsync.transports.buffers",
-    "weightsync.transports.pipe.segments",
+    "weightsync.transports.pipe.link",
 )

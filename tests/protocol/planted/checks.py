@@ -18,8 +18,8 @@ from weightsync.errors import StateError, SyncError, WeightSyncError
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.testing.local import LocalLink, Network, Pace, local_pair
 from weightsync.transports.base import Payloads
-from weightsync.transports.local import LocalLink, Network, Pace, local_pair
 from weightsync.weights.target import Mode
 
 

@@ -193,7 +193,7 @@ class Wire:
 
 @dataclass
 class WorkerSetup:
-    """A worker on the roll."""
+    """A worker among the workers."""
 
     wire: Wire
     link_state: str = "expected"

@@ -12,8 +12,8 @@ from world import ROWS, LinkPair, Trainer, Worker, World
 from weightsync.errors import ProtocolError, StateError, SyncError, TransportError
 from weightsync.protocol import messages
 from weightsync.protocol._tables import Delivery, ReceiverInput, SenderInput, State
+from weightsync.testing.local import Side
 from weightsync.transports.base import Payloads
-from weightsync.transports.local import Side
 from weightsync.weights.target import Mode
 
 Make = Callable[[Delivery], World]

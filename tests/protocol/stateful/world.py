@@ -24,8 +24,8 @@ from weightsync.protocol import messages
 from weightsync.protocol._tables import Delivery, ReceiverInput, SenderInput, State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.testing.local import LocalLink, Network, Pace, Parcel, Side
 from weightsync.transports.base import Payloads
-from weightsync.transports.local import LocalLink, Network, Pace, Parcel, Side
 from weightsync.weights.target import Mode
 
 WORKERS = 3
@@ -589,7 +589,7 @@ def _seen_sender(real: WeightSender) -> dict[str, Any]:
         "incarnation": real.incarnation,
         "for_all": data.due_all,
         "stale": real.stale_answers,
-        "roll": {
+        "members": {
             worker: (entry.link_state.value, entry.served, entry.due, entry.catching, entry.fence)
             for worker, entry in real.workers.items()
         },
@@ -607,7 +607,7 @@ def _model_sender(model: reference.Sender) -> dict[str, Any]:
         "incarnation": model.incarnation,
         "for_all": model.for_all,
         "stale": model.stale,
-        "roll": {w: (s.link_state, s.acked, s.due, s.catching, s.fence) for w, s in model.setups.items()},
+        "members": {w: (s.link_state, s.acked, s.due, s.catching, s.fence) for w, s in model.setups.items()},
         "outstanding": model.outstanding,
         "owed": set(model.owed),
         "outcomes": model.outcomes,

@@ -23,9 +23,8 @@ from weightsync.protocol._tables import State
 from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import Outcome, OutcomeKind
 from weightsync.verify import follow, tlc
-from weightsync.verify.modelling import Modelled, modelled
 from weightsync.verify.naming import Bounds, RecordedAction
-from weightsync.verify.tlc import accepted_of
+from weightsync.verify.tlc import Modelled, accepted_of, modelled
 
 pytestmark = pytest.mark.tlc
 
@@ -78,7 +77,7 @@ def _swapped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
             yield f"{act.action} after {good.acts[after].action}", replace(good, acts=acts)
 
 
-SHOWN = {"st", "inc", "v", "all", "roll", "out", "link", "fence", "decided", "pending", "served", "answer"}
+SHOWN = {"st", "inc", "v", "all", "members", "out", "link", "fence", "decided", "pending", "served", "answer"}
 
 
 def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:

@@ -129,7 +129,7 @@ def test_any_other_error_is_reported_and_the_worker_serves_the_version(manager: 
     assert manager.duo.send(3.0).ok
 
 
-def test_a_forward_that_swaps_leaves_the_handing_on_to_the_thread(manager: Manager) -> None:
+def test_a_forward_that_swaps_leaves_the_relaying_to_the_thread(manager: Manager) -> None:
     stop = threading.Event()
 
     def serve() -> set[float]:
@@ -158,7 +158,7 @@ class Leaf:
 
 
 @pytest.mark.parametrize("schemes", [None, {}, {"value": object()}])
-def test_a_collector_without_workers_is_not_asked_to_hand_on(schemes: Any) -> None:
+def test_a_collector_without_workers_is_not_asked_to_relay(schemes: Any) -> None:
     duo = Duo(SharedMemWeightSyncScheme)
     leaf = Leaf(schemes)
     duo.connect(context=leaf)

@@ -14,10 +14,10 @@ from weight_kinds import snapshot
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, SyncReport, WeightSender
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.testing.local import local_pair
 from weightsync.transports.base import Link, Payloads
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.server import CallServer
-from weightsync.transports.local import local_pair
 from weightsync.transports.pipe.link import PipeLink
 
 #: Seconds after which a test gives up; reached only by a failure.

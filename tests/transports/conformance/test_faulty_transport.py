@@ -14,8 +14,8 @@ from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Hello
 from weightsync.testing import SCENARIOS, Ends, FaultyTransport, Nonconforming, Rule, check_transport
+from weightsync.testing.local import local_pair
 from weightsync.transports.base import Link, Waker, wait
-from weightsync.transports.local import local_pair
 from weightsync.transports.pipe.link import PipeLink
 
 FAULTS = {

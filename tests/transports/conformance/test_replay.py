@@ -16,8 +16,8 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery
 from weightsync.testing import Ends, Nonconforming, Rule, check_transport
+from weightsync.testing.local import local_pair
 from weightsync.testing.replay_data import graphs
-from weightsync.transports.local import local_pair
 
 ROOT = Path(__file__).parents[3]
 GRAPHS = [f"the graph of {name}" for name in graphs().configurations]

@@ -16,9 +16,9 @@ from weightsync import ConfigurationError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Update
 from weightsync.testing import Ends, Nonconforming, Rule, check_transport
+from weightsync.testing.local import LocalLink, local_pair
 from weightsync.transports.base import Payloads, Received, Waker
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.local import LocalLink, local_pair
 
 #: Whatever is recorded here went over links that are wrong on purpose.
 pytestmark = pytest.mark.untraced("adapters that are wrong on purpose")

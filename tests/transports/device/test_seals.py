@@ -13,7 +13,7 @@ from test_kernels import mapped, policy
 from torch import nn
 
 from weightsync import LayoutError, OutcomeKind, SharedMemWeightSyncScheme
-from weightsync.protocol.messages import slot_digest
+from weightsync.protocol.codec import slot_digest
 from weightsync.testing.fake_device import FakeDevice, fake_device
 from weightsync.weights.device.base import DeviceMemory
 

@@ -19,7 +19,7 @@ from test_kernels import mapped, policy
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, ProtocolError, SharedMemWeightSyncScheme
-from weightsync.engine.devices import open_slot
+from weightsync.engine.packer import open_slot
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, SlotRef, Update
 from weightsync.testing.fake_device import FakeDevice, fake_device

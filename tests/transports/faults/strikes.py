@@ -14,7 +14,7 @@ from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from weightsync.clock import Deadline
 from weightsync.protocol._tables import ReceiverInput
 from weightsync.transports.base import Link, Payloads
-from weightsync.transports.pipe import framing, segments
+from weightsync.transports.pipe import framing, link
 from weightsync.transports.pipe.link import PipeLink
 
 #: Each point of a worker's side of one send, in their order.
@@ -74,7 +74,7 @@ def arm(receiver: Any, point: str, signum: int) -> None:
         receiver._driver.machine.observe(lambda _before, taken, _after: once() if taken is at else None)
     elif point == "mid-payload":
         # The message is read; of the payload, nothing is read, or mapped.
-        for owner, name in ((framing.Inflow, "_memory_for"), (segments.Mapped, "find")):
+        for owner, name in ((framing.Inflow, "_memory_for"), (link.Mapped, "find")):
             _before_it(owner, name, once)
 
 

@@ -15,9 +15,9 @@ from weightsync.protocol import codec
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Hello, Update
+from weightsync.testing.local import local_pair
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.local import local_pair
 from weightsync.weights.layout import Layout
 
 BY_HAND = pytest.mark.untraced("a link that is wrong on purpose")

@@ -162,7 +162,7 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
     class Asked:
         """Reads nothing, and cannot be asked."""
 
-        def hands_on(self) -> bool:
+        def relays(self) -> bool:
             raise RuntimeError("do not ask")
 
         def applied(self) -> None:

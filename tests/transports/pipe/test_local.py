@@ -9,9 +9,9 @@ import pytest
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Update
+from weightsync.testing.local import Pace, Side, local_pair
 from weightsync.transports.base import Link, Payloads, Waker, wait
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.local import Pace, Side, local_pair
 
 
 def ack(version: int) -> Ack:

@@ -29,7 +29,7 @@ from weightsync.transports.buffers import (
     Segment,
     Storage,
 )
-from weightsync.transports.pipe.segments import MAX_SEGMENTS, Mapped, Named
+from weightsync.transports.pipe.link import MAX_SEGMENTS, Mapped, Named
 from weightsync.weights.tensors import address_of
 
 LARGE = 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import time
@@ -29,6 +30,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Hello
 from weightsync.schemes import ray_server
+from weightsync.transports.calls.client import EARLY
 from weightsync.transports.calls.server import Parcel
 from weightsync.transports.ray.client import WAY
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
@@ -407,6 +409,22 @@ def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest
         with pytest.raises(ConnectionError, match="no sender any more"):
             scheme.get_receiver().receive(timeout=0)
         assert scheme.get_receiver().state is State.UNINITIALIZED
+    finally:
+        scheme.close()
+        ray_server._servers.clear()
+
+
+def test_a_call_that_overtook_others_on_an_event_loop_is_to_be_repeated_and_blocks_nothing() -> None:
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_worker("policy", model=small())
+    actor_server = ray_server.actor_server_of("policy")
+
+    async def calls(*numbers: int) -> list[bool]:
+        answers = [actor_server.call(_parcel(number), ()) for number in numbers]
+        return [frames[0].startswith(EARLY) for frames in answers]
+
+    try:
+        assert asyncio.run(calls(1, 0, 2)) == [True, False, True]
     finally:
         scheme.close()
         ray_server._servers.clear()

@@ -194,13 +194,13 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
     introduction = named[f"weightsync/link/{name}/down/0"]
     assert introduction[5] == Kind.EARLY
     written = [text for stream, text in recorder.written if stream is ours]
-    announced = store.get("weightsync/policy/1/door/0")
+    announced = store.get("weightsync/policy/1/announced/0")
     pair.sync(filled(small(), 6.0))
 
     # The link is offered again, and all that its sender wrote is there once more.
     store.delete_key(f"weightsync/link/{name}/taken")
     store.set(f"weightsync/link/{name}/down/0", introduction)
-    store.set("weightsync/policy/1/door/1", announced)
+    store.set("weightsync/policy/1/announced/1", announced)
     _until(lambda: store.check([f"weightsync/link/{name}/up/1"]))
     address = store.get(f"weightsync/link/{name}/up/1").split()[-1].decode()
     again = dial(address, name)

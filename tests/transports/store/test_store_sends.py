@@ -21,7 +21,6 @@ from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedE
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.store import group, receive_buffers
-from weightsync.transports.store.mailbox import PIECE_NBYTES
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -140,7 +139,7 @@ def test_a_frame_beyond_what_a_store_takes_as_one_value(store: Any) -> None:
             self.words = state
 
     pair = StorePair(store, model=lambda fill: filled(Wordy(2, 2), fill))
-    pair.source.words = os.urandom(2 * PIECE_NBYTES + 5)  # type: ignore[assignment]
+    pair.source.words = os.urandom(2**23 + 5)  # type: ignore[assignment]
     with contextlib.closing(pair):
         pair.sync()
 

@@ -29,8 +29,7 @@ from weightsync.bench import (
     ratio,
     targets,
 )
-from weightsync.bench.plotting import plot
-from weightsync.bench.reporting import case_rows, compared_rows, left_out, reached, target_rows
+from weightsync.bench.reporting import case_rows, compared_rows, left_out, plot, reached, target_rows
 from weightsync.bench.settings import MIB, PAYLOADS, members, numbers, payloads
 
 SHARED, PIPE = Label("shared", Kind.SCHEME, "digest"), Label("pipe", Kind.SCHEME, "digest")

@@ -19,7 +19,8 @@ import pytest
 from typer.testing import CliRunner
 
 from weightsync import ConfigurationError
-from weightsync.bench import BenchError, Case, Floor, Kind, Label, Payload, Results, SchemeName, Settings, machine
+from weightsync.bench import BenchError, Case, Floor, Kind, Label, Payload, Results, SchemeName, Settings
+from weightsync.bench import running as bench_running
 from weightsync.bench.models import Source, digest_of_model, make_model
 from weightsync.bench.running import missing, run
 from weightsync.bench.settings import PAYLOADS, payloads
@@ -137,7 +138,7 @@ def test_a_worker_that_ends_is_named(worker: Any, said: str, monkeypatch: pytest
 
 
 def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "installed", lambda name: False)
+    monkeypatch.setattr(bench_running, "installed", lambda name: False)
 
     assert missing(Settings()) == {
         "ray": "Ray is not installed (weightsync[ray])",
@@ -152,7 +153,7 @@ def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_case_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: 2**16)
+    monkeypatch.setattr(bench_running, "available_memory", lambda: 2**16)
     case = measure(SchemeName.PIPE)
 
     assert case.measured == ()

@@ -1,5 +1,7 @@
 """What a small send costs in calls of Python functions: no more than is written down in `calls_per_send.toml`.
 
+And how far it goes: how many files of the package it passes at both ends, and how often it goes from one to another.
+
 Calls are counted by `sys.setprofile`, its ``call`` events alone: calls of functions in C are not counted, resumed
 generators are. Trainer and workers are in this process, so that nothing depends on who is faster. After a change that
 is meant to change the counts, ``python tests/unit/engine/test_calls_per_send.py`` writes them anew.
@@ -11,6 +13,7 @@ import gc
 import multiprocessing
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,8 +23,12 @@ import pytest
 import torch
 from fleet import Pair
 
+import weightsync
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
+PACKAGE = Path(weightsync.__file__).parent
+#: The most files that one update passes over pipes, trainer and worker together, and calls from one to another.
+MOST_FILES, MOST_CROSSINGS = 33, 230
 STORED = Path(__file__).with_name("calls_per_send.toml")
 #: A count may differ by so much between releases of Python and of the libraries before it counts as a rise.
 TOLERANCE = 1.1
@@ -33,11 +40,17 @@ CASES = [f"{scheme}-{size}-{workers}" for scheme in SCHEMES for size in SIZES fo
 
 def counted(call: Callable[[], object]) -> int:
     """How many Python functions a call calls, itself included."""
-    calls = 0
+    return sum(passed(call).values())
+
+
+def passed(call: Callable[[], object]) -> Counter[tuple[str, str]]:
+    """How often a call goes from one file to another, or stays in one."""
+    calls: Counter[tuple[str, str]] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
+        if event == "call":
+            caller = frame.f_back
+            calls[caller.f_code.co_filename if caller else "", frame.f_code.co_filename] += 1
 
     before = sys.getprofile()
     gc.disable()
@@ -48,6 +61,22 @@ def counted(call: Callable[[], object]) -> int:
         sys.setprofile(before)
         gc.enable()
     return calls
+
+
+def update_over_a_pipe(size: int) -> Counter[tuple[str, str]]:
+    """The calls of one update at both ends of a pipe, once all is warm: dispatched, applied, acked, reported."""
+    trainer, worker, (ours, theirs) = SCHEMES["pipes"](), SCHEMES["pipes"](), multiprocessing.Pipe()
+    try:
+        trainer.init_on_sender("policy", pipes=[ours], model=model(size))
+        worker.init_on_worker("policy", pipe=theirs, model=model(size))
+        sender, receiver = trainer.get_sender(), worker.get_receiver()
+        for _ in range(5):
+            _sent(sender, [receiver])
+        calls = passed(sender.send_async) + passed(lambda: receiver.receive(0.0))
+        return calls + passed(sender.wait_async)
+    finally:
+        for each in (trainer, worker, ours, theirs):
+            each.close()
 
 
 def counts(case: str) -> dict[str, int]:
@@ -102,6 +131,18 @@ def test_a_small_send_takes_no_more_calls_of_python_than_are_written_down(case: 
     stored, found = tomllib.loads(STORED.read_text(encoding="utf-8"))[case], counts(case)
 
     assert {end: calls for end, calls in found.items() if calls > stored[end] * TOLERANCE} == {}
+
+
+@pytest.mark.untraced("a recorded driver calls more")
+@pytest.mark.parametrize("size", SIZES)
+def test_an_update_passes_few_files_and_seldom_goes_from_one_to_another(size: str) -> None:
+    calls = update_over_a_pipe(SIZES[size])
+    ours = {pair: count for pair, count in calls.items() if Path(pair[1]).is_relative_to(PACKAGE)}
+    crossings = {pair: n for pair, n in ours.items() if pair[0] != pair[1] and Path(pair[0]).is_relative_to(PACKAGE)}
+
+    assert len(files := sorted({called for _, called in ours})) <= MOST_FILES, files
+    assert len(files) > 20, "the update has not come through"
+    assert sum(crossings.values()) <= MOST_CROSSINGS, crossings
 
 
 @pytest.mark.untraced("a recorded driver calls more")

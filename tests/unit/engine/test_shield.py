@@ -10,8 +10,8 @@ from types import FrameType
 
 import pytest
 
-from weightsync.engine import signals
-from weightsync.engine.signals import Shield
+from weightsync.engine import driver
+from weightsync.engine.driver import Shield
 
 NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -63,7 +63,7 @@ def test_in_another_thread_it_does_nothing() -> None:
 def test_a_shield_that_cannot_be_raised_leaves_the_handlers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     with handled():
         before = [signal.getsignal(number) for number in NUMBERS]
-        monkeypatch.setattr(signals, "DEFERRED", (*NUMBERS, "no signal"))
+        monkeypatch.setattr(driver, "DEFERRED", (*NUMBERS, "no signal"))
         with pytest.raises(TypeError), Shield(lambda: None):
             raise AssertionError("it was raised")
         assert before == [signal.getsignal(number) for number in NUMBERS]

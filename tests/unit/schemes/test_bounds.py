@@ -109,11 +109,11 @@ def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
     monkeypatch.setattr(background, "JOIN_SECONDS", 0.01)
     inside, done = threading.Event(), threading.Event()
 
-    def hand_on() -> None:
+    def relay() -> None:
         inside.set()
         done.wait(PATIENCE)
 
-    beside = Background(pair.receiver, lambda: hand_on)
+    beside = Background(pair.receiver, lambda: relay)
     beside.start()
     pair.sender.send_async()
     assert inside.wait(PATIENCE)

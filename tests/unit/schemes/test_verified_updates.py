@@ -27,10 +27,11 @@ from weightsync import (
 )
 from weightsync.engine.receiver_driver import Pending
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update, slot_digest
+from weightsync.protocol.codec import slot_digest
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
+from weightsync.testing.local import LocalLink, local_pair
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Mapping, Storage
-from weightsync.transports.local import LocalLink, local_pair
 from weightsync.weights.reading import layout_of, read_weights
 
 

@@ -11,12 +11,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from weightsync.weights import packing, threads
+from weightsync.weights import packing, tree_digest
 from weightsync.weights.packing import digest_of, pack, pack_digested, scatter
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, bits_of
-from weightsync.weights.threads import in_threads, shares
-from weightsync.weights.tree_digest import CHUNK, ChunkHashes, StreamedDigest, digest
+from weightsync.weights.tree_digest import CHUNK, ChunkHashes, StreamedDigest, digest, in_threads, shares
 
 KIB = 1024
 
@@ -52,7 +51,7 @@ def test_the_digest_is_that_of_the_protocol(nbytes: int, extras: bytes, golden: 
 @pytest.fixture(params=[1, 2, 3, 7])
 def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """How many threads torch may use, each of which is worth starting for 64 KiB."""
-    monkeypatch.setattr(threads, "LEAST", 64 * KIB)
+    monkeypatch.setattr(tree_digest, "LEAST", 64 * KIB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
     packing._parts.cache_clear()
     yield request.param

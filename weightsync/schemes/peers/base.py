@@ -1,14 +1,18 @@
-"""Weights for workers that lack our receiver; their answers are in `weightsync.transports.calls.without_receiver`."""
+"""Workers that lack our receiver, and users' own transports: their weights, and what they must have.
+
+Their answers are in `weightsync.transports.calls.without_receiver`.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.transports.buffers import Buffer
 from weightsync.weights.layout import Layout
+from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.unpacking import present_as
 
 
@@ -63,3 +67,47 @@ class SharedPresenter:
 def payload_of(update: Update, payload: Buffer | None) -> memoryview:
     """The bytes of an update."""
     return memoryview(b"") if payload is None else payload.view[: update.nbytes]
+
+
+@runtime_checkable
+class TransportBackend(Protocol):
+    """A user's own transport to one worker. `WeightSender.send` calls it in a thread.
+
+    Both generations' signatures work: ``send_weights(model_id, weights)`` and ``send_weights(weights)``. An exception
+    is reported as REFUSED, with its traceback. A return is reported as APPLIED, with the evidence `Evidence.CALL`. A
+    transport whose ``send_weights`` returns only when the worker has applied the weights declares that with the class
+    attribute ``evidence = Evidence.ANSWER``.
+    """
+
+    def send_weights(self, model_id: str, weights: Any) -> Any:
+        """Send weights, and wait until they have arrived, or are applied."""
+
+    def receive_weights(self, timeout: float = 1.0) -> Any:
+        """The next ``(model_id, weights)``, or None."""
+
+    def check_connection(self) -> bool:
+        """Whether the worker can be reached. False before a call: the worker is LOST."""
+
+
+@runtime_checkable
+class BareTransport(Protocol):
+    """The minimum of a user's own transport: generation B's protocol, which has no ``check_connection``."""
+
+    def send_weights(self, weights: Any) -> Any:
+        """Send weights, and wait until they have arrived, or are applied."""
+
+    def receive_weights(self, timeout: float | None = None) -> Any:
+        """The next weights, or None."""
+
+
+@runtime_checkable
+class InitialSyncTransport(Protocol):
+    """A transport that transfers the first weights in its own way."""
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Connect, and send the first weights."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> Any:
+        """Connect, and return the first weights."""

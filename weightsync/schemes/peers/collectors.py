@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import rpc
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Message, Update, WeightsForm
@@ -32,7 +33,6 @@ from weightsync.transports.rpc import (
     raised_there,
     worker_named,
 )
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.unpacking import form_taken
 
 #: The method of a collector that takes weights.
@@ -61,8 +61,7 @@ class Collector:
 def collector_of(endpoint: Any) -> Collector:
     """How a worker is reached, from a `Collector`, its name, or ``(collector_info, collector_rref, collector_class)``.
 
-    Raises:
-        ConfigurationError: a tuple of another length.
+    Raises ConfigurationError: a tuple of another length.
     """
     if isinstance(endpoint, Collector):
         return endpoint
@@ -74,8 +73,7 @@ def link_to(
 ) -> Link:
     """A link to a worker; ``key`` is shared with it.
 
-    Raises:
-        ConfigurationError: no worker is given, RPC is not initialised, or has no worker of that name.
+    Raises ConfigurationError: no worker is given, RPC is not initialised, or has no worker of that name.
     """
     worker = worker_named(_worker_of(collector, peer), peer)
     ours = RpcCallClient(worker, model_id, peer, key)
@@ -103,8 +101,7 @@ def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[An
     A function that takes the reference is called with ``(rref, weights)``, as TorchRL's first generation does; an
     instance method is called on the instance.
 
-    Raises:
-        ConfigurationError: there is no reference to a collector.
+    Raises ConfigurationError: there is no reference to a collector.
     """
     rref, kind = collector.rref, collector.kind
     if rref is None:
@@ -140,11 +137,7 @@ def _takes_self(kind: Any) -> bool:
 
 
 class Kind:
-    """A collector's class: the one given, or that of the object behind its reference, which RPC is asked for.
-
-    Args:
-        collector: the collector.
-    """
+    """A collector's class: the one given, or that of the object behind its reference, which RPC is asked for."""
 
     def __init__(self, collector: Collector) -> None:
         self._kind = collector.kind
@@ -176,9 +169,6 @@ class CollectorCallClient:
     """Carries versions to a collector without our receiver: all that is known is that its method returned.
 
     Args:
-        call: calls the method with weights.
-        peer: the other end, for messages.
-        presenter: makes the weights.
         form: gives the form that the method takes; None: the one in which the weights were given.
     """
 

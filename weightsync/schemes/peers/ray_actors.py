@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -10,9 +9,10 @@ from typing import Any, Final
 import numpy
 import torch
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.keys import SharedKey
-from weightsync.options import option
+from weightsync.options import Option
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
@@ -21,7 +21,6 @@ from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClien
 from weightsync.transports.ray.client import ActorCallClient, CalledThrough, PlainActorCallClient, ask_attended
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.portable_pickle import portable
 from weightsync.weights.unpacking import form_taken
 
@@ -38,7 +37,7 @@ ARGUMENTS: Final = {POLICY_METHOD: "policy_or_weights", TENSORDICT_METHOD: "para
 _FORMS: Final = {TENSORDICT_METHOD: WeightsForm.TENSORDICT, STATE_DICT_METHOD: WeightsForm.FLAT}
 
 
-class TensorTransport(enum.Enum):
+class TensorTransport(Option):
     """How Ray moves a payload."""
 
     #: Through its object store: one copy per node, read in place.
@@ -47,7 +46,7 @@ class TensorTransport(enum.Enum):
     NIXL = "nixl"
 
 
-class Backend(enum.Enum):
+class Backend(Option):
     """TorchRL's name for the process group beside Ray. We need none: accepted, and ignored."""
 
     GLOO = "gloo"
@@ -61,19 +60,14 @@ def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
         ConfigurationError: there is none.
         MissingExtraError: it needs a package that is not installed.
     """
-    chosen = option(TensorTransport, value)
+    chosen = TensorTransport(value)
     if chosen is TensorTransport.NIXL and importlib.util.find_spec("nixl") is None:
         raise MissingExtraError("nixl", 'tensor_transport="nixl"')
     return chosen
 
 
 class ActorLinks:
-    """Lays links to Ray actors; those of one sender share what it puts into the object store.
-
-    Args:
-        transport: how payloads travel to our own receivers.
-        key: shared with those receivers.
-    """
+    """Lays links to Ray actors; those of one sender share what it puts into the object store."""
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
@@ -111,13 +105,7 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
 
     An actor that has none of them may have initialised one of our schemes: it is called by Ray's ``__ray_call__``.
 
-    Args:
-        endpoint: the actor's handle, or an object whose ``._actor`` is that.
-        methods: names, the best one first.
-        peer: the actor, for messages.
-
-    Raises:
-        ConfigurationError: it is no actor, and has none of them.
+    Raises ConfigurationError: it is no actor, and has none of them.
     """
     for name in (*methods, RUN):
         for actor in (endpoint, optional(endpoint, "_actor")):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import multiprocessing
 import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.manual_ack import UPDATED
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
 from weightsync.options import OnFailure
-from weightsync.protocol._tables import Delivery
 from weightsync.schemes.facade_services import FacadeServices
-from weightsync.schemes.peers.user_protocols import BareTransport
-from weightsync.transports.base import Link, Payloads, Received
-from weightsync.transports.local import LocalLink, Network, Pace, Side
+from weightsync.schemes.peers.base import BareTransport
+from weightsync.transports.base import Link, Received
+from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.strategy import WeightStrategy
 
 logger = logging.getLogger("weightsync")
@@ -38,12 +38,6 @@ def listen_by(
 ) -> Callable[[], None]:
     """Make the receiver that ``accept`` belongs to receive by a user's own transport.
 
-    Args:
-        transport: the user's.
-        model_id: the receiver's model.
-        strategy: how a module is extracted, if the transport brings one.
-        accept: takes the link.
-
     Returns:
         A function that ends it.
     """
@@ -57,12 +51,6 @@ class TransportReader:
 
     It asks for the next when the receiver has answered the one before. It calls the transport's
     ``send_ack("updated")``, if there is one, once the weights are live; any other text says why they are not.
-
-    Args:
-        transport: the user's.
-        model_id: the receiver's model.
-        strategy: how a module is extracted, if the transport brings one.
-        accept: takes the link.
     """
 
     def __init__(
@@ -71,8 +59,8 @@ class TransportReader:
         self._transport = transport
         self._receive = receiving_call(transport)
         self._model_id = model_id
-        network = Network(Delivery.ORDERED, Pace.PROMPT)
-        self._near, self._far = LocalLink(network, Side.FIRST, Payloads.INLINE), _FarEnd(network)
+        near, far = multiprocessing.Pipe()
+        self._near, self._far = PipeLink(near, model_id), _FarEnd(far, model_id)
         self._over = threading.Event()
         self._sender = WeightSender(FacadeServices(self, strategy))
         self._sender.set_context(None, model_id)
@@ -149,42 +137,29 @@ class TransportReader:
         self._far.fail(lost)
         self._sender.close()
 
-    # ------------------------------------------------------------------------------------- for FacadeServices
-
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return self._near
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Nothing is received here.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Nothing is received here. Raises ConfigurationError: always."""
         raise ConfigurationError("This end sends.")
 
     def user_messages(self) -> UserMessages:
-        """There are none.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """There are none. Raises ConfigurationError: always."""
         raise ConfigurationError("Your own transport carries no messages other than weights.")
 
     def _published(self, model_id: str, weights: Any) -> None:
         """Nothing else uses them."""
 
 
-class _FarEnd(LocalLink):
+class _FarEnd(PipeLink):
     """The receiver's end, which can fail."""
 
-    def __init__(self, network: Network) -> None:
-        super().__init__(network, Side.SECOND, Payloads.INLINE)
-        self._failure: TransportError | None = None
+    _failure: TransportError | None = None
 
     def fail(self, failure: TransportError) -> None:
-        """Raise this to whoever reads."""
+        """Raise this to whoever reads, which the end of the other end's link wakes."""
         self._failure = failure
-        self.network.waker(Side.SECOND).fire()
 
     def receive(self) -> list[Received]:
         """What has arrived: see `Link.receive`."""

@@ -10,25 +10,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from weightsync.clock import Stopwatch
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
-from weightsync.schemes.peers.base import Presenter, payload_of
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.peers.base import BareTransport, Presenter, payload_of
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
-from weightsync.weights.context import MISSING, optional
 
 _Job = Callable[[], None]
 
 
 def user_link(transport: BareTransport, peer: str) -> BlockingLink:
-    """A link over a user's own transport.
-
-    Raises:
-        ConfigurationError: its ``evidence`` is none.
-    """
+    """A link over a user's own transport. Raises ConfigurationError: its ``evidence`` is none."""
     return BlockingLink(UserTransportClient(transport, peer), peer)
 
 
@@ -38,10 +33,6 @@ class UserTransportClient:
     A call that never returns blocks neither `close` nor the end of the process: its thread remains, as a daemon, until
     the call returns or the process ends, and its result is dropped. Until then the worker owes an answer, later
     versions wait behind it, and a send ends by its deadline.
-
-    Args:
-        transport: the user's.
-        peer: its other end, for messages.
     """
 
     def __init__(self, transport: BareTransport, peer: str) -> None:
@@ -102,8 +93,7 @@ class UserTransportClient:
 def declared_evidence(transport: object) -> Evidence:
     """What the return of a user's ``send_weights`` means: its ``evidence``, CALL if it has none.
 
-    Raises:
-        ConfigurationError: it is neither `Evidence.CALL` nor `Evidence.ANSWER`.
+    Raises ConfigurationError: it is neither `Evidence.CALL` nor `Evidence.ANSWER`.
     """
     declared = optional(transport, "evidence")
     if declared is MISSING:

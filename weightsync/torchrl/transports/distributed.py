@@ -87,8 +87,6 @@ class DistributedTransport(TransportFacade):
         """Whether the user's own process group is initialised, which ours does not need."""
         return dist.is_initialized()
 
-    # ------------------------------------------------------------------------------------------ receiving
-
     def receive_weights(
         self,
         timeout: float | Unset | None = UNSET,
@@ -134,8 +132,6 @@ class DistributedTransport(TransportFacade):
                 "from the store, and no weights were received."
             )
 
-    # -------------------------------------------------------------------------------------- initial weights
-
     def send_initial_weights(self, weights: Any) -> Any:
         """Send the first weights of "policy", as `send_weights` does, but without writing TorchRL's own keys."""
         with self._hints.withheld():
@@ -156,14 +152,6 @@ class DistributedTransport(TransportFacade):
         if self._buffer is not None:
             return self._buffer
         return found[1] if self._form is Form.A else found
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: the scheme's `connect` does it."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
-    ) -> None:
-        """Do nothing: the scheme's `connect` does it."""
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -48,6 +48,9 @@ class TransportFacade(abc.ABC):
         *("_senders", "_receivers", "_outstanding", "_reported", "_last", "_lock", "_services", "_closed"),
     )
 
+    #: Whether weights arrive at this end; if not, `receive_weights` returns None at once.
+    _receives = True
+
     def __init__(
         self,
         *,
@@ -72,21 +75,17 @@ class TransportFacade(abc.ABC):
         self._closed = False
         forget_after_fork(self)
 
-    # ------------------------------------------------------------------------------- what a transport gives
-
     def _endpoints(self) -> Mapping[int, Any]:
         """The workers that `send_weights` reaches: worker id to what `_lay_link` takes. Here one, with id 0.
 
-        Raises:
-            ConfigurationError: the transport was not given a worker. Nothing was sent.
+        Raises ConfigurationError: the transport was not given a worker. Nothing was sent.
         """
         return {0: None}
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The sender's end of a link.
 
-        Raises:
-            ConfigurationError: the transport was not given a worker, or does not send. Nothing was sent.
+        Raises ConfigurationError: the transport was not given a worker, or does not send. Nothing was sent.
         """
         raise ConfigurationError(f"{type(self).__name__} does not send: use it at the worker's end.")
 
@@ -113,8 +112,6 @@ class TransportFacade(abc.ABC):
     def check_connection(self) -> bool:
         """Whether the transport can be used now."""
 
-    # ------------------------------------------------------------------------------ for schemes that made it
-
     def link(self, model_id: str, peer: str) -> Link:
         """A link to the worker that this transport reaches.
 
@@ -140,8 +137,6 @@ class TransportFacade(abc.ABC):
     def over(self, receiver: WeightReceiver) -> Any:
         """None: use the scheme's receiver."""
         return None
-
-    # ------------------------------------------------------------------------------------------------------- sending
 
     def send_weights(
         self,
@@ -270,8 +265,6 @@ class TransportFacade(abc.ABC):
     def _seconds(self, timeout: float | Timeout | Unset | None) -> float | Timeout | None:
         return self.timeout if isinstance(timeout, Unset) else timeout
 
-    # ----------------------------------------------------------------------------------------------------- receiving
-
     def receive_weights(
         self,
         timeout: float | Unset | None = UNSET,
@@ -298,6 +291,8 @@ class TransportFacade(abc.ABC):
             LayoutError: the weights do not fit ``weights`` or the model, which are unchanged; the sender was told.
             TransportError: the sender is gone.
         """
+        if not self._receives:
+            return None
         found = self._next(Deadline(self._default_wait() if isinstance(timeout, Unset) else timeout))
         if found is None:
             return None
@@ -328,6 +323,14 @@ class TransportFacade(abc.ABC):
             receiver = self._receivers[self._last]
         receiver.ack(message)
 
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Do nothing: a link is laid with the first send, and the first weights travel like all others."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> Any:
+        """Do nothing: the first weights arrive like all others."""
+
     def _default_wait(self) -> float | None:
         return 1.0 if self._form is Form.A else None
 
@@ -349,8 +352,6 @@ class TransportFacade(abc.ABC):
                 receiver.register_worker_transport(None)
                 self._receivers[model_id] = receiver
             return self._receivers[model_id]
-
-    # -------------------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
         """Close for good: links close, and what is outstanding is ABANDONED. Closing twice is allowed."""
@@ -381,8 +382,6 @@ class TransportFacade(abc.ABC):
     def _require_open(self, asked: str) -> None:
         if self._closed:
             raise StateError(type(self).__name__, "closed", asked, ["close"])
-
-    # -------------------------------------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}

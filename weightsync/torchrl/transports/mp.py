@@ -11,7 +11,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import UNSET, Form, Unset
-from weightsync.schemes.link_transport import connection_of
+from weightsync.schemes.facade_services import connection_of
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.torchrl.transports.pipes import ReferencePipe
 from weightsync.transports.base import Link, Waitable, Waker, wait
@@ -109,13 +109,10 @@ class MPTransport(TransportFacade):
         with self._lock:
             self._channel, self._queues = None, {}
 
-    # ------------------------------------------------------------------------------------ generation B's queues
-
     def _queue(self, end: str) -> QueueChannel:
         """The queues as the sender's or the receiver's end sees them.
 
-        Raises:
-            ConfigurationError: there is no ``weight_queue``.
+        Raises ConfigurationError: there is no ``weight_queue``.
         """
         if self.weight_queue is None:
             raise ConfigurationError("MPTransport was given no weight_queue: pass a multiprocessing.Queue().")
@@ -148,9 +145,6 @@ class MPTransport(TransportFacade):
             )
         return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
 
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: the first weights are sent like all others."""
-
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> Any:
@@ -159,8 +153,6 @@ class MPTransport(TransportFacade):
 
     def _wait_seconds(self) -> float | None:
         return seconds(self.timeout)
-
-    # ---------------------------------------------------------------------------------------- the facade
 
     def _endpoints(self) -> Mapping[int, Any]:
         return {0: self._queue("sender") if self._form is Form.B else self.pipe_end()}
@@ -198,8 +190,6 @@ class MPTransport(TransportFacade):
                 return None
             watched: list[Waitable] = [*self._links(), channel]
             wait(waker, watched, deadline.nap)
-
-    # ----------------------------------------------------------------------------------------- the inbox
 
     def _unclaimed(self) -> Sequence[str]:
         """The models for which something arrived that have no receiver here."""

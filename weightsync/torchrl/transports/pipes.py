@@ -65,8 +65,7 @@ class ReferencePipe:
     def recv(self) -> Any:
         """Wait for the next update or message of the user's own.
 
-        Raises:
-            EOFError: the connection has ended, and nothing is left.
+        Raises EOFError: the connection has ended, and nothing is left.
         """
         while True:
             self.await_any(Deadline(None))
@@ -79,8 +78,7 @@ class ReferencePipe:
     def send(self, obj: Any) -> None:
         """Send an object of the user's own; ``(None, "updated")`` is an ack while an update is to be answered.
 
-        Raises:
-            TransportError: the connection is dead or closed.
+        Raises TransportError: the connection is dead or closed.
         """
         if obj == (None, UPDATED) and self._inbox._owes_ack():
             self._inbox.send_ack()
@@ -106,11 +104,7 @@ class ReferencePipe:
         return None
 
     def await_update(self, deadline: Deadline) -> tuple[str, Any] | None:
-        """The next update; None: none arrived in time.
-
-        Raises:
-            TransportError: the connection has ended.
-        """
+        """The next update; None: none arrived in time. Raises TransportError: the connection has ended."""
         while True:
             waker = self._channel.user_waker()
             seen = waker.fired

@@ -8,8 +8,7 @@ from typing import Any
 
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
-from weightsync.options import option
-from weightsync.schemes.arguments import UNSET, Form, Unset
+from weightsync.schemes.arguments import Form
 from weightsync.schemes.peers.ray_actors import (
     CALL,
     POLICY_METHOD,
@@ -23,11 +22,12 @@ from weightsync.schemes.peers.ray_actors import (
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.strategy import WeightStrategy
 
 
 class _ActorFacade(TransportFacade):
     """Sends to one Ray actor. It receives nothing: in the actor the calls do that."""
+
+    _receives = False
 
     _not_copied = (*TransportFacade._not_copied, "_links")
 
@@ -50,17 +50,6 @@ class _ActorFacade(TransportFacade):
         if self._actor_ref is None:
             raise ConfigurationError(f"{type(self).__name__} was given no actor. Nothing was sent: give it one.")
         return self._links.lay(self._actor_ref, self._methods(), model_id, "the actor")
-
-    def receive_weights(
-        self,
-        timeout: float | Unset | None = UNSET,
-        *,
-        weights: Any = None,
-        model: Any = None,
-        strategy: WeightStrategy | None = None,
-    ) -> None:
-        """Return None at once: an actor receives in the call that brings the weights."""
-        return
 
     def check_connection(self) -> bool:
         """Whether Ray is initialised in this process."""
@@ -104,20 +93,12 @@ class RayTransport(_ActorFacade):
             raise ConfigurationError("remote_collector= and remote_actor= are two names for the one actor: give one.")
         given = (remote_actor, worker_idx, backend, connection_info_name, model_id)
         self.worker_idx = worker_idx
-        self.backend = option(Backend, backend or Backend.GLOO)
+        self.backend = Backend(backend or Backend.GLOO)
         actor = remote_collector if remote_actor is None else remote_actor
         super().__init__(actor, tensor_transport, Form.A if set(given) == {None} else Form.B, key)
 
     def _methods(self) -> Sequence[str]:
         return (CALL, POLICY_METHOD)
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: a link is laid with the first send."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
-    ) -> None:
-        """Do nothing: the first weights arrive with a call."""
 
 
 class RayActorTransport(_ActorFacade):

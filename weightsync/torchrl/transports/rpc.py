@@ -8,7 +8,7 @@ from typing import Any
 from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
-from weightsync.schemes.arguments import UNSET, Form, Unset
+from weightsync.schemes.arguments import Form
 from weightsync.schemes.peers.base import SharedPresenter
 from weightsync.schemes.peers.collectors import Collector, link_to
 from weightsync.torchrl.transports.facade import TransportFacade
@@ -63,33 +63,12 @@ class RPCTransport(TransportFacade):
         """Whether RPC is initialised in this process."""
         return is_initialised()
 
-    def receive_weights(
-        self,
-        timeout: float | Unset | None = UNSET,
-        *,
-        weights: Any = None,
-        model: Any = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any:
-        """The weights of the next update, as `TransportFacade.receive_weights`; None at the sender's end."""
-        if self._sends:
-            return None
-        return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: a link is laid with the first send."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
-    ) -> None:
-        """Do nothing: the first weights arrive with a call."""
-
     @property
-    def _sends(self) -> bool:
-        return self._collector != Collector()
+    def _receives(self) -> bool:  # type: ignore[override]
+        return self._collector == Collector()
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        if not self._sends:
+        if self._receives:
             raise ConfigurationError(
                 f"{type(self).__name__} was given no collector: pass collector_info=, or collector_rref= with "
                 "collector_class=. Nothing was sent."

@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import POLICY, UNSET, Unset, model_and_weights
-from weightsync.schemes.link_transport import connection_of
+from weightsync.schemes.facade_services import connection_of
 from weightsync.schemes.shared import require_registered
 from weightsync.torchrl.transports.mp import MPTransport
 from weightsync.transports.base import Link
@@ -62,8 +62,6 @@ class SharedMemTransport(MPTransport):
     def _begin(self) -> None:
         super()._begin()
         self._init_queues: Mapping[int, Any] = {}
-
-    # -------------------------------------------------------------------------------------- registration
 
     def register_pipe(self, pipe: Any) -> None:
         """Add a worker's pipe (in the trainer), or say which pipe to receive from (in a worker).
@@ -165,8 +163,6 @@ class SharedMemTransport(MPTransport):
         if not self._init_queues:
             raise StateError(type(self).__name__, "uninitialized", asked, ["register_weights"])
 
-    # ------------------------------------------------------------------------------------------- sending
-
     def send_weights(
         self,
         model_id: Any = UNSET,
@@ -236,11 +232,7 @@ class SharedMemTransport(MPTransport):
         return _nobody(POLICY)
 
     def _require_buffers(self, worker_ids: Sequence[int]) -> None:
-        """Refuse a write to workers without a buffer of their own.
-
-        Raises:
-            ConfigurationError: nothing was written.
-        """
+        """Refuse a write to workers without a buffer of their own. Raises ConfigurationError: nothing was written."""
         if not self._per_worker:
             raise ConfigurationError(
                 f"The workers share their buffers: a send to {list(worker_ids)} would also change others. Register "
@@ -254,17 +246,11 @@ class SharedMemTransport(MPTransport):
             )
 
     def _published(self, model_id: str, weights: Any) -> None:
-        """Copy a version into the model's buffer; make one if it has none.
-
-        Raises:
-            LayoutError: it does not fit.
-        """
+        """Copy a version into the model's buffer; make one if it has none. Raises LayoutError: it does not fit."""
         if model_id in self._policy_weights:
             self._services.strategy.apply_weights(self._policy_weights[model_id], weights)
         else:
             self._policy_weights[model_id] = shared_copy(weights)
-
-    # ----------------------------------------------------------------------------------------- receiving
 
     def receive_weights(
         self,
@@ -294,8 +280,6 @@ class SharedMemTransport(MPTransport):
     def check_ack(self, message: str = UPDATED) -> SyncReport:
         """Wait for the ack: see `TransportFacade.check_ack`. Without a pipe there is none: the report is empty."""
         return super().check_ack(message) if self._pipes else _nobody(POLICY)
-
-    # ---------------------------------------------------------------------------------------- the facade
 
     def check_connection(self) -> bool:
         """Whether all registered pipes are open."""

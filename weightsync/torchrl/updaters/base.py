@@ -17,7 +17,7 @@ from torch import nn
 
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import ConfigurationError
-from weightsync.options import OnFailure, option
+from weightsync.options import OnFailure
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.torchrl.updaters.calls import WorkerId
@@ -61,8 +61,6 @@ class WeightUpdaterBase(abc.ABC):
         """Called by a collector once it is set up, with its arguments. Does nothing here."""
         return
 
-    # ------------------------------------------------------------------------------------------- pushing
-
     def push_weights(
         self,
         policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
@@ -96,7 +94,7 @@ class WeightUpdaterBase(abc.ABC):
             AckTimeoutError: calls had not ended by the deadline.
             SyncError: failures of several kinds. After any of these no post-hook has run.
         """
-        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         with self._pushes.turn():
             report = self._push(policy_or_weights, worker_ids, deadline)
             if failing is OnFailure.RAISE:
@@ -143,8 +141,6 @@ class WeightUpdaterBase(abc.ABC):
             return self._sync_weights_with_worker(server_weights=weights)
         return self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
 
-    # -------------------------------------------------------------------------------------- to override
-
     @abc.abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> Any:
         """Hand the weights to one worker.
@@ -155,7 +151,6 @@ class WeightUpdaterBase(abc.ABC):
 
         Args:
             worker_id: the worker; not passed if workers have no ids.
-            server_weights: what `_maybe_map_weights` returned.
         """
 
     def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
@@ -174,8 +169,6 @@ class WeightUpdaterBase(abc.ABC):
         """Whether this push leaves a worker out; asked once for each target. False here."""
         return False
 
-    # ------------------------------------------------------------------------------------------- hooks
-
     @property
     def post_hooks(self) -> list[Callable[[], None]]:
         """The hooks, in the order in which they run."""
@@ -193,8 +186,6 @@ class WeightUpdaterBase(abc.ABC):
         if not callable(hook):
             raise ConfigurationError(f"a post-hook is a function without arguments, not {hook!r}.")
         self._hooks.append(hook)
-
-    # -------------------------------------------------------------------------------------- collectors
 
     def register_collector(self, collector: Any) -> None:
         """Register the collector that uses this updater. Held weakly.
@@ -229,8 +220,6 @@ class WeightUpdaterBase(abc.ABC):
         for collector in self._living():
             collector.increment_version()
 
-    # ------------------------------------------------------------------------------------------- copies
-
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_pushes", "_registered")}
         return {**state, "_hooks": list(self._hooks)}
@@ -247,8 +236,7 @@ def _register_with_torchrl() -> None:
 def _taken(given: Any) -> Any:
     """The given weights: a module is extracted, a TensorDict or dict taken as it is.
 
-    Raises:
-        ConfigurationError: they are of another type.
+    Raises ConfigurationError: they are of another type.
     """
     if isinstance(given, TensorDictBase | Mapping):
         return given
@@ -263,8 +251,7 @@ def _taken(given: Any) -> Any:
 def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
     """The target workers; [None]: the one without an id.
 
-    Raises:
-        ConfigurationError: the list is empty, or has an unknown id.
+    Raises ConfigurationError: the list is empty, or has an unknown id.
     """
     if worker_ids is None:
         return [None] if known is None else list(known)

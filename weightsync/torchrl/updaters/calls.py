@@ -10,8 +10,7 @@ from typing import Any, Final, Never
 import torch
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.devices import Readers, nobody
-from weightsync.engine.packer import Packed, Packer
+from weightsync.engine.packer import Packed, Packer, Readers, nobody
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.options import Verify
 from weightsync.protocol._tables import RefusalKind
@@ -33,12 +32,7 @@ GONE: Final = (ConnectionError, EOFError)
 
 
 class Raised(Exception):
-    """Set on a call's future when the worker's own code raised.
-
-    Args:
-        reason: the error, in a line.
-        remote_traceback: the worker's own traceback.
-    """
+    """Set on a call's future when the worker's own code raised."""
 
     def __init__(self, reason: str, remote_traceback: str) -> None:
         super().__init__(reason, remote_traceback)
@@ -105,12 +99,7 @@ class Calls:
 
 
 class WorkerCallClient:
-    """Turns the updates for one worker into calls: a `weightsync.transports.calls.client.CallClient`.
-
-    Args:
-        worker: the worker.
-        calls: takes the calls.
-    """
+    """Turns the updates for one worker into calls: a `weightsync.transports.calls.client.CallClient`."""
 
     def __init__(self, worker: WorkerId, calls: Calls) -> None:
         self._worker = worker
@@ -146,11 +135,7 @@ class NoPacker(Packer):
 
 
 class CallWiring:
-    """`SchemeServices` of an updater's sender: one link per worker, whose updates become calls.
-
-    Args:
-        calls: takes the calls.
-    """
+    """`SchemeServices` of an updater's sender: one link per worker, whose updates become calls."""
 
     apply_mode = Mode.COPY
 
@@ -168,27 +153,15 @@ class CallWiring:
         return CallLink(WorkerCallClient(endpoint, self._calls), f"worker {endpoint}")
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Never:
-        """Not supported: an updater only sends.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Not supported: an updater only sends. Raises ConfigurationError: always."""
         raise ConfigurationError("An updater only sends: make receivers by a scheme.")
 
     def user_messages(self, endpoint: Any) -> Never:
-        """Not supported: an updater has no pipes.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Not supported: an updater has no pipes. Raises ConfigurationError: always."""
         raise ConfigurationError("An updater has no pipes that could carry messages of your own.")
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Never:
-        """Not supported: an updater has no receivers.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Not supported: an updater has no receivers. Raises ConfigurationError: always."""
         raise ConfigurationError("An updater only sends: make receivers by a scheme.")
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:

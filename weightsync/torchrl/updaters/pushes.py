@@ -52,11 +52,7 @@ class Pushes:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Prevent other pushes meanwhile, by this push's own hooks too.
-
-        Raises:
-            StateError: a push is in progress.
-        """
+        """Prevent other pushes meanwhile, by this push's own hooks too. Raises StateError: a push is in progress."""
         turn = self._turn
         if not turn.acquire(blocking=False):
             hint = "One push at a time: neither another thread nor a hook may start one before it has returned."
@@ -76,16 +72,10 @@ class Pushes:
 
         If one of them raises, even an interrupt, the others are made before that is raised.
 
-        Args:
-            workers: the workers.
-            begin: makes one call.
-            deadline: when to stop waiting for calls that returned a future.
-
         Returns:
             Each worker's outcome, failed or not.
 
-        Raises:
-            SyncError: the failures of the push before, if they were not reported yet.
+        Raises SyncError: the failures of the push before, if they were not reported yet.
         """
         self._make_way(deadline)
         calls: list[Call] = []

@@ -30,13 +30,11 @@ class RayWeightUpdater(WeightUpdaterBase):
     `remote_collectors` may be changed between pushes: the next push calls an actor that replaces a dead one.
 
     Args:
-        policy_weights: the weights of a push without weights, read at that time.
         remote_collectors: the actors' handles; a worker's id is its index.
         max_interval: how many pushes skip a worker between two that reach it, even if it is named. Its first push is
             never skipped, nor the next after one that failed. Negative counts as 0.
 
-    Raises:
-        MissingExtraError: Ray is not installed.
+    Raises MissingExtraError: Ray is not installed.
     """
 
     def __init__(self, policy_weights: TensorDictBase, remote_collectors: list[Any], max_interval: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Protocol
+from typing import Final, Protocol
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
@@ -23,6 +23,13 @@ class GivenUp(TransportError):
     """The other end has closed the link. Every call of that link ends."""
 
 
+#: Seconds that a call waits for those that were begun before it, where calls overtake each other.
+PATIENCE_FOR_ORDER: Final = 15.0
+#: A frame in place of answers, followed by the reason: the call came before calls that were begun earlier, in a thread
+#: that must not wait for them. It is to be repeated.
+EARLY: Final = b"WSYE"
+
+
 class CallClient(Protocol):
     """Carries messages to one worker: the transport's part of a `CallLink`."""
 
@@ -31,8 +38,7 @@ class CallClient(Protocol):
 
         The payload's first ``message.nbytes`` bytes stay unchanged until the future is done.
 
-        Raises:
-            TransportError: the worker cannot be reached. It will never see this message.
+        Raises TransportError: the worker cannot be reached. It will never see this message.
         """
 
     def close(self) -> None:
@@ -40,13 +46,7 @@ class CallClient(Protocol):
 
 
 class CallLink(WakeableLink, Remarks):
-    """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract.
-
-    Args:
-        call_client: begins the calls.
-        peer: the name of the other end, for messages to people.
-        remark: gives the link's `Remarks.remark`.
-    """
+    """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract."""
 
     delivery = Delivery.ORDERED
 

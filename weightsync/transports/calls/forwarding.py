@@ -20,10 +20,7 @@ class ForwardingClient:
     """Asks at the first message whether our receiver listens, and passes all messages to the fitting call client.
 
     Args:
-        model_id: the model.
         ask: asks the other end for which models our receivers listen there. If for others only, all is refused.
-        ours: the call client for a process with our receiver.
-        plain: the call client for one without.
     """
 
     def __init__(
@@ -82,11 +79,7 @@ class ForwardingClient:
 
 
 class NoCallClient:
-    """Refuses every message: the worker cannot be reached.
-
-    Args:
-        reason: why, for messages.
-    """
+    """Refuses every message: the worker cannot be reached."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -45,9 +45,6 @@ class Gate:
 
     Args:
         key: shared with the sender. None: parcels are passed on unchanged.
-        model_id: the model.
-        way: the transport that carries the calls.
-        worker: this process's name in that transport, as its senders call it.
     """
 
     def __init__(self, key: SharedKey | None, model_id: str, way: str, worker: Callable[[], str]) -> None:
@@ -148,8 +145,7 @@ class _Session:
     def admit(self, parcel: Parcel) -> Parcel | Kept:
         """Open a parcel. Until its sender has proved that it is alive, keep it and answer with a challenge.
 
-        Raises:
-            AuthenticationError: it is not from the sender.
+        Raises AuthenticationError: it is not from the sender.
         """
         with self._lock:
             envelope = self._seal.open(parcel.frame)

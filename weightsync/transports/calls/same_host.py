@@ -19,7 +19,7 @@ from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Mapping, NoRoom, Pins, Segment
-from weightsync.transports.pipe.segments import MAX_SEGMENTS
+from weightsync.transports.pipe.link import MAX_SEGMENTS
 from weightsync.transports.process import own_host, own_identity, started_at
 
 #: A frame beside a handshake's answer: this worker can map the trainer's segments.
@@ -44,11 +44,7 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, carried: object) -> Self:
-        """Read what a call carried.
-
-        Raises:
-            ProtocolError: it is no place.
-        """
+        """Read what a call carried. Raises ProtocolError: it is no place."""
         if not isinstance(carried, tuple) or len(carried) != 4 or not all(type(each) is int for each in carried):
             raise codec.malformed("A call named a place in memory that is none", b"")
         return cls(*carried)
@@ -136,8 +132,7 @@ class MappedPlaces:
     def received(self, update: Update, place: Place) -> Received:
         """An update with its payload where it lies; without it, and with the reason, if that cannot be mapped.
 
-        Raises:
-            ProtocolError: the segment is too small for the update.
+        Raises ProtocolError: the segment is too small for the update.
         """
         try:
             mapping = self._mappings.pop(place, None) or place.map()

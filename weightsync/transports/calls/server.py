@@ -12,6 +12,7 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
+from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
 from weightsync.transports.calls.same_host import REACHES, reaches
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
@@ -34,13 +35,7 @@ class CallRefused(Future[Frames]):
 
 
 class CallServer:
-    """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here.
-
-    Args:
-        model_id: the model.
-        way: the transport that carries the calls.
-        worker: this process's name in that transport, as its senders call it.
-    """
+    """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here."""
 
     def __init__(self, model_id: str, way: str = "calls", worker: Callable[[], str] = str) -> None:
         self.model_id = model_id
@@ -60,8 +55,7 @@ class CallServer:
         A link that breaks the protocol while no receiver listens is closed: its sender gets the reason, and no receiver
         sees the link.
 
-        Raises:
-            TransportError: the limit of waiting calls is reached.
+        Raises TransportError: the limit of waiting calls is reached.
         """
         if parcel.place is not None and (self._key is not None or is_envelope(parcel.frame)):
             raise ProtocolError("a call under a key named memory instead of carrying its payload.")
@@ -148,8 +142,7 @@ class CallServer:
     def hang_up(self, parcel: Parcel) -> None:
         """Process a link's last call: none of its calls waits for an answer any more, with or without a receiver.
 
-        Raises:
-            ProtocolError, TransportError: as `submit`; the link's calls end all the same.
+        Raises ProtocolError, TransportError: as `submit`; the link's calls end all the same.
         """
         gate = self._gate
         if gate is None and is_envelope(parcel.frame):
@@ -220,14 +213,12 @@ class CallServer:
         """Call ``accept`` with each sender's link, including those that have already arrived.
 
         Args:
-            accept: called with each link.
             key: shared with the senders. A sender with another key, or without one, is turned away.
 
         Returns:
             A function that ends this.
 
-        Raises:
-            ConfigurationError: a receiver listens already.
+        Raises ConfigurationError: a receiver listens already.
         """
         with self._lock:
             if self._accept is not None:
@@ -244,7 +235,7 @@ class CallServer:
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
-            self.submit(parcel).add_done_callback(partial(_complete_like, waiting))
+            self.submit(parcel).add_done_callback(partial(complete_like, waiting))
         return self._shut
 
     def _shut(self) -> None:
@@ -275,11 +266,3 @@ def _marked(answer: Future[Frames]) -> Future[Frames]:
 
     answer.add_done_callback(over)
     return marked
-
-
-def _complete_like(waiting: Future[Frames], answer: Future[Frames]) -> None:
-    error = answer.exception()
-    if error is None:
-        waiting.set_result(answer.result())
-    else:
-        waiting.set_exception(error)

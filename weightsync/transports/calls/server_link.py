@@ -87,7 +87,6 @@ class CallServerLink(WakeableLink):
         The first call after the link was closed returns the last messages, if they were not delivered yet.
 
         Args:
-            number: the number of the call on this link.
             received: its content: see `opened`. None: it has arrived before.
 
         Raises:
@@ -230,9 +229,6 @@ class CallServerLink(WakeableLink):
 
         Calls that wait for an answer return if a goodbye was sent, and fail if none was: a call that merely returned
         would leave its sender waiting for an answer that never comes.
-
-        Args:
-            reason: the reason that failed calls report.
         """
         with self._lock:
             if self._closed:

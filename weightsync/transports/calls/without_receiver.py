@@ -17,8 +17,7 @@ from weightsync.transports.calls.client import Answers
 def start_call(message: Message, peer: str, call: Callable[[Update], Answers]) -> Answers:
     """Begin the call that carries an update. A handshake and a goodbye are answered here: the worker knows neither.
 
-    Raises:
-        TransportError: as ``call`` does, or a sender sends no such message.
+    Raises TransportError: as ``call`` does, or a sender sends no such message.
     """
     match message:
         case Update():
@@ -45,11 +44,7 @@ def rejection(message: Message, reason: str) -> Refusal:
 
 
 class RefusingClient:
-    """Refuses the handshake: the worker has receivers of other models only, and nothing of this one is sent there.
-
-    Args:
-        reason: why, for the report.
-    """
+    """Refuses the handshake: the worker has receivers of other models only, and nothing of this one is sent there."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -123,8 +123,7 @@ class Channel:
     def of(cls, connection: Connection[Any, Any]) -> Channel:
         """The channel of that connection object in this process.
 
-        Raises:
-            ConfigurationError: the connection is closed, one-way or not a socket.
+        Raises ConfigurationError: the connection is closed, one-way or not a socket.
         """
         with _channels_lock:
             channel = _channels.get(id(connection))
@@ -150,8 +149,7 @@ class Channel:
     def register(self, model_id: str, peer: str) -> Mailbox:
         """A mailbox for a model, with the messages that have already arrived for it.
 
-        Raises:
-            ConfigurationError: the model has a mailbox, or the connection is closed.
+        Raises ConfigurationError: the model has a mailbox, or the connection is closed.
         """
         with self._lock:
             if self._socket is None or self.connection.closed:
@@ -167,19 +165,14 @@ class Channel:
     def put(self, frame: Outgoing, peer: str) -> None:
         """Queue a frame and write what fits.
 
-        Raises:
-            TransportError: the connection is dead or closed; the frame will never arrive.
+        Raises TransportError: the connection is dead or closed; the frame will never arrive.
         """
         with self._lock:
             self._outflow.queue.append(frame)
             self._write(peer)
 
     def flush(self, peer: str) -> bool:
-        """Write what fits; True once nothing is left.
-
-        Raises:
-            TransportError: the connection is dead or closed.
-        """
+        """Write what fits; True once nothing is left. Raises TransportError: the connection is dead or closed."""
         with self._lock:
             if not self._outflow.queue and self._outflow.broken is None and self._socket is not None:
                 return True
@@ -217,8 +210,7 @@ class Channel:
     def watch(self, pid: int, started: int) -> None:
         """Count the connection as ended once that process is dead.
 
-        Raises:
-            TransportError: the process cannot be watched.
+        Raises TransportError: the process cannot be watched.
         """
         with self._lock:
             if self._socket is None or (self._watch is not None and self._watch.names(pid, started)):

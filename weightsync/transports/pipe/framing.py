@@ -49,9 +49,7 @@ class _FramedUpdates:
         """An update's control part as it is sent over a pipe.
 
         Args:
-            update: the update, without a slot.
             slot: the segment that holds its payload; None: the payload follows inline.
-            descriptors: how many file descriptors travel with the frame.
         """
         last = self._last
         if last is not None and last[0] is update and last[1] == slot and last[2] == descriptors:
@@ -150,7 +148,6 @@ class _Skipping(_Filling):
 
     Args:
         nbytes: how many bytes.
-        why: why there is no memory.
     """
 
     def __init__(self, nbytes: int, why: str) -> None:
@@ -220,11 +217,7 @@ class Inflow:
         return nbytes
 
     def next(self) -> Frame | UserMessage | None:
-        """The next whole frame that was read; None if there is none.
-
-        Raises:
-            ProtocolError: the bytes are malformed.
-        """
+        """The next whole frame that was read; None if there is none. Raises ProtocolError: the bytes are malformed."""
         if self._filling is None:
             if self._start == self._end:
                 return None
@@ -379,9 +372,6 @@ class Outgoing:
     Args:
         control: its first bytes.
         payload: the bytes that follow. They are not copied, so they must not change until the frame was written.
-        descriptors: file descriptors that are sent with its first byte.
-        keep: the owner of the descriptors, kept alive until the frame was written.
-        done: called once, when the frame was written or never will be.
     """
 
     def __init__(
@@ -431,11 +421,7 @@ class Outgoing:
 
 
 class Outflow:
-    """The writing half of a socket. Frames are written whole and in order, each as far as there is room.
-
-    Args:
-        sock: a stream socket.
-    """
+    """The writing half of a socket. Frames are written whole and in order, each as far as there is room."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -452,8 +438,7 @@ class Outflow:
     def write(self) -> bool:
         """Write what there is room for; True when nothing is left.
 
-        Raises:
-            OSError: the connection broke, now or before. What was not written never will be.
+        Raises OSError: the connection broke, now or before. What was not written never will be.
         """
         if self._midway:
             # An exception from outside, such as KeyboardInterrupt, came between writing and counting the bytes.

@@ -1,11 +1,18 @@
-"""Links over duplex `multiprocessing` connections, with large payloads in shared memory."""
+"""Links over duplex `multiprocessing` connections, with large payloads in shared memory.
+
+Both ends list the segments that the worker maps, without messages: frames of a link arrive in order, so both lists
+change in step and drop the oldest segment when they are full. A worker that could not map a segment refuses the update
+in it; the trainer then passes its descriptor again with the next version in that segment.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections import OrderedDict
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final, Protocol
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
@@ -13,11 +20,10 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, SlotRef, Update
 from weightsync.transports.base import Payloads, Received, Remarks, SharesMemory, TellsWhatIsRead
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapping, NoRoom, Pins
-from weightsync.transports.device import CarriesDevices, DeviceBuffer, Opener, Reach
+from weightsync.transports.device import CarriesDevices, DeviceBuffer, OnDevice, Opener, Reach
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import Frame, Outgoing, framed, framed_update
 from weightsync.transports.pipe.mailbox import discard, unmet_reason
-from weightsync.transports.pipe.segments import Mapped, Named, Numbered
 from weightsync.transports.pipe.user_messages import UserMessages
 
 logger = logging.getLogger("weightsync")
@@ -31,9 +37,6 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
 
     Args:
         connection: this process's end. It is never made non-blocking.
-        model_id: only messages of this model go through the link.
-        peer: the name of the other end, for messages to people.
-        payloads: how large payloads travel.
         opener: opens slots on a device; None: this end cannot.
 
     Raises:
@@ -234,3 +237,108 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
 
     def _no_longer(self) -> TransportError:
         return TransportError(f"The link to {self._peer} is closed.")
+
+
+#: Two alternate in a steady run; a third is there for a worker that is behind.
+MAX_SEGMENTS: Final = 4
+
+
+class Numbered(Protocol):
+    """A slot that links name: a segment, or memory of a device."""
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor by which another process opens it."""
+
+
+class Named:
+    """The trainer's list: the segments that this link has named last."""
+
+    def __init__(self) -> None:
+        #: For each segment's number, the key of the version that it was named for last.
+        self._keys: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        #: Segments whose descriptors must be passed again, since the worker may not have mapped them.
+        self._again: set[int] = set()
+
+    def missing(self, segment: Numbered) -> tuple[int, ...]:
+        """The descriptors to pass with the next frame that names ``segment``."""
+        passed = segment.number in self._keys and segment.number not in self._again
+        return () if passed else (segment.fd,)
+
+    def name(self, segment: Numbered, update: Update) -> None:
+        """Record that a frame names this segment."""
+        self._keys[segment.number] = update.incarnation, update.version
+        self._keys.move_to_end(segment.number)
+        self._again.discard(segment.number)
+        if len(self._keys) > MAX_SEGMENTS:
+            self._again.discard(self._keys.popitem(last=False)[0])
+
+    def answered(self, message: Message) -> None:
+        """Process an answer: the worker may have refused a version because it could not map its segment."""
+        if isinstance(message, Refusal):
+            key = message.incarnation, message.version
+            self._again.update(number for number, named_for in self._keys.items() if named_for == key)
+
+
+class Mapped:
+    """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list.
+
+    Args:
+        opener: opens slots that lie on a device; None: this end cannot open any.
+    """
+
+    def __init__(self, opener: Opener | None = None) -> None:
+        self.opener = opener
+        #: The mapping of each segment, or why there was no room for it.
+        self._mappings: OrderedDict[int, Mapping | OnDevice | str] = OrderedDict()
+
+    def find(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str = "") -> Mapping | OnDevice:
+        """The mapping of a segment, made now if its descriptor came with the frame.
+
+        Args:
+            untaken: why a passed descriptor could not be taken; empty: none was lost.
+
+        Raises:
+            ProtocolError: the peer never passed that segment.
+            NoRoom: there is no room to map it now, or there was none when its descriptor came.
+            TransportError: it cannot be mapped.
+        """
+        try:
+            if untaken or descriptors:
+                self._take(slot, descriptors, untaken)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        found = self._mappings.get(slot.segment)
+        if found is None:
+            raise codec.malformed(f"The peer names segment {slot.segment}, which it never passed", b"")
+        self._mappings.move_to_end(slot.segment)
+        if len(self._mappings) > MAX_SEGMENTS:
+            self._mappings.popitem(last=False)
+        if isinstance(found, str):
+            raise NoRoom(found)
+        return found
+
+    def _take(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str) -> None:
+        try:
+            made = untaken or self._opened(slot, descriptors[0])
+        except NoRoom as error:
+            made = str(error)
+        # Passed again after a refusal, it may be another segment than the one mapped so far: the new one counts.
+        if not isinstance(made, str) or isinstance(self._mappings.get(slot.segment, ""), str):
+            self._mappings[slot.segment] = made
+
+    def _opened(self, slot: SlotRef, descriptor: int) -> Mapping | OnDevice:
+        if not slot.device:
+            return Mapping(descriptor)
+        if self.opener is None:
+            raise codec.malformed("The peer names a slot on a device, and this end said that it opens none", b"")
+        return self.opener(slot, descriptor)
+
+    def clear(self) -> None:
+        """Drop all mappings, except those that something still uses."""
+        self._mappings.clear()

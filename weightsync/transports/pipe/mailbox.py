@@ -78,8 +78,7 @@ class Sorter:
     def register(self, model_id: str, peer: str) -> Mailbox:
         """A mailbox for a model, with the frames that have already arrived for it.
 
-        Raises:
-            ConfigurationError: the model has a mailbox.
+        Raises ConfigurationError: the model has a mailbox.
         """
         if model_id in self._boxes:
             raise ConfigurationError(

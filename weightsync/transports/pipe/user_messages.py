@@ -48,16 +48,14 @@ class UserMessages:
     def recv_bytes(self) -> bytes:
         """The user's next message, as bytes. Blocks until there is one.
 
-        Raises:
-            EOFError: none is left, and the connection has ended.
+        Raises EOFError: none is left, and the connection has ended.
         """
         return bytes(self._take())
 
     def recv(self) -> Any:
         """The user's next message, unpickled. Blocks until there is one.
 
-        Raises:
-            EOFError: none is left, and the connection has ended.
+        Raises EOFError: none is left, and the connection has ended.
         """
         return ForkingPickler.loads(self._take())
 
@@ -74,8 +72,7 @@ class UserMessages:
     def send(self, obj: Any) -> None:
         """Pickle and send an object, between two of our frames. Blocks until it was written.
 
-        Raises:
-            TransportError: the connection is dead or closed.
+        Raises TransportError: the connection is dead or closed.
         """
         self._put(memoryview(ForkingPickler.dumps(obj)))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import Answers, GivenUp
+from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, Answers, GivenUp
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
@@ -26,13 +27,25 @@ WAY: Final = "ray"
 INLINE_NBYTES: Final = 64 * 1024
 
 
-class _RayCallClient:
-    """What the call clients of actors share: one put per version, the session's end, how a call ends.
+class _CameEarly(TransportError):
+    """The actor's event loop has not run a call of this link that was begun before this one."""
 
-    Args:
-        peer: the other end, for messages.
-        rows: where its sender's row is found.
-    """
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call to an actor."""
+
+    submit: Callable[[], Any]
+    #: What its end says.
+    said: Callable[[Future[Any]], Sequence[Message]]
+    #: Submits it again, sealed for the challenge that it was answered with.
+    again: Callable[[], Any] | None = None
+    #: How long it is repeated if it arrives before calls that were begun earlier.
+    patience: Deadline = field(default_factory=lambda: Deadline(PATIENCE_FOR_ORDER))
+
+
+class _RayCallClient:
+    """What the call clients of actors share: one put per version, the session's end, how a call ends."""
 
     def __init__(self, peer: str, rows: ObjectCaches) -> None:
         self._peer = peer
@@ -54,63 +67,40 @@ class _RayCallClient:
             self._row = self._rows.of(update.incarnation)
         return self._row.put(update, payload)
 
-    def _begin(
-        self,
-        submit: Callable[[], Any],
-        said: Callable[[Future[Any]], Sequence[Message]],
-        again: Callable[[], Any] | None = None,
-    ) -> Answers:
-        """Begin a call. One that is answered with a challenge is repeated by ``again``, whose end then counts."""
+    def _begin(self, call: _Call) -> Answers:
+        """Begin a call. One that is to be repeated ends with its repetition."""
         answers: Answers = Future()
         try:
-            raw = submit().future()
+            raw = call.submit().future()
         except Exception as error:
             raise TransportError(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
         ACTOR_WATCH.attend(answers, self._peer)
-        raw.add_done_callback(lambda over: self._ended(answers, over, said, again))
+        raw.add_done_callback(lambda over: self._ended(answers, over, call))
         return answers
 
-    def _ended(
-        self,
-        answers: Answers,
-        over: Future[Any],
-        said: Callable[[Future[Any]], Sequence[Message]],
-        again: Callable[[], Any] | None,
-    ) -> None:
-        challenged: list[Challenged] = []
-
-        def checked(call: Future[Any]) -> Sequence[Message]:
-            try:
-                return said(call)
-            except Challenged as challenge:
-                challenged.append(challenge)
-                raise
-
-        inner: Answers = Future()
-        _conclude(inner, over, checked)
-        if challenged:
-            self._follow(answers, said, again, challenged[0])
-        else:
-            _complete_like(answers, inner)
-
-    def _follow(
-        self,
-        answers: Answers,
-        said: Callable[[Future[Any]], Sequence[Message]],
-        again: Callable[[], Any] | None,
-        challenge: Challenged,
-    ) -> None:
-        if again is None:
-            settle(answers, error=challenge)
-            return
+    def _ended(self, answers: Answers, over: Future[Any], call: _Call) -> None:
+        """Settle a call that has ended, or repeat it. Runs in a thread of Ray's."""
         try:
-            followed = self._begin(again, said)
-        except TransportError as error:
+            settle(answers, call.said(over))
+        except Challenged as challenge:
+            self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
+        except _CameEarly as early:
+            self._repeat(answers, early, None if call.patience.passed else call)
+        except Exception as error:  # noqa: BLE001 - reported to whoever waits for the answers
+            settle(answers, error=error)
+
+    def _repeat(self, answers: Answers, error: Exception, call: _Call | None) -> None:
+        if call is None:
             settle(answers, error=error)
             return
-        followed.add_done_callback(lambda over: _complete_like(answers, over))
+        try:
+            repeated = self._begin(call)
+        except TransportError as failed:
+            settle(answers, error=failed)
+            return
+        repeated.add_done_callback(lambda over: _complete_like(answers, over))
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
@@ -125,16 +115,6 @@ class _RayCallClient:
         """Ray's object store did not take the weights: the worker has heard of nothing."""
         reason = f"Ray's object store did not take the weights: {plain(str(error))}"
         return answered(refusal(update, reason, evidence=Evidence.NONE))
-
-
-def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
-    """Complete ``answers``, whatever happened. Runs in a thread of Ray's."""
-    try:
-        messages = said(over)
-    except Exception as error:  # noqa: BLE001 - reported to whoever waits for the answers
-        settle(answers, error=error)
-    else:
-        settle(answers, messages)
 
 
 def _complete_like(answers: Answers, over: Answers) -> None:
@@ -153,12 +133,7 @@ class ActorCallClient(_RayCallClient):
     """Carries messages to an actor that has our receiver, and returns the receiver's own answers.
 
     Args:
-        call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
-        model_id: the model.
-        peer: the other end, for messages.
-        rows: where its sender's row is found.
         key: shared with the worker; None: its answers are believed as they come.
-        actor: the actor's id, as it knows it itself: what is sealed for one actor is believed by no other.
     """
 
     def __init__(  # noqa: PLR0917 - the first four are those of every call client
@@ -189,11 +164,12 @@ class ActorCallClient(_RayCallClient):
                 return self._full(message, error)
         lost, number = tuple(self._lost), self._next
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
-        answers = self._begin(
+        call = _Call(
             lambda: self._call.remote(*arguments),
             lambda over: self._answers_of(message, number, over),
             lambda: self._call_again(number),
         )
+        answers = self._begin(call)
         self._next += 1
         del self._lost[: len(lost)]
         return answers
@@ -224,7 +200,10 @@ class ActorCallClient(_RayCallClient):
     def _answers_of(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            messages = self._seal.brought(self._shared.without_mark(over.result()))
+            frames = self._shared.without_mark(over.result())
+            if isinstance(frames, list) and frames and frames[0].startswith(EARLY):
+                raise _CameEarly(f"{self._peer} ended its link: {frames[0].removeprefix(EARLY).decode()}")
+            messages = self._seal.brought(frames)
             self._shared.heard(messages)
             return messages
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
@@ -242,8 +221,6 @@ class PlainActorCallClient(_RayCallClient):
     """Carries versions to an actor without our receiver: all that is known is that its method returned.
 
     Args:
-        call: calls the actor's method with a reference to the weights.
-        peer: the other end, for messages.
         rows: where its sender's row is found; it presents weights as the method takes them.
     """
 
@@ -260,7 +237,7 @@ class PlainActorCallClient(_RayCallClient):
                 ref = self._put(update, payload)
             except ray.exceptions.RayError as error:
                 return self._full(update, error)
-            return self._begin(lambda: self._call(ref), lambda over: self._answers_of(update, over))
+            return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
 
         return start_call(message, self._peer, call)
 
@@ -280,18 +257,16 @@ class PlainActorCallClient(_RayCallClient):
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     """Ask an actor for which models receivers of ours listen in it. An actor that cannot be asked has none.
 
-    Raises:
-        TransportError: Ray accepted no call.
+    Raises TransportError: Ray accepted no call.
     """
     found: Future[Sequence[str]] = Future()
 
-    def said(over: Future[Any]) -> Sequence[Message]:
+    def ended(over: Future[Any]) -> None:
         error = over.exception()
         if error is None or isinstance(error, _exceptions().RayTaskError):
             settle(found, over.result() if error is None else ())
         else:
             settle(found, error=lost_call(peer, error))
-        return ()
 
     Session(peer).require()
     try:
@@ -299,7 +274,7 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     except Exception as error:
         raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
     ACTOR_WATCH.attend(found, peer)
-    raw.add_done_callback(lambda over: _conclude(Future(), over, said))
+    raw.add_done_callback(ended)
     return found
 
 
@@ -311,11 +286,7 @@ def lost_call(peer: str, error: BaseException) -> TransportError:
 
 
 class CalledThrough:
-    """Calls functions in an actor whose class is not ours, in Ray's own way.
-
-    Args:
-        actor: the actor's handle.
-    """
+    """Calls functions in an actor whose class is not ours, in Ray's own way."""
 
     def __init__(self, actor: Any) -> None:
         # A call that Ray repeated would be another message.

@@ -16,12 +16,7 @@ Present = Callable[[Update, memoryview], Any]
 
 
 class CachedObject:
-    """One sender's newest version in the object store.
-
-    Args:
-        present: converts an update and its payload into the object to store.
-        options: for `ray.put`.
-    """
+    """One sender's newest version in the object store."""
 
     def __init__(self, present: Present, **options: Any) -> None:
         self._present = present
@@ -66,14 +61,7 @@ class ObjectCache:
 
 
 class ObjectCaches:
-    """One kind of cached object in an object cache, for the call clients of a scheme.
-
-    Args:
-        cache: the cache that the scheme's call clients share.
-        kind: a name for what ``present`` makes.
-        present: converts an update and its payload into the object to store.
-        options: for `ray.put`.
-    """
+    """One kind of cached object in an object cache, for the call clients of a scheme."""
 
     def __init__(self, cache: ObjectCache, kind: str, present: Present, **options: Any) -> None:
         self._cache = cache

@@ -46,8 +46,7 @@ def call(  # noqa: PLR0917 - Ray transmits positional arguments at less cost
 ) -> Frames:
     """Process a call. Called in an actor, with the actor.
 
-    Raises:
-        TransportError: calls for this model are no longer accepted.
+    Raises TransportError: calls for this model are no longer accepted.
     """
     with _lock:
         take = _taking.get(model_id)

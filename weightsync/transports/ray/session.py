@@ -18,11 +18,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def require_ray(what: str) -> Any:
-    """The module `ray`, imported at first use.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-    """
+    """The module `ray`, imported at first use. Raises MissingExtraError: Ray is not installed."""
     try:
         importlib.import_module("ray.exceptions")
         return importlib.import_module("ray")
@@ -42,11 +38,7 @@ def plain(text: str) -> str:
 
 
 class Session:
-    """The Ray session in which a link was laid. An actor of another session is not the same.
-
-    Args:
-        peer: the name of the other end, for messages to people.
-    """
+    """The Ray session in which a link was laid. An actor of another session is not the same."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer

@@ -16,7 +16,6 @@ from weightsync.transports.sealing import Identity, Reason, announcement, new_na
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.mailbox import Outbox, Side
-from weightsync.transports.store.models import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.seals import Guard, NoGuard, SenderGuard, WorkerGuard
 from weightsync.transports.store.store import Client, StoreEnd, base_of
 
@@ -90,8 +89,8 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     def announce(client: Client) -> None:
         # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
         # hint at the newest link: anybody could write it, and the worker reads all announcements in turn anyway.
-        keys = (f"{base}/door/{number}" for number in itertools.count())
-        while client.value(call_server := next(keys)) is not None or client.claim(call_server, announced) != announced:
+        places = (f"{base}/announced/{number}" for number in itertools.count())
+        while client.value(place := next(places)) is not None or client.claim(place, announced) != announced:
             continue
         made.set()
         Models(rendezvous.rank, SENDERS).add(client, model_id)
@@ -117,17 +116,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
 
 def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
-    """The worker's end of a link that it has accepted.
-
-    Args:
-        rendezvous: the store, and the worker's rank.
-        model_id: the model.
-        name: the link's name.
-        before_end: called by a thread of the link before it reports that the sender has ended it.
-
-    Raises:
-        TransportError: no descriptor or thread is left.
-    """
+    """The worker's end of a link that it has accepted. Raises TransportError: no descriptor or thread is left."""
     side = Side(1, "up", "down", "the sender", _nothing, _nothing, before_end=before_end)
     key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
     guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
@@ -135,11 +124,7 @@ def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Call
 
 
 def decline(client: Client, name: str) -> None:
-    """Tell the sender of an accepted link that there is no other end.
-
-    Raises:
-        TransportError: the store is gone.
-    """
+    """Tell the sender of an accepted link that there is no other end. Raises TransportError: the store is gone."""
     Outbox(client, f"weightsync/link/{name}/up").shut()
 
 
@@ -169,11 +154,7 @@ class Announced:
         return None if fits else Reason.OTHER_KEY
 
     def refuse(self, client: Client, reason: Reason) -> None:
-        """Tell the sender that it is refused.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        """Tell the sender that it is refused. Raises TransportError: the store is gone."""
         Outbox(client, f"weightsync/link/{self.name}/up").put(refusal(reason))
 
 
@@ -198,3 +179,39 @@ def _tells_who_took(value: str) -> bool:
 
 def _nothing(_: Client) -> None:
     return None
+
+
+SENDERS: Final = "senders"
+RECEIVERS: Final = "receivers"
+#: The models that are looked at, and the letters of each: anybody may write here.
+_MOST: Final = 32
+_LONGEST: Final = 200
+
+
+class Models:
+    """A list in the store."""
+
+    def __init__(self, rank: int, whose: str) -> None:
+        self._key = f"weightsync/rank/{rank}/{whose}"
+
+    def add(self, client: Client, model_id: str) -> None:
+        """Add a model, unless it is there. Raises TransportError: the store is gone."""
+        for number in range(_MOST):
+            if client.claim(f"{self._key}/{number}", model_id) == _as_read(model_id):
+                return
+
+    def without(self, client: Client, model_id: str) -> str:
+        """The models that are there, if that one is not; empty: it is, or none are.
+
+        Raises TransportError: the store is gone.
+        """
+        found = (client.value(f"{self._key}/{number}") for number in range(_MOST))
+        known = [value.decode("ascii", "replace") for value in itertools.takewhile(bool, found) if value]
+        if _as_read(model_id) in known:
+            return ""
+        return ", ".join(repr(each[:_LONGEST]) for each in known)
+
+
+def _as_read(model_id: str) -> str:
+    """A name as `Client.claim` returns it."""
+    return model_id.encode().decode("ascii", "replace")

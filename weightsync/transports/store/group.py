@@ -33,11 +33,6 @@ class Rendezvous(Store):
 
     A rank that has found the other connects and waits for it inside NCCL, where it cannot be interrupted. So the ranks
     agree beforehand: either both connect or neither does.
-
-    Args:
-        client: used by one thread at a time.
-        prefix: the prefix of all keys.
-        over: set once this end no longer wants a group.
     """
 
     def __init__(self, client: Client, prefix: str, over: threading.Event) -> None:
@@ -68,8 +63,7 @@ class Rendezvous(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
         """Return once all keys have values and the other rank is known to connect too.
 
-        Raises:
-            TransportError: the rendezvous was ended, here or at the other rank.
+        Raises TransportError: the rendezvous was ended, here or at the other rank.
         """
         if self._own.issuperset(keys):
             return  # a rank also asks for its own value, which says nothing about the other rank
@@ -109,14 +103,7 @@ _Make = Callable[[Store, int], Any]
 
 
 class Group:
-    """A group of two ranks, made on first use. `send` and `receive` block; `abort`, from another thread, ends them.
-
-    Args:
-        rank: 0 or 1.
-        key: the link's key, so that two groups never mix.
-        make: makes the group.
-        device: where its tensors are.
-    """
+    """A group of two ranks, made on first use. `send` and `receive` block; `abort`, from another thread, ends them."""
 
     def __init__(self, rank: int, key: str, make: _Make, device: torch.device) -> None:
         self._make, self._device = make, device
@@ -129,13 +116,7 @@ class Group:
     def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
         """Send a payload; returns or raises once the group no longer reads it.
 
-        Args:
-            client: a connection to the store, for the rendezvous.
-            payload: the payload.
-            in_flight: how many buckets are in flight at once.
-
-        Raises:
-            TransportError: the other rank has ended, or the group was aborted.
+        Raises TransportError: the other rank has ended, or the group was aborted.
         """
         self._meet(client)
         self._move(_buckets(payload), in_flight, self._sending)
@@ -143,8 +124,7 @@ class Group:
     def receive(self, client: Client, payload: memoryview, in_flight: int) -> None:
         """Receive a payload; returns or raises once the group no longer writes it.
 
-        Raises:
-            TransportError: as `send`; the contents of ``payload`` are then undefined.
+        Raises TransportError: as `send`; the contents of ``payload`` are then undefined.
         """
         self._meet(client)
         self._move(_buckets(payload), in_flight, self._receiving)
@@ -152,8 +132,7 @@ class Group:
     def skip(self, client: Client, nbytes: int, in_flight: int) -> None:
         """Receive a payload for which there is no memory, into the memory of one bucket.
 
-        Raises:
-            TransportError: as `send`, or there is not even memory for a bucket.
+        Raises TransportError: as `send`, or there is not even memory for a bucket.
         """
         self._meet(client)
         scratch = torch.frombuffer(anonymous(min(nbytes, BUCKET_NBYTES)), dtype=torch.uint8)
@@ -171,8 +150,7 @@ class Group:
     def notify_aborted(self, client: Client) -> None:
         """Tell the other rank, which may be waiting for us, that the group was aborted.
 
-        Raises:
-            TransportError: the store is gone.
+        Raises TransportError: the store is gone.
         """
         Rendezvous(client, self._prefix, self._over).give_up()
 
@@ -261,8 +239,7 @@ def _errors_as(what: str) -> Any:
 def group_of(backend: str, rank: int, key: str) -> Group | None:
     """The group that carries a link's payloads; None: its connection does.
 
-    Raises:
-        ConfigurationError: this torch, or this machine, does not have the backend.
+    Raises ConfigurationError: this torch, or this machine, does not have the backend.
     """
     require_backend(backend)
     if backend == "gloo":

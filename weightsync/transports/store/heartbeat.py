@@ -103,11 +103,11 @@ class Heartbeat:
                 if self._over.is_set():
                     break
                 # Not a counter in the store: a value that a stranger writes there would end our connection.
-                client.set(f"weightsync/pulse/{process_name()}", str(beat).encode())
+                client.set(f"weightsync/heartbeat/{process_name()}", str(beat).encode())
                 self._listen(client)
                 self._rounds.release()
                 self._over.wait(PERIOD)
-            client.delete(f"weightsync/pulse/{process_name()}")
+            client.delete(f"weightsync/heartbeat/{process_name()}")
         except TransportError as error:
             self._lost(str(error))
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
@@ -124,7 +124,7 @@ class Heartbeat:
         for member in members:
             member.callbacks.beat(client)
         for member in [member for member in members if member.process]:
-            beat = client.peek(f"weightsync/pulse/{member.process}")
+            beat = client.peek(f"weightsync/heartbeat/{member.process}")
             member.missed = 0 if beat != member.beat else member.missed + 1
             member.beat = beat
             if member.missed == ROUNDS:
@@ -219,6 +219,5 @@ def join(store: Store, callbacks: Callbacks) -> HeartbeatMember:
 
     Args:
         store: the user's; prefixes do not matter.
-        callbacks: the callbacks for the loss of the store, or of a followed process.
     """
     return _heartbeats.join(base_of(store), callbacks)

@@ -20,12 +20,6 @@ from weightsync.transports.wakeup import WakeableLink
 class StoreLink(WakeableLink, Remarks):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
 
-    Args:
-        rendezvous: the store, and the worker's rank.
-        name: the link's name, the same at both ends and used for no other link.
-        side: which end this is.
-        guard: seals and opens its messages.
-
     Raises:
         ConfigurationError: the backend is not available here.
         TransportError: no descriptor or thread is left.
@@ -56,8 +50,6 @@ class StoreLink(WakeableLink, Remarks):
     def remark(self) -> str:
         """Why the worker may never answer: see `Remarks`."""
         return self._worker.remark
-
-    # ------------------------------------------------------------------------------- called by the driver
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message for the writing thread: see `Link.send`."""

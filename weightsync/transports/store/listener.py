@@ -17,9 +17,18 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.sealing import TURNED_AWAY
 from weightsync.transports.store import heartbeat
-from weightsync.transports.store.announcing import Announced, Where, base_key, decline, taken, worker_link
+from weightsync.transports.store.announcing import (
+    RECEIVERS,
+    SENDERS,
+    Announced,
+    Models,
+    Where,
+    base_key,
+    decline,
+    taken,
+    worker_link,
+)
 from weightsync.transports.store.link import StoreLink
-from weightsync.transports.store.models import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEnd, base_of, keep_in_child
 from weightsync.transports.store.worker_threads import start
 
@@ -126,7 +135,7 @@ class _Listener:
     @property
     def _next_key(self) -> str:
         """The key under which the next link will be announced."""
-        return f"{self._base}/door/{self._next}"
+        return f"{self._base}/announced/{self._next}"
 
     def _process(self, client: Client, announced: Announced | None) -> None:
         """Accept an announced link, unless it is another worker's, or refuse it before any receiver sees it."""
@@ -261,8 +270,7 @@ class _Registered:
     def open(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Register a listener. Returns a function that removes it.
 
-        Raises:
-            ConfigurationError: there is another. The same listener may be registered again.
+        Raises ConfigurationError: there is another. The same listener may be registered again.
         """
         place = _where(rendezvous.store), rendezvous.rank, model_id
         with self._lock:

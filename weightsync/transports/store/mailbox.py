@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightsync.errors import TransportError
-from weightsync.protocol import codec
 from weightsync.transports.sealing import is_envelope
 from weightsync.transports.store.store import Client
 
@@ -21,13 +20,10 @@ logger = logging.getLogger("weightsync")
 
 #: Payloads up to this size are part of their message.
 INLINE_NBYTES: Final = 64 * 1024
-#: A store refuses values above 8 MiB.
-PIECE_NBYTES: Final = 4 * 2**20
 
 #: A process, its network, and where it awaits a connection.
 _NAME: Final = re.compile(rb"[0-9a-f]{32}( [0-9a-f]{32})?( \S+:[0-9]{1,5})?")
-_LAST: Final = b"L"
-_MORE: Final = b"M"
+_WORDS: Final = b"L"
 _CLOSED: Final = b"C"
 _END: Final = "E"
 #: Seconds between two checks of a key that a stranger has written to.
@@ -98,33 +94,19 @@ def _nothing() -> None:
 
 
 class Outbox:
-    """Writes store messages under numbered keys.
-
-    Args:
-        key: the prefix of the numbered keys.
-    """
+    """Writes store messages under numbered keys."""
 
     def __init__(self, client: Client, key: str) -> None:
         self._client = client
         self._key = key
         self._number = 0
 
-    def put(self, store_message: bytes | memoryview) -> None:
-        """Write a message, in as many values as it needs: first the writer's name, then frames.
-
-        Raises:
-            TransportError: the store is gone.
-        """
-        for start in range(0, max(len(store_message), 1), PIECE_NBYTES):
-            piece = bytes(store_message[start : start + PIECE_NBYTES])
-            self._write((_MORE if start + PIECE_NBYTES < len(store_message) else _LAST) + piece)
+    def put(self, words: bytes) -> None:
+        """Write the end's name, or what its guard says. Raises TransportError: the store is gone."""
+        self._write(_WORDS + words)
 
     def shut(self) -> None:
-        """Tell the reader that nothing more will be written.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        """Tell the reader that nothing more will be written. Raises TransportError: the store is gone."""
         self._write(_CLOSED)
 
     def _write(self, value: bytes) -> None:
@@ -145,9 +127,6 @@ class Inbox:
 
     A stranger may write under its keys. A value that is not a message is skipped, since the other end has yet to write
     there.
-
-    Args:
-        key: the prefix of the outbox's keys.
     """
 
     def __init__(self, client: Client, key: str) -> None:
@@ -159,8 +138,7 @@ class Inbox:
     def forget(self) -> None:
         """Delete the values that were read. Called once a message was processed, since it takes as long as reading.
 
-        Raises:
-            TransportError: the store is gone.
+        Raises TransportError: the store is gone.
         """
         while self._read_keys:
             self._client.delete(self._read_keys.pop())
@@ -172,29 +150,25 @@ class Inbox:
             Shut, Ended: there is none.
             TransportError: the store is gone, or a stranger has written over a message.
         """
-        pieces: list[bytes] = []
-        while True:
-            value = self._await(_is_piece if pieces else _is_frame if self.number else _is_name)
-            if value == _CLOSED:
-                raise Shut
-            if value == _END.encode():
-                raise Ended
-            pieces.append(value[1:])
-            if value[:1] == _LAST:
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        value = self._await()
+        if value == _CLOSED:
+            raise Shut
+        if value == _END.encode():
+            raise Ended
+        return value[1:]
 
-    def _await(self, fits: Fits) -> bytes:
+    def _await(self) -> bytes:
         """The value of the next key, once the other end has written it."""
         key = self._key_of(self.number)
         value = self._client.await_value(key)
-        if not _is_ours(value, fits):
+        if not _is_ours(value):
             logger.warning("the store's key %s holds a value that is not ours: it is skipped", key)
-            value = self._rewritten(fits)
+            value = self._rewritten()
         self._read_keys.append(key)
         self.number += 1
         return value
 
-    def _rewritten(self, fits: Fits) -> bytes:
+    def _rewritten(self) -> bytes:
         """The value of the next key, once the other end has written over a stranger's value there."""
         key, behind = self._key_of(self.number), self._key_of(self.number + 1)
         pause = threading.Event()
@@ -202,11 +176,11 @@ class Inbox:
             # Checked in this order, since the keys are written in order.
             later = self._client.value(behind)
             value = self._client.value(key)
-            if value is not None and _is_ours(value, fits):
+            if value is not None and _is_ours(value):
                 return value
             if later == _END.encode():
                 raise Ended
-            if later is not None and later[:1] in (_LAST, _MORE, _CLOSED):
+            if later is not None and later[:1] in (_WORDS, _CLOSED):
                 raise TransportError(f"a stranger has written over a message, under the store's key {key}")
             pause.wait(_LOOK)
 
@@ -219,32 +193,17 @@ class Inbox:
         return f"{self._key}/{number}"
 
 
-#: Whether a value can be the awaited one.
-Fits = Callable[[bytes], bool]
-
-
-def _is_ours(value: bytes, fits: Fits) -> bool:
+def _is_ours(value: bytes) -> bool:
     """Whether a value is one that an `Outbox` or `end` writes."""
-    return value in (_CLOSED, _END.encode()) or (value[:1] in (_LAST, _MORE) and fits(value[1:]))
-
-
-def _is_name(store_message: bytes) -> bool:
-    return is_envelope(store_message) or _NAME.fullmatch(store_message) is not None
-
-
-def _is_frame(store_message: bytes) -> bool:
-    return store_message.startswith(codec.MAGIC) or is_envelope(store_message)
-
-
-def _is_piece(_: bytes) -> bool:
-    return True
+    words = value[1:]
+    ours = value[:1] == _WORDS and (is_envelope(words) or _NAME.fullmatch(words) is not None)
+    return ours or value in (_CLOSED, _END.encode())
 
 
 def end(client: Client, key: str, number: int) -> None:
     """End the inbox of ``key`` after everything that was written to it, from ``number`` on.
 
-    Raises:
-        TransportError: the store is gone.
+    Raises TransportError: the store is gone.
     """
     while client.claim(f"{key}/{number}", _END) != _END:
         number += 1

@@ -40,17 +40,12 @@ class Guard(Protocol):
     def open(self, text: memoryview) -> Opened | None:
         """The message as it was before it was sealed; None: it was for the guard alone.
 
-        Raises:
-            AuthenticationError: it is not from the peer.
+        Raises AuthenticationError: it is not from the peer.
         """
 
 
 class NoGuard:
-    """For links without a key: messages are written and read unchanged.
-
-    Args:
-        peer: the name of the other end, for messages to people.
-    """
+    """For links without a key: messages are written and read unchanged."""
 
     keyed = False
     replies = False

@@ -29,7 +29,6 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.transports.exposure import is_exposed, warn_exposed
 from weightsync.transports.process import forget_after_fork
-from weightsync.transports.store.sockets import connected
 
 __all__ = ["PrefixStore", "Store", "TCPStore"]
 
@@ -123,15 +122,10 @@ class StoreEnd:
     """Where a sender and one worker meet.
 
     Args:
-        store: a TCPStore, or PrefixStores around one.
-        rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
-        backend: "gloo" or "nccl".
-        in_flight: how many buckets of a payload are in flight at once.
         key: shared by the trainer and its workers. None: the contents of the store are trusted.
         hints: what is written to TorchRL's keys; each copy has its own.
 
-    Raises:
-        ConfigurationError: the store or the rank is of another kind.
+    Raises ConfigurationError: the store or the rank is of another kind.
     """
 
     store: Store
@@ -165,8 +159,7 @@ def _arrived(host: str, port: int, *rest: Any) -> StoreEnd:
 def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
     """A store of our own that listens at that address alone. By default torch's store listens on all interfaces.
 
-    Raises:
-        OSError, RuntimeError: it cannot be opened there.
+    Raises OSError, RuntimeError: it cannot be opened there.
     """
     with socket.create_server((host, port), backlog=_BACKLOG) as listener:
         port = listener.getsockname()[1]
@@ -267,8 +260,6 @@ class Client:
         """Write a value unless there is one. Returns the value that is there then.
 
         Args:
-            key: the key.
-            value: what to write.
             ours: whether a value is one of ours. A stranger's value is overwritten.
         """
         with self._guarded() as store:
@@ -311,8 +302,7 @@ class Client:
 def _require_descriptors() -> None:
     """Check for free descriptors: without any, torch would retry until its time limit.
 
-    Raises:
-        OSError: too few descriptors are left for a connection.
+    Raises OSError: too few descriptors are left for a connection.
     """
     found: list[int] = []
     try:
@@ -327,3 +317,42 @@ def _connected(store: Store, base: TCPStore) -> Store:
     if store is base:
         return TCPStore(base.host, base.port, None, False, DIAL, wait_for_workers=False)
     return store.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A socket that is connected over IP, with the port of its other end."""
+
+    identity: str
+    fd: int
+    peer: int
+
+    def copy(self) -> socket.socket | None:
+        """A copy of it; None if it was closed meanwhile: its number may belong to another socket already."""
+        with contextlib.suppress(OSError):
+            copied = os.dup(self.fd)
+            if _identity(copied) == self.identity:
+                return socket.socket(fileno=copied)
+            os.close(copied)
+        return None
+
+
+def _identity(fd: int | str) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
+def connected() -> dict[str, Connected]:
+    """This process's connected sockets, by identity."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            identity = _identity(entry)
+            if identity.startswith("socket:"):
+                # Not copied: another thread that looks now would take the copy, which is closed soon, for the socket.
+                sock = socket.socket(fileno=int(entry))
+                try:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6):
+                        found[identity] = Connected(identity, int(entry), sock.getpeername()[1])
+                finally:
+                    sock.detach()
+    return found

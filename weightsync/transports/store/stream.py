@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hmac
 import ipaddress
+import mmap
 import os
 import select
 import socket
@@ -19,6 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from weightsync.errors import TransportError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Message, Update
+from weightsync.transports.buffers import anonymous
+from weightsync.transports.store.mailbox import INLINE_NBYTES
 
 _LENGTH: Final = struct.Struct("!I")
 _CHUNK_NBYTES: Final = 2**20
@@ -59,8 +64,6 @@ class Stream:
         """Write a message, and the payload behind it.
 
         Args:
-            text: the message.
-            payload: what follows. `cut` ends the wait of whoever writes it.
             go_on: called while there is no room for the message; raises TransportError to give up.
         """
         with _broken():
@@ -80,8 +83,7 @@ class Stream:
     def read(self) -> bytearray:
         """The next message. Its memory grows with what has arrived: a false length costs nothing.
 
-        Raises:
-            EndOfStream: there is none.
+        Raises EndOfStream: there is none.
         """
         head = bytearray(_LENGTH.size)
         if not self._fill(memoryview(head)):
@@ -160,11 +162,7 @@ class Stream:
 class Door:
     """Where a worker awaits the connection of one sender.
 
-    Args:
-        host: our address, or our host's name.
-
-    Raises:
-        TransportError: no descriptor is left, or it is not an address of ours.
+    Raises TransportError: no descriptor is left, or it is not an address of ours.
     """
 
     def __init__(self, host: str) -> None:
@@ -180,11 +178,9 @@ class Door:
         """The connection of whoever names the link. All others are closed.
 
         Args:
-            name: the link's.
             go_on: called from time to time; raises to end the wait.
 
-        Raises:
-            TransportError: no descriptor is left.
+        Raises TransportError: no descriptor is left.
         """
         with _broken():
             while True:
@@ -203,15 +199,7 @@ class Door:
 
 
 def dial(address: str, name: str) -> Stream:
-    """The connection to a worker's door.
-
-    Args:
-        address: host and port.
-        name: the link's.
-
-    Raises:
-        TransportError: it cannot be reached, or no descriptor is left.
-    """
+    """The connection to a worker's door. Raises TransportError: it cannot be reached, or no descriptor is left."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host, int(port)), _DIAL)
@@ -258,12 +246,7 @@ def _ended_amid_a_message() -> TransportError:
 def own_address(stays_on_host: bool, towards_store: str | None) -> str:
     """The address to listen at for the sender.
 
-    Args:
-        stays_on_host: whether the sender is in our network namespace.
-        towards_store: our address on the connection to the store.
-
-    Raises:
-        TransportError: the interface that ``GLOO_SOCKET_IFNAME`` names has no address.
+    Raises TransportError: the interface that ``GLOO_SOCKET_IFNAME`` names has no address.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
@@ -291,3 +274,46 @@ def hosts_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
+
+
+_SPARE: Final = 2
+
+
+def decoded(text: memoryview) -> tuple[Message, memoryview | None, int]:
+    """A message, the payload in it, and the size of its payload, which follows it if it is large.
+
+    Raises ProtocolError: it is malformed.
+    """
+    control = codec.peek(text).control_nbytes
+    message, inline = codec.decode(text[:control]), text[control:]
+    nbytes = message.nbytes if isinstance(message, Update) else 0
+    if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
+        raise codec.malformed(f"{nbytes} bytes were announced, but {len(inline)} arrived", text)
+    return message, inline if len(inline) else None, nbytes
+
+
+class ReceiveBuffers:
+    """Memory for payloads: pages used before, once nothing refers to them."""
+
+    def __init__(self) -> None:
+        self._known: list[mmap.mmap] = []
+
+    def find(self, nbytes: int) -> memoryview:
+        """Memory for a payload, writable, and valid as long as something refers to it.
+
+        Raises TransportError: there is not enough.
+        """
+        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
+        if buffer is None:
+            buffer = anonymous(nbytes)
+            self._known = [*self._known, buffer][-_SPARE:]
+        return memoryview(buffer)[:nbytes]
+
+
+def _unused(memory: mmap.mmap) -> bool:
+    """Whether no view of it is left: only then can it be resized, here to its own size."""
+    try:
+        memory.resize(len(memory))
+    except BufferError:
+        return False
+    return True

@@ -17,10 +17,9 @@ from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
-from weightsync.transports.store.receive_buffers import ReceiveBuffers, decoded
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
-from weightsync.transports.store.stream import Door, EndOfStream, Stream, dial, own_address
+from weightsync.transports.store.stream import Door, EndOfStream, ReceiveBuffers, Stream, decoded, dial, own_address
 from weightsync.transports.store.worker_threads import Outgoing, start
 
 logger = logging.getLogger("weightsync")
@@ -40,13 +39,6 @@ class StoreWorker:
     """Introduces itself in the store, then writes and reads messages over a connection to the peer.
 
     Its methods never block; its threads end soon after `close`, or when it fails.
-
-    Args:
-        rendezvous: the store, and the worker's rank.
-        name: the link's name, the same at both ends and used for no other link.
-        side: which end this is.
-        guard: seals and opens its messages.
-        waker: fired when a message has arrived, or the worker has failed.
 
     Raises:
         ConfigurationError: the backend is not available here.
@@ -93,8 +85,6 @@ class StoreWorker:
             self._fail(error)
             raise
 
-    # ----------------------------------------------------------------------------- called by other threads
-
     @property
     def failed(self) -> TransportError | ProtocolError | None:
         """Why nothing more will be read or written."""
@@ -103,8 +93,7 @@ class StoreWorker:
     def flushed(self) -> bool:
         """Whether all messages are written; if not, the waker is fired later.
 
-        Raises:
-            TransportError: some messages never will be written.
+        Raises TransportError: some messages never will be written.
         """
         with self._condition:
             if not self._outgoing.cut_short:
@@ -177,8 +166,6 @@ class StoreWorker:
         if self._door is not None:
             self._door.close()
         keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
-
-    # --------------------------------------------------------------------------------- the writing thread
 
     def _write(self) -> None:
         try:
@@ -343,8 +330,6 @@ class StoreWorker:
             if client is not None:
                 client.cut()
 
-    # --------------------------------------------------------------------------------- the reading thread
-
     def _read(self) -> None:
         client: Client | None = None
         try:
@@ -487,8 +472,6 @@ class StoreWorker:
             stream.skip(nbytes)
         else:
             self._group.skip(client, nbytes, self._rendezvous.in_flight)
-
-    # ------------------------------------------------------------------------------------------- the end
 
     def _lose(self, reason: str) -> None:
         """Called by the heartbeat: the peer or the store is silent."""

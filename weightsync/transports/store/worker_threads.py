@@ -83,11 +83,7 @@ _running = _Running()
 
 
 def start(owner: Owner, *bodies: Callable[[], None]) -> None:
-    """Run each of ``bodies`` in a thread.
-
-    Raises:
-        TransportError: no more threads can be started.
-    """
+    """Run each of ``bodies`` in a thread. Raises TransportError: no more threads can be started."""
     for body in bodies:
         name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"
         _running.add(name, body, owner)

@@ -43,19 +43,16 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> DeviceMemory:
         """New memory that other processes can open, for a payload of at least ``nbytes`` bytes and its seal.
 
-        Raises:
-            DeviceError: there is not enough, or it cannot be shared.
+        Raises DeviceError: there is not enough, or it cannot be shared.
         """
 
     def open(self, fd: int, nbytes: int) -> DeviceMemory:
         """Memory of this device that another process allocated.
 
         Args:
-            fd: its descriptor, which the caller closes.
             nbytes: the size of its largest payload.
 
-        Raises:
-            DeviceError: it cannot be opened; nothing is left open.
+        Raises DeviceError: it cannot be opened; nothing is left open.
         """
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -84,7 +81,6 @@ class DeviceMemory:
     It is freed once no process refers to it, however that process ended.
 
     Args:
-        device: where it is.
         flat: all of its bytes, as uint8. It keeps the memory mapped.
         fd: the descriptor by which others can open it, which is closed with this object; -1: there is none.
     """

@@ -45,12 +45,7 @@ class _Mapping:
 
 
 class CudaDevice:
-    """A CUDA device of this process: see `Device`.
-
-    Args:
-        driver: the CUDA driver.
-        ordinal: its number, to torch and to the driver.
-    """
+    """A CUDA device of this process: see `Device`."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver = driver

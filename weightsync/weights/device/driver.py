@@ -52,11 +52,7 @@ class Access(ctypes.Structure):
 
 
 class Driver:
-    """The CUDA driver of this process.
-
-    Raises:
-        DeviceError: there is none, or it fails.
-    """
+    """The CUDA driver of this process. Raises DeviceError: there is none, or it fails."""
 
     def __init__(self) -> None:
         try:

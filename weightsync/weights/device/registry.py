@@ -13,19 +13,19 @@ from weightsync.weights.device.base import Backend, Device, DeviceMemory
 from weightsync.weights.device.cuda import CudaBackend
 
 #: By the type of a torch device. What is not listed is sent by way of the host.
-_backends: dict[str, Backend] = {"cuda": CudaBackend()}
+backends: dict[str, Backend] = {"cuda": CudaBackend()}
 
 
 @contextlib.contextmanager
 def installed(kind: str, backend: Backend) -> Iterator[None]:
     """Let ``backend`` have the devices of this type of torch in this process, as a test's fake device does."""
-    before = dict(_backends)
-    _backends[kind] = backend
+    before = dict(backends)
+    backends[kind] = backend
     try:
         yield
     finally:
-        _backends.clear()
-        _backends.update(before)
+        backends.clear()
+        backends.update(before)
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[Device, ...]:
@@ -36,13 +36,13 @@ def devices_of(tensors: Iterable[Tensor]) -> tuple[Device, ...]:
 def device_of(tensors: Collection[Tensor]) -> Device | None:
     """The one device that holds all of these tensors; None: they are on the host, or in several places."""
     first = next(iter(tensors), None)
-    if first is None or first.device.type not in _backends or len({tensor.device for tensor in tensors}) > 1:
+    if first is None or first.device.type not in backends or len({tensor.device for tensor in tensors}) > 1:
         return None
     return _at(first.device)
 
 
 def _at(place: torch.device) -> Device | None:
-    backend = _backends.get(place.type)
+    backend = backends.get(place.type)
     return None if backend is None else backend.device(place)
 
 
@@ -50,15 +50,13 @@ def open_memory(identity: bytes, fd: int, nbytes: int) -> DeviceMemory:
     """The memory that another process has on a device.
 
     Args:
-        identity: the device's.
-        fd: the memory's descriptor, which the caller closes.
         nbytes: its size.
 
     Raises:
         ProtocolError: the device is none of this process's.
         DeviceError: the memory cannot be opened.
     """
-    for backend in _backends.values():
+    for backend in backends.values():
         device = backend.named(identity)
         if device is not None:
             return device.open(fd, nbytes)
