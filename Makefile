@@ -96,6 +96,7 @@ lint: $(INSTALLED)
 	$(BIN)/python spec/assurance.py --check
 	$(BIN)/python spec/architecture.py --check
 	$(BIN)/python spec/performance.py --check
+	$(BIN)/python spec/scale.py --check
 	$(BIN)/python spec/troubleshooting.py --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -111,6 +112,7 @@ generate: $(INSTALLED)
 	$(BIN)/python spec/assurance.py
 	$(BIN)/python spec/architecture.py
 	$(BIN)/python spec/performance.py
+	$(BIN)/python spec/scale.py
 	$(BIN)/python spec/troubleshooting.py
 
 docs: $(INSTALLED)

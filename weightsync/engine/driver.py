@@ -24,7 +24,7 @@ from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Data, Effect, Input, RoleMachine, Step, method_of, refusal
 from weightsync.protocol.messages import Hello
-from weightsync.transports.base import Link, Received, WaitFailed, Waker, wait
+from weightsync.transports.base import Link, Received, WaitFailed, Waits, Waker
 from weightsync.transports.process import own_host
 from weightsync.weights.layout import Layout
 
@@ -213,18 +213,19 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
     def _hint(self, asked: str) -> str:
         """What prevents a method now, and what its caller can do; empty: nothing more is known."""
 
-    def wait(self, timeout: float | None, since: int) -> list[Link]:
+    def wait(self, timeout: float | None, since: int, waits: Waits[Link] | None = None) -> list[Link]:
         """Block until a link can be read or written, the waker fires, or time is up. A link that fails is lost.
 
         Args:
             timeout: seconds; None for ever.
+            waits: the caller's waits before; None: there were none.
 
         Returns:
             The links that can be read or written now.
         """
         links = self.links()
         try:
-            return wait(self.waker, links, timeout, since)
+            return (waits or Waits(self.waker)).wait(links, timeout, since)
         except WaitFailed as failed:
             link, cause = links[failed.which], failed.__cause__
             assert isinstance(cause, Exception)

@@ -313,7 +313,7 @@ class WeightSender(Participant):
     @property
     def workers(self) -> Mapping[int, pure.Entry]:
         """Each worker's entry: the state of its link, the version it acked last."""
-        return dict(self._driver.data.workers)
+        return dict(self._driver.data.workers.items())
 
     @property
     def roll(self) -> Mapping[int, pure.Entry]:
@@ -442,16 +442,19 @@ class WeightSender(Participant):
 
     def _wait_for(self, version: int, deadline: Deadline, shield: Shield) -> SyncReport:
         driver = self._driver
+        waits = driver.begin_waits()
         try:
             seen = driver.waker.fired
             while version not in driver.concluded and not deadline.passed:
                 shield.deliver()
-                ready = driver.wait(self._nap(deadline), seen)
+                ready = driver.wait(self._nap(deadline), seen, waits)
                 seen = driver.waker.fired
                 driver.pump(ready or None)
         except BaseException:
             self._driver.take(pure.Interrupted(version))
             raise
+        finally:
+            driver.end_waits(waits)
         with self._driver.lock:
             if self._reporter.is_over(version):
                 return self._reporter.concluded(version)

@@ -21,7 +21,7 @@ from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol.report import SyncReport
-from weightsync.transports.base import Link, Remarks, SharesMemory, TellsWhatIsRead
+from weightsync.transports.base import Link, Remarks, SharesMemory, TellsWhatIsRead, Waits
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.device import CarriesDevices
@@ -95,6 +95,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: When the workers were last heard from.
         self.hearing = Hearing()
         self._links: dict[int, tuple[int, Link]] = {}
+        #: Of callers that wait now.
+        self._waits: list[Waits[Link]] = []
         self._awaited: dict[int, AwaitedProcess] = {}
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
@@ -222,6 +224,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
         if link not in self._links:
             return
+        for waits in self._waits:
+            waits.changed.add(id(self._links[link][1]))
         try:
             self._links[link][1].send(message, payload)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the other targets get the update
@@ -280,6 +284,18 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             held = [worker for worker, link in self._links.values() if isinstance(link, BlockingLink)]
             return [worker for worker in held if targets is None or worker in targets]
 
+    def begin_waits(self) -> Waits[Link]:
+        """The waits of a caller that waits for links again and again, until `end_waits`."""
+        waits = Waits[Link](self.waker)
+        with self.lock:
+            self._waits.append(waits)
+        return waits
+
+    def end_waits(self, waits: Waits[Link]) -> None:
+        """The caller waits no more."""
+        with self.lock:
+            self._waits.remove(waits)
+
     def pump(self, ready: Collection[Link] | None = None) -> None:
         """Write what is waiting to be written, read all that has arrived.
 
@@ -289,10 +305,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             if self.machine.state in _UNLINKED:
                 return
+            chosen = None if ready is None else set(map(id, ready))
             for number, (worker, link) in list(self._links.items()):
                 if number in self._awaited:
                     self._look_after(worker, number, link)
-                elif ready is not None and link not in ready:
+                elif chosen is not None and id(link) not in chosen:
                     continue
                 self._hear(worker, number, link, self.take)
 
@@ -320,6 +337,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _hear(self, worker: int, number: int, link: Link, take: Taking) -> None:
         """Take the events that a link has now; the loss of the link is the last."""
+        for waits in self._waits:
+            waits.changed.add(id(link))
         try:
             flush(link)
         except TransportError as error:

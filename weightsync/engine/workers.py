@@ -86,7 +86,7 @@ class Workers:
 
     def _in(self, link_state: LinkState) -> dict[int, pure.Entry]:
         """The workers whose link is in a state."""
-        workers = dict(self._driver.data.workers)
+        workers = dict(self._driver.data.workers.items())
         return {worker: entry for worker, entry in workers.items() if entry.link_state is link_state}
 
     def pipe(self, worker_id: int) -> UserMessages:

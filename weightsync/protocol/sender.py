@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
 from weightsync.protocol import machine
 from weightsync.protocol._tables import SENDER_ROWS, RefusalKind, SenderInput, State
+from weightsync.protocol.by_worker import drop, put
 from weightsync.protocol.machine import next_state
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Outcome, OutcomeKind
@@ -322,7 +323,7 @@ def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, E
         WorkerLostError: every target is lost already.
         RefusedError: every target has refused the handshake.
     """
-    entries = dict(data.workers) if targets is None else {worker: known(data, worker) for worker in targets}
+    entries = dict(data.workers.items()) if targets is None else {worker: known(data, worker) for worker in targets}
     if not entries:
         raise _nobody(data, targets)
     for entry in entries.values():
@@ -399,8 +400,8 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
         case Join(worker, link):
             return _join(data, worker, link)
         case Remove(worker):
-            rest = {w: e for w, e in data.workers.items() if w != worker}
-            return replace(data, workers=rest), _closing(worker, known(data, worker))
+            closing = _closing(worker, known(data, worker))
+            return replace(data, workers=drop(data.workers, worker)), closing
         case Close():
             links = [CloseLink(w, e.link) for w, e in data.workers.items() if e.open]
             return _abandon(data, "the sender was closed"), tuple(links)
@@ -417,7 +418,7 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
 
 
 def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
-    version, workers = data.version + 1, dict(data.workers)
+    version, workers = data.version + 1, dict(data.workers.items())
     owed: dict[int, int] = {}
     outcomes: dict[int, Outcome] = {}
     effects: list[Effect] = []
@@ -454,7 +455,7 @@ def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[E
     before = data.workers.get(worker)
     due = max(data.due_all, before.due if before else 0)
     entry = Entry(link, due=due, catching=due)
-    after = replace(data, workers={**data.workers, worker: entry})
+    after = replace(data, workers=put(data.workers, worker, entry))
     return after, (Greet(worker, link, due),) if data.incarnation else _closing(worker, before)
 
 
@@ -471,7 +472,7 @@ def _abandon(data: SenderData, reason: str) -> SenderData:
 
 
 def _lose(data: SenderData, worker: int, link: int, entry: Entry) -> tuple[SenderData, tuple[Effect, ...]]:
-    after = replace(data, workers={**data.workers, worker: replace(entry, catching=0)})
+    after = replace(data, workers=put(data.workers, worker, replace(entry, catching=0)))
     return _settle(after, worker, link, ended(entry)), (CloseLink(worker, link),)
 
 
@@ -483,9 +484,8 @@ def _settled(outstanding: Outstanding | None, worker: int, link: int, outcome: O
     """What is outstanding once a worker's outcome is known; unchanged if the worker owes nothing over this link."""
     if outstanding is None or outstanding.owed.get(worker) != link:
         return outstanding
-    owed = dict(outstanding.owed)
-    del owed[worker]
-    return Outstanding(outstanding.version, owed, {**outstanding.outcomes, worker: outcome})
+    outcomes = put(outstanding.outcomes, worker, outcome)
+    return Outstanding(outstanding.version, drop(outstanding.owed, worker), outcomes)
 
 
 def _with(data: SenderData, workers: Mapping[int, Entry], outstanding: Outstanding | None) -> SenderData:
@@ -512,14 +512,14 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     before = data.workers[worker]
     if isinstance(message, Hello):
         entry = replace(before, link_state=LinkState.UP)
-        return replace(data, workers={**data.workers, worker: entry}), ()
+        return replace(data, workers=put(data.workers, worker, entry)), ()
     entry = _having_answered(before, message)
-    workers, outcome = {**data.workers, worker: entry}, _outcome(message)
+    workers, outcome = put(data.workers, worker, entry), _outcome(message)
     if named is not SenderInput.CAUGHT_UP:
         return _with(data, workers, _settled(data.outstanding, worker, link, outcome)), ()
     after = _with(data, workers, data.outstanding)
     if isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
-        after = replace(after, not_caught_up={**after.not_caught_up, worker: outcome})
+        after = replace(after, not_caught_up=put(after.not_caught_up, worker, outcome))
     return after, ()
 
 
@@ -534,8 +534,8 @@ def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[Sende
     """Handle a worker's goodbye: its link is lost, and the worker is removed."""
     lost = replace(data.workers[worker], link_state=LinkState.LOST, reason=f"said goodbye: {goodbye}")
     after, effects = _lose(data, worker, link, lost)
-    workers = {w: entry for w, entry in after.workers.items() if w != worker}
-    return replace(after, workers=workers, left={**data.left, worker: goodbye}), (*effects, Farewell(worker, goodbye))
+    after = replace(after, workers=drop(after.workers, worker), left=put(data.left, worker, goodbye))
+    return after, (*effects, Farewell(worker, goodbye))
 
 
 def _told_to_go(entry: Entry, message: Refusal) -> Entry:

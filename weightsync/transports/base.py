@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import select
 import threading
@@ -9,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeVar
+from functools import reduce
+from typing import Generic, Protocol, TypeVar
 
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
@@ -266,40 +268,96 @@ def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: i
     Raises:
         WaitFailed: one of the links raised; its error is the cause.
     """
-    fd = waker.enter()
-    if fd is None:
-        return []
-    try:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        owners = _register(poller, links)
-        if since is not None and waker.fired != since:
-            timeout = 0.0
-        ready = poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)
-    finally:
-        waker.leave()
-    found: set[int] = set()
-    for known, _ in ready:
-        found.update(owners.get(known, ()))
-        if known == fd:
-            waker.clear()
-    return list(map(links.__getitem__, sorted(found)))
+    return Waits[_Waited](waker).wait(links, timeout, since)
 
 
-def _register(poller: select.poll, links: Sequence[Waitable]) -> dict[int, list[int]]:
-    owners: dict[int, list[int]] = {}
-    masks: dict[int, int] = {}
-    for index, link in enumerate(links):
+class Waits(Generic[_Waited]):
+    """Waits of one thread for the same links, one after another.
+
+    A link is asked for its descriptors at the first wait, and again once its id is in `changed`. All are asked again
+    after a wait that the waker or the time ended, when other links are waited for, and now and then.
+
+    Args:
+        waker: ends a wait from another thread.
+    """
+
+    def __init__(self, waker: Waker) -> None:
+        self._waker = waker
+        #: The ids (`id`) of links whose descriptors may have changed. Any thread may add to it.
+        self.changed: set[int] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._links: list[_Waited] = []
+        self._places: dict[int, int] = {}
+        self._wanted: list[dict[int, int]] = []
+        self._owners: dict[int, dict[int, int]] = {}
+        self._poller = select.poll()
+        self._left = 0
+
+    def wait(self, links: Sequence[_Waited], timeout: float | None, since: int | None = None) -> list[_Waited]:
+        """Wait: see the function `wait`."""
+        fd = self._waker.enter()
+        if fd is None:
+            return []
         try:
-            readable, writable = link.waitables(), link.wants_write()
+            self._ask(links)
+            self._poller.register(fd, select.POLLIN)
+            if since is not None and self._waker.fired != since:
+                timeout = 0.0
+            ready = self._poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._waker.leave()
+        found: set[int] = set()
+        self._left -= 1
+        for known, event in ready:
+            found.update(self._owners.get(known, ()))
+            if known == fd:
+                self._waker.clear()
+            if known == fd or event & select.POLLNVAL:
+                self._left = 0
+        if not ready:
+            self._left = 0
+        return list(map(links.__getitem__, sorted(found)))
+
+    def _ask(self, links: Sequence[_Waited]) -> None:
+        """Ask for descriptors: those links that may have others now, or all."""
+        if self._left > 0 and len(links) == len(self._links) and all(map(operator.is_, links, self._links)):
+            while self.changed:
+                place = self._places.get(self.changed.pop())
+                if place is not None:
+                    self._ask_one(place)
+            return
+        self.changed.clear()
+        self._forget()
+        self._links, self._wanted = list(links), [{} for _ in links]
+        self._places = {id(link): place for place, link in enumerate(links)}
+        self._left = len(links)
+        for place in range(len(links)):
+            self._ask_one(place)
+
+    def _ask_one(self, place: int) -> None:
+        try:
+            readable, writable = self._links[place].waitables(), self._links[place].wants_write()
         except Exception as error:
-            raise WaitFailed(index) from error
-        for fd in readable:
-            masks[fd] = masks.get(fd, 0) | select.POLLIN
-            owners.setdefault(fd, []).append(index)
+            raise WaitFailed(place) from error
+        wanted = dict.fromkeys(readable, select.POLLIN)
         if writable is not None:
-            masks[writable] = masks.get(writable, 0) | select.POLLOUT
-            owners.setdefault(writable, []).append(index)
-    for fd, mask in masks.items():
-        poller.register(fd, mask)
-    return owners
+            wanted[writable] = wanted.get(writable, 0) | select.POLLOUT
+        before, self._wanted[place] = self._wanted[place], wanted
+        if wanted == before:
+            return
+        for fd in before.keys() | wanted.keys():
+            owners = self._owners.setdefault(fd, {})
+            if fd in wanted:
+                owners[place] = wanted[fd]
+            else:
+                del owners[place]
+            if owners:
+                self._poller.register(fd, reduce(operator.or_, owners.values()))
+            else:
+                del self._owners[fd]
+                self._poller.unregister(fd)

@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from configurations import CONFIGURATIONS, LARGE, SMALL, committed, in_words
 from graph_support import MODEL, as_committed, explored, printed, rows_taken
+from machines import forget
 from modelcheck.second.dump import Dumped
 from modelcheck.second.labelling import disjuncts, labelling_module
 from search import difference, search
 
 from weightsync.model.text import Library
+from weightsync.protocol import by_worker
 from weightsync.protocol._actions import Action
 from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, RefusalKind
 
@@ -32,6 +34,14 @@ names = pytest.mark.parametrize("name", SMALL)
 @names
 def test_the_code_has_the_committed_graph(name):
     assert as_committed(name, explored(name)[0]) == committed()[name], OTHER_GRAPH
+
+
+def test_the_graph_is_the_same_where_workers_are_too_many_for_a_dict(monkeypatch):
+    monkeypatch.setattr(by_worker, "SMALL", 0)
+    try:
+        assert as_committed("one of two leaves", search(SMALL["one of two leaves"])) == committed()["one of two leaves"]
+    finally:
+        forget()
 
 
 @pytest.mark.tlc

@@ -211,7 +211,7 @@ class World:
         self.clock = Clock()
         for name in ("_clock", "secrets"):
             patch.setattr(f"weightsync.clock.{name}", self.clock)
-        patch.setattr("weightsync.engine.driver.wait", self._waiting)
+        patch.setattr("weightsync.transports.base.Waits.wait", lambda _, *args: self._waiting(*args))
         self.trainers: list[Trainer] = []
         self.link_pairs: list[LinkPair] = []
         self.workers: dict[int, Worker] = {}
@@ -266,7 +266,7 @@ class World:
 
     _interrupted = False
 
-    def _waiting(self, waker: Any, links: Any, timeout: float | None, since: int) -> list[Any] | None:
+    def _waiting(self, links: Any, timeout: float | None, since: int) -> list[Any] | None:
         """Stands in for the one place where a sender blocks. Which links can be read is not known: all are read."""
         if timeout == 0.0:  # it asks which links can be read now
             return list(links)

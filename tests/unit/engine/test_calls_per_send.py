@@ -21,13 +21,14 @@ from typing import Any
 
 import pytest
 import torch
+from fleet import Pair
 
 import weightsync
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 PACKAGE = Path(weightsync.__file__).parent
 #: The most files that one update passes over pipes, trainer and worker together, and calls from one to another.
-MOST_FILES, MOST_CROSSINGS = 32, 230
+MOST_FILES, MOST_CROSSINGS = 33, 235
 STORED = Path(__file__).with_name("calls_per_send.toml")
 #: A count may differ by so much between releases of Python and of the libraries before it counts as a rise.
 TOLERANCE = 1.1
@@ -149,6 +150,31 @@ def test_another_worker_costs_the_trainer_less_than_the_first() -> None:
     one, two, three = (counts(f"pipes-inline-{workers}")["trainer"] for workers in (1, 2, 3))
 
     assert two - one == three - two < one
+
+
+def calls_an_answer(workers: int) -> float:
+    """The trainer's calls for an answer that arrives alone, on average over all workers."""
+    made = Pair(MultiProcessWeightSyncScheme, workers)
+    try:
+        driver = made.sender._driver
+        made.sync()
+        made.sender.send_async()
+        waits = driver.begin_waits()
+        driver.pump(driver.wait(0.0, driver.waker.fired, waits))
+        calls = 0
+        for receiver in made.receivers:
+            receiver.receive(0.0)
+            calls += counted(lambda: driver.pump(driver.wait(0.0, driver.waker.fired, waits)))
+        driver.end_waits(waits)
+        assert made.sender.wait_async(timeout=0.0).ok
+    finally:
+        made.close()
+    return calls / workers
+
+
+@pytest.mark.untraced("a recorded driver calls more")
+def test_an_answer_costs_the_trainer_the_same_however_many_workers_there_are() -> None:
+    assert calls_an_answer(48) <= 1.25 * calls_an_answer(12)
 
 
 def test_calls_are_counted() -> None:

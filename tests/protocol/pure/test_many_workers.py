@@ -1,0 +1,186 @@
+"""The sender's work for a worker does not grow with the number of workers, and what it returns is the same."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from weightsync.errors import ConfigurationError, RefusedError, StateError, WorkerLostError
+from weightsync.protocol import by_worker, sender
+from weightsync.protocol._tables import RefusalKind, State
+from weightsync.protocol.by_worker import Tree, drop, put
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
+
+FEW, MANY = 32, 1000
+
+
+class Fleet:
+    """A sender's state and data, and as many workers as it has."""
+
+    def __init__(self, workers: int) -> None:
+        self.state, self.data = State.UNINITIALIZED, sender.SenderData()
+        for worker in range(workers):
+            self.take(sender.Join(worker, worker + 1))
+        if workers:
+            self.take(sender.Connect(7))
+
+    def take(self, event: sender.Event) -> sender.Step:
+        step = sender.step(self.state, self.data, event)
+        self.state, self.data = step.to, step.data
+        return step
+
+    def acks(self) -> list[sender.Answer]:
+        """An ack of each worker for the newest version."""
+        ack = Ack(model_id="policy", incarnation=7, version=self.data.version)
+        return [sender.Answer(worker, entry.link, ack) for worker, entry in self.data.workers.items()]
+
+
+def calls_an_answer(workers: int) -> float:
+    """Calls of Python functions for each answer."""
+    fleet, calls = Fleet(workers), 0
+    fleet.take(sender.Send(None))
+    acks = fleet.acks()
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        for ack in acks:
+            fleet.take(ack)
+    finally:
+        sys.setprofile(before)
+    assert fleet.state is State.READY
+    return calls / workers
+
+
+def bytes_an_answer(workers: int) -> float:
+    """Bytes that each answer's data needs beside the data before: what was copied."""
+    fleet = Fleet(workers)
+    fleet.take(sender.Send(None))
+    acks = fleet.acks()
+    fleet.take(acks.pop())  # a plain dict of many workers becomes a tree once a send
+    tracemalloc.start()
+    try:
+        held = [fleet.take(ack).data for ack in acks]
+        return tracemalloc.get_traced_memory()[0] / len(held)
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_answer_takes_as_many_calls_with_a_thousand_workers_as_with_a_hundred() -> None:
+    few, hundred, many = calls_an_answer(10), calls_an_answer(100), calls_an_answer(MANY)
+
+    assert many <= 1.1 * hundred
+    assert many <= 2.2 * few
+
+
+def test_an_answer_copies_no_more_with_a_thousand_workers_than_with_a_few_dozen() -> None:
+    assert bytes_an_answer(MANY) <= 1.6 * bytes_an_answer(FEW)
+
+
+def test_the_data_before_an_answer_of_many_workers_stays_as_it_was() -> None:
+    fleet = Fleet(MANY)
+    fleet.take(sender.Send(None))
+    acks = fleet.acks()
+    states = [fleet.data, *(fleet.take(ack).data for ack in acks[:-1])]
+
+    for answered, data in enumerate(states):
+        assert data.outstanding is not None
+        assert (len(data.outstanding.outcomes), len(data.outstanding.owed)) == (answered, MANY - answered)
+        assert data.workers[answered].served == 0
+
+
+def events(chance: random.Random, fleet: Fleet) -> Iterator[sender.Event]:
+    """Any event, of any worker; many of them are refused, stale or late."""
+    links = 100
+    yield sender.Connect(7)
+    while True:
+        worker, kind = chance.randrange(6), chance.choice(list(RefusalKind))
+        entry, version = fleet.data.workers.get(worker), chance.choice([0, fleet.data.version])
+        link = entry.link if entry is not None and chance.random() < 0.9 else 99
+        ack = Ack(model_id="policy", incarnation=7, version=version)
+        refusal = Refusal(model_id="policy", incarnation=7, version=version, kind=kind, fence=0, reason="no")
+        links += 1
+        bye, hello = Bye(model_id="policy", incarnation=7, reason=""), Hello(model_id="policy", incarnation=7)
+        some = tuple(chance.sample(range(6), 2))
+        yield chance.choice(
+            [
+                sender.Join(worker, links),
+                sender.Join(worker, links),
+                sender.Send(None),
+                sender.SendAsync(some),
+                sender.Wait(),
+                sender.Abandon(),
+                sender.Deadline(fleet.data.version),
+                sender.LinkLost(worker, link, "broke"),
+                sender.Remove(worker),
+                *[sender.Answer(worker, link, told) for told in (ack, ack, ack, refusal, hello, bye)],
+            ]
+        )
+
+
+def in_order(step: sender.Step) -> sender.Step:
+    """The step, with its effects in the order of the workers' ids: a tree has that order, a dict that of joining."""
+    return replace(step, effects=tuple(sorted(step.effects, key=repr)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_many_workers_each_step_is_what_it_is_with_few(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree in place of a dict: as if two workers were many."""
+    plain, grown = Fleet(0), Fleet(0)
+    refused, trees = 0, 0
+    stream = events(random.Random(seed), plain)
+    for _ in range(600):
+        event, told = next(stream), []
+        for fleet, small in ((plain, 1000), (grown, 1)):
+            monkeypatch.setattr(by_worker, "SMALL", small)
+            try:
+                told.append(in_order(fleet.take(event)))
+            except (StateError, ConfigurationError, WorkerLostError, RefusedError) as error:
+                told.append((type(error), str(error)))
+        assert told[0] == told[1]
+        refused += isinstance(told[0], tuple)
+        trees += isinstance(grown.data.workers, Tree)
+    assert 0 < refused < 500
+    assert trees > 100
+
+
+@pytest.mark.parametrize("ids", [range(3000), range(0, 3_000_000, 1024), [1 << bit for bit in range(60)]])
+def test_a_mapping_of_many_workers_is_one_of_few(ids: range | list[int]) -> None:
+    chance, model, tree = random.Random(1), {}, Tree({}, 0)
+    ids = list(ids)
+    for value in range(4000):
+        worker = chance.choice(ids)
+        if worker in model and chance.random() < 0.3:
+            del model[worker]
+            tree = drop(tree, worker)
+        else:
+            model[worker] = value
+            tree = put(tree, worker, value)
+        assert (tree.get(worker), len(tree)) == (model.get(worker), len(model))
+    assert dict(tree.items()) == tree == model
+    assert [*tree] == sorted(model)
+    assert [*tree.values()] == [model[worker] for worker in sorted(model)]
+    with pytest.raises(KeyError):
+        drop(tree, max(ids) + 1)
+
+
+@pytest.mark.parametrize("size", [by_worker.SMALL - 1, by_worker.SMALL, by_worker.SMALL + 1])
+def test_the_mapping_that_is_given_never_changes(size: int) -> None:
+    given = {worker: worker for worker in range(size)}
+    before = dict(given)
+
+    more, less = put(given, size, -1), drop(given, 0)
+
+    assert given == before
+    assert more == before | {size: -1}
+    assert less == {worker: worker for worker in range(1, size)}
+    assert type(more) is (dict if size < by_worker.SMALL else Tree)
