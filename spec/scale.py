@@ -25,7 +25,7 @@ from assurancegen.pages import keep
 from protocolgen.docs import fill
 from protocolgen.source import SpecError
 
-from weightsync.bench import machine
+from weightsync.bench import results as bench_results
 from weightsync.bench.contenders import Situation
 from weightsync.bench.models import Source
 from weightsync.bench.processes import calls_of, environment, start_forkserver
@@ -53,7 +53,7 @@ def measure() -> dict[str, Any]:
     with environment({"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo"}):
         start_forkserver(["weightsync.bench.call_schemes"])
         return {
-            "machine": dict(machine.describe("cpu")),
+            "machine": dict(bench_results.describe("cpu")),
             "step": [_step(workers) for workers in (10, 100, 1000, 10_000)],
             "fleet": [_fleet(workers) for workers in (1, 2, 4, 8, 16, 32, 64)],
             "memory": [_memory(name) for name in _PROCESSES],
