@@ -25,8 +25,8 @@ from weightsync.weights.device.registry import backends, device_of, open_memory
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import pack, pack_digested
-from weightsync.weights.reading import Weights, layout_of
-from weightsync.weights.selection import Selection, read_to_send
+from weightsync.weights.reading import Weights, layout_of, read_weights
+from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import address_of, borrowed
 from weightsync.weights.tree_digest import LEAST, digest
@@ -120,7 +120,7 @@ class Packer:
     ) -> None:
         self.wire_dtype = wire_dtype
         self._verify = verify
-        self._selection = selection
+        self._read = read_weights if selection is None else selection.read
         self._finite = finite
         self._pool = Pool()
         self._on_devices = DevicePools()
@@ -132,7 +132,7 @@ class Packer:
 
         Raises ConfigurationError, LayoutError: they cannot be sent.
         """
-        self._layout = layout_of(read_to_send(weights, self._selection), self._layout)
+        self._layout = layout_of(self._read(weights), self._layout)
         return sent_layout(self._layout, self.wire_dtype)
 
     def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
@@ -148,7 +148,7 @@ class Packer:
             NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
-        read = read_to_send(weights, self._selection)
+        read = self._read(weights)
         self._layout = layout_of(read, self._layout)
         layout = sent_layout(self._layout, self.wire_dtype)
         extras = encode_extras(read.extras())

@@ -11,7 +11,7 @@ from torch import nn
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.extra_state import refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import extra_state_name, listed, quoted
-from weightsync.weights.reading import Weights, read_unchecked, read_weights
+from weightsync.weights.reading import Weights, read_unchecked
 
 
 class Selection:
@@ -77,15 +77,6 @@ class Selection:
             lacking = listed([quoted(each) for each in unmatched])
             raise LayoutError(f"names= has {lacking}, which match nothing here: there are {has}.", missing=unmatched)
         self._matched = names
-
-
-def read_to_send(source: object, selection: Selection | None) -> Weights:
-    """Read what is sent of a source: as `read_weights` does, or what was chosen.
-
-    Raises:
-        ConfigurationError, LayoutError: as these.
-    """
-    return read_weights(source) if selection is None else selection.read(source)
 
 
 def _refuse_hidden_state(found: Weights, chosen: Weights, peculiar: dict[str, nn.Module]) -> None:
