@@ -31,7 +31,22 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "test_signatures": (
             "test_what_differs_is_in_the_reviewed_table",
             "test_what_is_said_to_have_only_keywords_added_has_only_those",
-            "test_what_is_missing_is_in_the_reviewed_table",
+            "test_no_public_name_of_torchrl_is_missing",
+        ),
+    },
+    "the names of torchrl.weight_update.llm": {
+        "test_llm_names": (
+            "test_every_name_of_torchrls_llm_is_here",
+            "test_every_member_of_torchrls_llm_is_here_and_takes_the_same_calls",
+            "test_a_program_for_torchrls_sglang_runs",
+            "test_an_update_that_fails_is_raised_and_no_collector_is_told",
+            "test_the_transport_of_sglang_works_alone",
+            "test_what_cannot_work_is_refused",
+            "test_a_program_for_torchrls_vllm_runs_with_a_carrier",
+            "test_versions_in_a_directory_are_read_whole_and_once",
+            "test_a_version_that_is_being_written_is_not_read",
+            "test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest",
+            "test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load",
         ),
     },
     # ---------------------------------------------------------------------------- A: WeightSyncScheme
