@@ -156,8 +156,8 @@ class SyncReport:
 
         Returns:
             ``model_id``, ``version``, ``incarnation``, ``ok``, ``nbytes``, ``wire_dtype``, ``pack_s``, ``connect_s``,
-            ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left`` and ``previous``, as
-            the attributes of these names. Worker ids are keys, in decimal; enums are given by their values.
+            ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left``, ``previous`` and
+            ``sent_by_rank``, as the attributes of these names. Worker ids are keys, in decimal; enums are given by their values.
         """
         return {
             "model_id": self.model_id,
@@ -175,6 +175,7 @@ class SyncReport:
             "not_caught_up": {str(worker): outcome.to_dict() for worker, outcome in self.not_caught_up.items()},
             "left": {str(worker): reason for worker, reason in self.left.items()},
             "previous": None if self.previous is None else self.previous.to_dict(),
+            "sent_by_rank": self.sent_by_rank,
         }
 
     def of(self, *kinds: OutcomeKind) -> tuple[int, ...]:
