@@ -214,11 +214,11 @@ def test_weights_that_were_applied_are_acked_though_the_receiver_closes_at_once(
 ) -> None:
     closed, wait, close = threading.Event(), SenderDriver.wait, WeightSender.close
 
-    def late(driver: SenderDriver, timeout: float | None, since: int) -> Any:
+    def late(driver: SenderDriver, timeout: float | None, *given: Any) -> Any:
         """The thread that awaits the receiver's answer looks for it only after the receiver was closed."""
         if timeout != 0.0 and threading.current_thread().name.startswith("weightsync transport of"):
             closed.wait(PATIENCE)
-        return wait(driver, timeout, since)
+        return wait(driver, timeout, *given)
 
     def closing(sender: WeightSender) -> None:
         close(sender)
