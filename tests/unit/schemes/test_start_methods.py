@@ -63,7 +63,7 @@ def test_both_schemes_end_to_end(method: str, forkserver: Any) -> None:
 def test_the_example_of_the_readme(
     tmp_path: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = blocks("README.md")
+    example, _ = blocks("README.md")  # the second is a test of worker groups
     source = example.replace('if __name__ == "__main__":', "def main():")
     (tmp_path / "readme_example.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
