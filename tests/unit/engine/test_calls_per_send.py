@@ -28,7 +28,7 @@ from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 PACKAGE = Path(weightsync.__file__).parent
 #: The most files that one update passes over pipes, trainer and worker together, and calls from one to another.
-MOST_FILES, MOST_CROSSINGS = 33, 235
+MOST_FILES, MOST_CROSSINGS = 33, 230
 STORED = Path(__file__).with_name("calls_per_send.toml")
 #: A count may differ by so much between releases of Python and of the libraries before it counts as a rise.
 TOLERANCE = 1.1
@@ -136,7 +136,8 @@ def test_a_small_send_takes_no_more_calls_of_python_than_are_written_down(case: 
 @pytest.mark.untraced("a recorded driver calls more")
 @pytest.mark.parametrize("size", SIZES)
 def test_an_update_passes_few_files_and_seldom_goes_from_one_to_another(size: str) -> None:
-    calls = update_over_a_pipe(SIZES[size])
+    # A layout that no other test has used: equal layouts of theirs would be compared with it.
+    calls = update_over_a_pipe(SIZES[size] + 7)
     ours = {pair: count for pair, count in calls.items() if Path(pair[1]).is_relative_to(PACKAGE)}
     crossings = {pair: n for pair, n in ours.items() if pair[0] != pair[1] and Path(pair[0]).is_relative_to(PACKAGE)}
 
