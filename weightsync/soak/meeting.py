@@ -19,6 +19,9 @@ from typing import Any, Protocol
 from weightsync import MissingExtraError
 from weightsync.soak.worker import Look, Request, SchemeName, SoakActor, work
 
+#: Seconds in which an actor must have started: it imports torch first, on a machine that may be busy.
+_START_S = 300.0
+
 
 class Process(Protocol):
     """A worker's process."""
@@ -189,7 +192,7 @@ class RayMeeting(Meeting):
         """Start an actor."""
         actor = self._ray.remote(num_cpus=0)(SoakActor).remote(self._nbytes)
         self._actors.append(actor)
-        pid = self._ray.get(actor.pid.remote(), timeout=60)
+        pid = self._ray.get(actor.pid.remote(), timeout=_START_S)
         return Member(_ActorProcess(pid), _ActorControl(self._ray, actor)), actor
 
     def relink(self, index: int, member: Member) -> Any:
