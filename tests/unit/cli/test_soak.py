@@ -38,7 +38,7 @@ class Each(Soak):
         SchemeName.SHARED,
         SchemeName.PROCESS,
         pytest.param(SchemeName.DISTRIBUTED, marks=pytest.mark.gloo),
-        pytest.param(SchemeName.RAY, marks=pytest.mark.ray),
+        pytest.param(SchemeName.RAY, marks=(pytest.mark.ray, pytest.mark.timeout(600))),
     ],
 )
 def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName) -> None:
