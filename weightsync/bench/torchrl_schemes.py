@@ -41,8 +41,9 @@ class TorchRLScheme(Contender):
         self._source = situation.source
         device = situation.settings.device.worker
         self._scheme = _make(name)
-        # The scheme over shared memory carries a descriptor for each tensor, and a fork server takes at most 256.
-        many = name is SchemeName.TORCHRL_SHARED and self._source.tensors + 16 * situation.workers > 240
+        # TorchRL moves the model into shared memory, also for the schemes after that: a descriptor travels for each
+        # tensor, and a fork server takes at most 256.
+        many = self._source.tensors + 16 * situation.workers > 240
         method = "spawn" if many else "forkserver"
         self._scheme.init_on_sender(
             model_id="policy",
