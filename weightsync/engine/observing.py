@@ -83,15 +83,15 @@ class SenderObserver:
         )
 
     def _found(self, data: sending.SenderData, event: sending.Event, step: SenderStep) -> Iterator[SyncEvent]:
-        """What a step changed, in the order in which it is told."""
+        """What a step changed, in the order of the events."""
         yield from self._joined(data, step)
         yield from self._dispatched(step)
         outcomes = _new_outcomes(data, step)
         for (worker, version), outcome in outcomes.items():
             yield self._decided(worker, version, outcome)
         yield from self._answered(event, step)
-        told = {worker for worker, _ in outcomes}
-        yield from (self._lost(*each) for each in _ended(data, step) if each[0] not in told)
+        reported = {worker for worker, _ in outcomes}
+        yield from (self._lost(*each) for each in _ended(data, step) if each[0] not in reported)
         if step.input is SenderInput.DEADLINE and data.outstanding is not None:
             for worker in data.outstanding.owed:
                 yield self._timed_out(worker, data.outstanding.version)
@@ -113,9 +113,9 @@ class SenderObserver:
                 case sending.Dispatch(worker, _, version) | sending.Greet(worker, _, version) if version:
                     self._sent[worker] = version, Stopwatch()
                     packed = self._driver.packed(version)
-                    told = {} if packed is None else {SyncPhase.PACK: packed.pack_s}
+                    spent = {} if packed is None else {SyncPhase.PACK: packed.pack_s}
                     nbytes = 0 if packed is None else packed.nbytes
-                    yield self._event(EventKind.DISPATCH, worker, version, seconds=told, nbytes=nbytes)
+                    yield self._event(EventKind.DISPATCH, worker, version, seconds=spent, nbytes=nbytes)
 
     def _decided(self, worker: int, version: int, outcome: Outcome) -> SyncEvent:
         seconds = self._seconds(worker, version)

@@ -312,7 +312,7 @@ class WorkerGroup:
         if failing is OnFailure.REPORT:
             return report
         self._raise_failed()
-        if _kinds_of_failures(report) - {OutcomeKind.LOST}:  # who is lost has finished, is restarted, or was told of
+        if _kinds_of_failures(report) - {OutcomeKind.LOST}:  # a lost worker has finished, is restarted, or was reported
             report.raise_on_failure()
         return report
 
@@ -364,14 +364,14 @@ class WorkerGroup:
             self._members.wait(deadline)
 
     def _raise_failed(self) -> None:
-        """Raise for a worker that failed and is not restarted. Once told of, it is no longer among the workers."""
+        """Raise for a worker that failed and is not restarted. Once reported, it is no longer among the workers."""
         if self._members.untold:
             error = self._members.untold.popleft()
             self._forget_gone()
             raise error
 
     def _forget_gone(self) -> None:
-        """Take those that are finished, or have failed and were told of, from the sender's workers."""
+        """Take those that are finished, or have failed and were reported, from the sender's workers."""
         self.sender.poll()  # reads their goodbyes
         untold = {error.worker for error in self._members.untold}
         for index, member in self._members.by_index.items():
@@ -406,7 +406,7 @@ class WorkerGroup:
         return {index: life.process.process for index, life in lives.items() if life is not None}
 
     def _is_stale(self, index: int) -> bool:
-        """Whether a worker waits for newer weights at its next step, as far as its acks tell."""
+        """Whether a worker waits for newer weights at its next step, as far as its acks show."""
         if not self._scheme.initialized_on_sender:
             return False
         limit, entry = self._staleness.limit, self.sender.workers.get(index)

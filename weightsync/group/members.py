@@ -40,7 +40,7 @@ class Life(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a group was told about its workers.
+    """What a group knows about its workers.
 
     Attributes:
         capacity: how many results of a worker may be on their way.
@@ -133,7 +133,7 @@ class Member:
             self.begin_to_wait()
 
     def judge(self, excused: bool) -> None:
-        """Move on as far as time tells.
+        """Do what is due by now.
 
         Args:
             excused: whether it waits for the trainer, so that its deadline does not count.

@@ -121,9 +121,9 @@ def work(job: Job) -> None:
     with contextlib.closing(channel), job.scheme as scheme:
         try:
             _run(job, scheme, channel)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer is told
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported to the trainer
             if isinstance(error, TransportError) and channel.stopped:
-                _finish(channel)  # the group was stopped or closed, and the function did not catch what told it so
+                _finish(channel)  # stopped or closed, and the function did not catch the exception for that
                 return
             _report(error, scheme, channel)
             sys.exit(1)
@@ -136,7 +136,7 @@ def _finish(channel: WorkerEnd) -> None:
 
 
 def _report(error: BaseException, scheme: WeightSyncScheme, channel: WorkerEnd) -> None:
-    """Tell the trainer what ended this worker: first the group, then the sender, whose reports say LOST."""
+    """Report to the trainer what ended this worker: first the group, then the sender, whose reports say LOST."""
     receiver = scheme.get_receiver() if scheme.initialized_on_receiver else None
     try:
         channel.say(Failed.by(error, receiver.version if receiver is not None else None))

@@ -85,9 +85,9 @@ def send_sharded(
         report = scheme.send(given, worker_ids, timeout=ranks.deadline.remaining, on_failure=OnFailure.REPORT)
         report = replace(report, sent_by_rank=root)
     except BaseException as error:
-        ranks.tell(root, {"report": "", "error": f"{type(error).__name__}: {error}"})
+        ranks.announce(root, {"report": "", "error": f"{type(error).__name__}: {error}"})
         raise
-    ranks.tell(root, {"report": encode_report(report).decode(), "error": _failure_of(report)})
+    ranks.announce(root, {"report": encode_report(report).decode(), "error": _failure_of(report)})
     if failing is OnFailure.RAISE:
         report.raise_on_failure()
     return report
@@ -140,16 +140,16 @@ def _failure_of(report: SyncReport) -> str:
     return ""
 
 
-def _learned(told: dict[str, str], root: int, failing: OnFailure) -> SyncReport:
+def _learned(sent: dict[str, str], root: int, failing: OnFailure) -> SyncReport:
     """The report of the rank that sent, or its failure."""
-    report = decode_report(told["report"].encode())
+    report = decode_report(sent["report"].encode())
     if report is None:
-        raise SyncError(f"Rank {root}, which sends, could not: {told['error']} It raised the error itself.")
+        raise SyncError(f"Rank {root}, which sends, failed: {sent['error']} That rank raised the error itself.")
     report = replace(report, sent_by_rank=root)
     if failing is OnFailure.RAISE:
         report.raise_on_failure()
-        if told["error"]:  # of an update before this one, whose report stays with the rank that sent it
-            raise SyncError(told["error"], report)
+        if sent["error"]:  # of an update before this one, whose report stays with the rank that sent it
+            raise SyncError(sent["error"], report)
     return report
 
 
@@ -177,7 +177,7 @@ class _Ranks:
         self._device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
 
     def all_told(self, own: bytes) -> list[bytes]:
-        """What each rank told, in the order of the ranks; all tell the same number of bytes."""
+        """What each rank sent, in the order of the ranks; all send the same number of bytes."""
         mine = self._tensor(own)
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         with self.limited(self._group) as limit, _failing("compare what the ranks hold", "Nothing was sent"):
@@ -185,22 +185,22 @@ class _Ranks:
             dist.all_gather(found, mine, group=self._group)
         return [bytes(each.cpu().numpy()) for each in found]
 
-    def tell(self, root: int, told: dict[str, str]) -> None:
-        """On the rank that sends: tell the others. That they cannot be told changes nothing for the workers."""
+    def announce(self, root: int, result: dict[str, str]) -> None:
+        """On the rank that sends: send the others its result. Workers are not concerned if that fails."""
         try:
-            data = json.dumps(told).encode()
+            data = json.dumps(result).encode()
             self._broadcast(self._tensor(len(data).to_bytes(8)), root)
             self._broadcast(self._tensor(data), root)
         except TransportError as error:
             logger.warning("%s The workers' outcomes are known on this rank only.", error)
 
     def told_by(self, root: int) -> dict[str, str]:
-        """What the rank that sends tells."""
+        """The result of the rank that sends."""
         header = self._broadcast(self._tensor(bytes(8)), root)
         size = int.from_bytes(bytes(header.cpu().numpy()))
         data = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self._device), root)
-        told: dict[str, str] = json.loads(bytes(data.cpu().numpy()))
-        return told
+        result: dict[str, str] = json.loads(bytes(data.cpu().numpy()))
+        return result
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         unknown = "Whether the version was sent is known on that rank only"

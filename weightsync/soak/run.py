@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync import ConfigurationError, OutcomeKind, State, SyncReport
-from weightsync.soak.meeting import MEETINGS, Member
+from weightsync.soak.members import MEMBERS, Member
 from weightsync.soak.worker import MODEL_ID, Look, Request, SchemeName, SoakModel, work
 
 #: How many seconds a send waits for a worker that is well; a stopped worker gets `_STOPPED_S`.
@@ -154,7 +154,7 @@ class Soak:
         self._random = random.Random(seed)
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._members: dict[int, Member] = {}
-        self._meeting = MEETINGS[scheme](scheme, nbytes, self._context)
+        self._setup = MEMBERS[scheme](scheme, nbytes, self._context)
         self._values: dict[int, float] = {}
         self._sender: Any = None
         self._model = SoakModel(nbytes)
@@ -199,24 +199,24 @@ class Soak:
     # ------------------------------------------------------------------------------------------ both sides
 
     def _begin(self) -> None:
-        self._meeting.open()
+        self._setup.open()
         endpoints = [self._start(index) for index in range(self._count)]
         processes = [member.process for member in self._members.values()]
-        reached = self._meeting.reached(endpoints, processes)
+        reached = self._setup.reached(endpoints, processes)
         self._scheme.init_on_sender(MODEL_ID, model=self._model, **reached)
         self._sender = self._scheme.get_sender()
         self._send()
 
     def _start(self, index: int) -> Any:
         """Start a worker; returns how it is reached."""
-        self._members[index], endpoint = self._meeting.start(index)
+        self._members[index], endpoint = self._setup.start(index)
         return endpoint
 
     def _end(self) -> None:
         for index, member in self._members.items():
             self._ask(index, Request.LOOK)
             self._look_back(index)
-            self._meeting.dismiss(member)
+            self._setup.dismiss(member)
         for member in self._members.values():
             member.process.join(_PROCESS_S)
             member.process.kill()
@@ -227,7 +227,7 @@ class Soak:
         self._scheme.close()
         self._scheme = self._name.make()  # the closed one and its sender know the store, which is this process's
         self._sender = None
-        self._meeting.close()
+        self._setup.close()
         self.tally.after = self._settled()
 
     def _settled(self) -> Usage:
@@ -320,11 +320,11 @@ class Soak:
     def _relink(self) -> None:
         """Give a worker that lives a new link: it catches up over it."""
         index = self._one()
-        self._add(index, self._meeting.relink(index, self._members[index]))
+        self._add(index, self._setup.relink(index, self._members[index]))
 
     def _add(self, index: int, endpoint: Any) -> None:
         """Give the sender a link to a worker, over which it catches up."""
-        self._sender.add_worker(index, endpoint, process=self._meeting.watched(self._members[index]))
+        self._sender.add_worker(index, endpoint, process=self._setup.watched(self._members[index]))
         self._send()
 
     def _copy(self) -> None:

@@ -76,7 +76,7 @@ class LoaderTarget(Target):
 
     @property
     def layout(self) -> Layout:
-        """None can be told.
+        """Not known: the loader alone knows what the engine takes.
 
         Raises:
             ConfigurationError: always.

@@ -277,7 +277,7 @@ def test_a_call_that_never_returns_keeps_neither_receive_nor_close() -> None:
 
 
 def test_generation_bs_verbs_receive_by_a_users_transport_in_the_background() -> None:
-    class Meeting(Given):
+    class GivenByContext(Given):
         def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
             super().init_on_receiver(model_id=model_id, context=context, **kwargs)
 
@@ -285,7 +285,7 @@ def test_generation_bs_verbs_receive_by_a_users_transport_in_the_background() ->
             return {"transport": context}
 
     transport, model = Acking(), small()
-    with Meeting() as scheme:
+    with GivenByContext() as scheme:
         scheme.init_on_receiver(model_id="policy", context=transport, model=model)
         sending = threading.Thread(target=transport.send_weights, args=("policy", small(4.0)))
         sending.start()

@@ -12,7 +12,7 @@ from weightsync.schemes.engines.client import Bucket
 from weightsync.schemes.engines.http import EngineError
 from weightsync.weights.tensors import DTYPE_NAMES
 
-#: Seconds that a failed call waits for its carrier, which was told to give up.
+#: Seconds that a failed call waits for its carrier, which was asked to give up.
 _PATIENCE: Final = 5.0
 
 

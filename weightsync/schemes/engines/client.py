@@ -98,8 +98,8 @@ class EngineClient:
 
     def _call(self, update: Update, view: memoryview) -> Answers:
         if update.layout:
-            told = Layout.decode(update.layout)
-            self._layouts = {told.digest: told}
+            sent = Layout.decode(update.layout)
+            self._layouts = {sent.digest: sent}
         layout, answers = self._layouts[update.layout_digest], Answers()
         if self._thread is None:
             self._thread = threading.Thread(

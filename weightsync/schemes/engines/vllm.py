@@ -194,8 +194,8 @@ class VLLMEngine(Engine):
             raise
 
     def _update(self, bucket: Bucket) -> None:
-        told = described(bucket, "dtype_names")
-        request = {"update_info": {**told, **self._carrier.update_info(bucket)}}
+        description = described(bucket, "dtype_names")
+        request = {"update_info": {**description, **self._carrier.update_info(bucket)}}
         self._beside("update_weights", request, lambda: self._carrier.send(bucket))
 
     def _beside(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:

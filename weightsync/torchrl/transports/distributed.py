@@ -64,7 +64,7 @@ class DistributedTransport(TransportFacade):
         super()._begin()
         self._hints = Hints()
 
-    def _meeting(self) -> StoreEnd:
+    def _store_end(self) -> StoreEnd:
         if self.store is None or self.rank is None:
             raise ConfigurationError(
                 "DistributedTransport was given no store or no rank: it reaches no worker. Nothing was sent."
@@ -73,15 +73,15 @@ class DistributedTransport(TransportFacade):
         return StoreEnd(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _endpoints(self) -> Mapping[int, Any]:
-        meeting = self._meeting()
-        return {meeting.rank - 1: meeting}
+        end = self._store_end()
+        return {end.rank - 1: end}
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return sender_link(endpoint, model_id, peer)
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take each link by which a sender reaches us: see `TransportFacade.listen`."""
-        return listen(self._meeting(), model_id, accept)
+        return listen(self._store_end(), model_id, accept)
 
     def check_connection(self) -> bool:
         """Whether the user's own process group is initialised, which ours does not need."""
@@ -121,7 +121,7 @@ class DistributedTransport(TransportFacade):
                 return None
 
     def _refuse_other_instruction(self) -> None:
-        store, key = self._meeting().store, f"NODE_{self.rank}_in"
+        store, key = self._store_end().store, f"NODE_{self.rank}_in"
         if not store.check([key]):
             return
         found = store.get(key)

@@ -143,7 +143,7 @@ class StoreWorker:
             self._condition.notify_all()
             if self._stream is not None:
                 self._stream.end_reading()
-        self._end_meeting()
+        self._end_rendezvous()
 
     def close(self) -> None:
         """Write what is queued, up to the first payload that does not fit into a message, and end."""
@@ -292,7 +292,7 @@ class StoreWorker:
             self._side.leave(client)
             if self._stream is None or self._failed is not None:
                 self._end_inbox(client)
-                self._end_meeting()
+                self._end_rendezvous()
             else:
                 self._read_all.wait(_LINGER)
         except TransportError:
@@ -319,7 +319,7 @@ class StoreWorker:
         """Make both threads' calls fail."""
         self._cut.set()
         self._cut_clients()
-        self._end_meeting()
+        self._end_rendezvous()
         if self._stream is not None:
             self._stream.cut()
 
@@ -366,7 +366,7 @@ class StoreWorker:
             client.close()
         if self._stream is not None and self._closed and self._failed is None:
             self._stream.drain()
-        self._end_meeting()
+        self._end_rendezvous()
         self._read_all.set()
         self._leave_stream()
 
@@ -499,12 +499,12 @@ class StoreWorker:
             if self._stream is not None and not self._closed:
                 self._stream.cut()
         self._heartbeat_member.leave()
-        self._end_meeting()
+        self._end_rendezvous()
         if callback is not None:
             callback()
         self._waker.fire()
 
-    def _end_meeting(self) -> None:
+    def _end_rendezvous(self) -> None:
         """Whoever waits for the peer to connect need not any more. The wait at a door ends by itself."""
         self._opened_door.set()
         self._met.set()

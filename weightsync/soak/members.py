@@ -69,7 +69,7 @@ class Member:
     looked: Look = field(default_factory=lambda: Look(None, 0.0, 0, 0, 0))
 
 
-class Meeting:
+class PipeMembers:
     """Workers as processes that are reached over pipes.
 
     Args:
@@ -127,7 +127,7 @@ class Meeting:
         return self._context.Pipe()
 
 
-class StoreMeeting(Meeting):
+class StoreMembers(PipeMembers):
     """Workers as processes that meet the trainer at a store of torch.distributed."""
 
     _store: Any = None
@@ -154,7 +154,7 @@ class StoreMeeting(Meeting):
         return (self._store, index + 1), self._store.port
 
 
-class RayMeeting(Meeting):
+class RayMembers(PipeMembers):
     """Workers as Ray actors. Ray is started for them unless it runs in this process already."""
 
     def __init__(self, scheme: SchemeName, nbytes: int, context: ForkServerContext) -> None:
@@ -262,9 +262,9 @@ class _ActorControl:
         """The actor ends with the others."""
 
 
-MEETINGS: Mapping[SchemeName, type[Meeting]] = {
-    SchemeName.SHARED: Meeting,
-    SchemeName.PROCESS: Meeting,
-    SchemeName.DISTRIBUTED: StoreMeeting,
-    SchemeName.RAY: RayMeeting,
+MEMBERS: Mapping[SchemeName, type[PipeMembers]] = {
+    SchemeName.SHARED: PipeMembers,
+    SchemeName.PROCESS: PipeMembers,
+    SchemeName.DISTRIBUTED: StoreMembers,
+    SchemeName.RAY: RayMembers,
 }
