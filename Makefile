@@ -12,6 +12,10 @@ export HYPOTHESIS_PROFILE ?= ci
 FUZZ_SECONDS ?= 60
 # torch asks the name server about every connection to a store, also to this machine: one that is slow is not waited for.
 export RES_OPTIONS ?= timeout:1 attempts:1
+# Each of the many processes would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+# mypy shares its modules between two processes.
+export MYPY_NUM_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,12 +28,12 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help install test test-loaded test-matrix fuzz smoke verify verify-quick demo bench check check-all lint format generate docs protocol clean
 
 help:
-	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
+	@echo 'make test       lint, types, and the tests that need no model checker: 14 minutes'
 	@echo 'make test-loaded  the same tests on a machine that is busy with twice as many processes as it has cores'
 	@echo 'make test-matrix  tests on each Python, with the two newest torch and tensordict: hours (TESTS=: which)'
 	@echo 'make smoke      the wheel and the sdist in an empty environment: 2 minutes'
 	@echo 'make fuzz       atheris at each decoder, FUZZ_SECONDS=60 each: 8 minutes'
-	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 15 minutes'
+	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 20 minutes'
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
 	@echo 'make bench      the schemes against the floors of this machine, a short set: 10 minutes'

@@ -20,7 +20,7 @@ from modelcheck.second import SecondSuite, SecondVerdict, story
 from modelcheck.second_display import second_line, second_summary
 from rich.console import Console
 
-from weightsync.cli.check import DIFFERS, console, run, tell, tools
+from weightsync.cli.check import DIFFERS, console, print_summary, run, tools
 from weightsync.errors import WeightSyncError
 from weightsync.model import Coverage, Manifest, Tier, Verdict, find_model
 
@@ -63,7 +63,7 @@ def check_model(
     verdicts = run(manifest, chosen, screen, Coverage.NOT_COUNTED)
     if repin:
         verdicts = _pin(manifest, verdicts, screen)
-    tell(manifest, verdicts, time.monotonic() - started, screen)
+    print_summary(manifest, verdicts, time.monotonic() - started, screen)
     agreed = second is None or _examine_again(manifest, verdicts, second, screen)
     if not agreed or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(DIFFERS)

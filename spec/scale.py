@@ -288,9 +288,9 @@ def calculated(found: dict[str, Any]) -> str:
     for workers in (8, 64, 256, 1000):
         hosts = max(1, workers // _A_HOST)
         for title, nbytes in (("256 MiB", 256 * MIB), ("2 GiB", 2048 * MIB), ("14 GB", 14 * _GB)):
-            row = [f"{workers:,}", f"{hosts:,}", title, _told(seconds(results, nbytes, workers, 0, 1))]
+            row = [f"{workers:,}", f"{hosts:,}", title, _duration(seconds(results, nbytes, workers, 0, 1))]
             for copies, links in ((workers, workers), (hosts, hosts), (1, workers)):
-                row += [_told(seconds(results, nbytes, links, copies, gbit * 1e9 / 8)) for gbit in (10, 100)]
+                row += [_duration(seconds(results, nbytes, links, copies, gbit * 1e9 / 8)) for gbit in (10, 100)]
             if workers > 64:
                 row[3] = ""
             rows.append(tuple(row))
@@ -302,7 +302,7 @@ def calculated(found: dict[str, Any]) -> str:
     return "\n".join([*lines, markdown(columns, rows)])
 
 
-def _told(value: float) -> str:
+def _duration(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.0f} ms"
 
 

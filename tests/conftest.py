@@ -104,6 +104,20 @@ def _shared_names() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
+#: Few tests, and long ones: they start first. Of the others those of which there are many start first, so the last ones
+#: are short, and no worker waits long for the other.
+_LONG = (
+    "tests/protocol/traces/test_pytest_plugin.py",
+    "tests/transports/rpc/test_rpc_generation_b.py",
+    "tests/unit/demo/test_demo_command.py",
+    "tests/unit/bench/test_bench_runs.py",
+    "tests/docs/test_site.py",
+    "tests/transports/conformance/test_example_in_docs.py",
+    "tests/protocol/traces/test_corrupted.py",
+    "tests/unit/cli/test_soak.py",
+)
+
+
 class _ByWhatTheyShare(LoadScopeScheduling):
     """Tests that share something run in one worker: Ray's cluster, graphs, the rows that were taken, a file's own."""
 
@@ -114,6 +128,12 @@ class _ByWhatTheyShare(LoadScopeScheduling):
         return (
             str(Path(path).parent) if path.startswith(("tests/protocol/graph/", "tests/protocol/stateful/")) else path
         )
+
+    def _assign_work_unit(self, node: Any) -> None:
+        long = next((scope for scope in _LONG if scope in self.workqueue), None)
+        if long is not None:
+            self.workqueue.move_to_end(long, last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

@@ -18,7 +18,7 @@ from weightsync.errors import AuthenticationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Hello, NoBase, Refusal, SlotRef, Update
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.protocol.report_codec import encode_report
 from weightsync.transports.buffers import Segment
@@ -30,6 +30,7 @@ from weightsync.transports.sealing import Identity
 from weightsync.transports.store.announcing import Announced
 from weightsync.transports.store.seals import NoGuard, SenderGuard, WorkerGuard
 from weightsync.transports.store.stream import decoded
+from weightsync.weights.delta import apply, encode
 from weightsync.weights.extra_state import decode_extras, encode_extras
 from weightsync.weights.layout import Layout
 
@@ -144,8 +145,16 @@ def calls(data: bytes) -> None:
     assert isinstance(brought, ProtocolError) or brought.message is not None
 
 
+def deltas(data: bytes) -> None:
+    """A delta: the first two bytes are the size of the payload that it is applied to."""
+    payload = bytearray(int.from_bytes(data[:2], "big"))
+    with contextlib.suppress(ProtocolError):
+        apply(memoryview(data[2:]), memoryview(payload))
+
+
 _UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=3)
 _REPORT = SyncReport(model_id="m", version=1, incarnation=2, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)})
+_BASE = BaseRef(version=1, digest=bytes(16))
 _SEEDS = [
     codec.encode(Hello(model_id="m", incarnation=1, version=0, host=b"host", pid=1)),
     codec.encode(_UPDATE) + b"abc",
@@ -153,7 +162,17 @@ _SEEDS = [
     codec.encode(Ack(model_id="m", incarnation=1, version=1, nested=_REPORT)),
     codec.encode(Refusal(model_id="m", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no")),
     codec.encode(Bye(model_id="m", incarnation=1, reason="done")),
+    codec.encode(NoBase(model_id="m", incarnation=1, version=2)),
+    codec.encode(Update(model_id="m", incarnation=1, version=2, layout_digest=b"", base=_BASE)),
 ]
+
+
+def _delta(new: bytes) -> bytes:
+    found = encode(memoryview(bytes(len(new))), memoryview(new), 2, 2**20)
+    assert found is not None
+    return found
+
+
 _LAYOUT = Layout([("a.weight", "float32", (2, 3)), ("b", "int8", ()), ("ö", "bfloat16", (0, 4))], ["norm"])
 _EXTRAS = {"norm": {"t": torch.ones(2), "n": [1, 2.5, None, (True, "x")], 3: b"y"}, "other": 2**70}
 _FRAMES = [b"\1" + seed for seed in _SEEDS]
@@ -167,4 +186,5 @@ DECODERS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
     "framing": (framing, [b"\1\xff" + seed for seed in _FRAMES] + [b"\0\7\0\0\0\0\4user"]),
     "store": (store, [*_FRAMES, b"0" * 32 + b" proof"]),
     "calls": (calls, _FRAMES),
+    "deltas": (deltas, [len(new).to_bytes(2, "big") + _delta(new) for new in (b"\1" * 9, b"\0\1" * 999)]),
 }

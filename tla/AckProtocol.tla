@@ -96,12 +96,12 @@ SameKey(a, b) == a[2] = b[2] /\ (a[1] = b[1] \/ ~Rule("LexicographicOrder"))
 Less(a, b) ==
   IF Rule("LexicographicOrder") THEN a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2]) ELSE a[2] < b[2]
 
-Standings == {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}   \* NONE: not among the workers
+LinkStates == {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}   \* NONE: not among the workers
 Ended == {"LOST", "REFUSED"}   \* the link is closed; its worker remains among the workers
 Outcomes == {"NONE", "PENDING", "APPLIED", "REFUSED", "LOST", "ABANDONED"}   \* NONE: no target
 
-Entry(link, standing, served, due, catching, fence) ==
-  [link |-> link, standing |-> standing, served |-> served, due |-> due, catching |-> catching, fence |-> fence]
+Entry(link, link_state, served, due, catching, fence) ==
+  [link |-> link, link_state |-> link_state, served |-> served, due |-> due, catching |-> catching, fence |-> fence]
 
 \* The data of a new, copied or unpickled sender. `out` is the outstanding update, or the last report.
 NewSender == [
@@ -128,13 +128,13 @@ Word(s, w, k, key, kind, fence) ==
 -----------------------------------------------------------------------------
 (* Derived *)
 
-Members(s) == {w \in Workers : sdata[s].members[w].standing # "NONE"}
+Members(s) == {w \in Workers : sdata[s].members[w].link_state # "NONE"}
 Connected(s) == sdata[s].incarnation # 0
 
 \* The sender's end of this link is open.
 Open(s, w, k) ==
   /\ slife[s] = "alive" /\ sstate[s] # Final /\ Connected(s)
-  /\ sdata[s].members[w].link = k /\ sdata[s].members[w].standing \in {"EXPECTED", "UP"}
+  /\ sdata[s].members[w].link = k /\ sdata[s].members[w].link_state \in {"EXPECTED", "UP"}
 
 Current(s, w, k) == Open(s, w, k) \/ (~Rule("SameLink") /\ Open(s, w, sdata[s].members[w].link))
 Owes(s, w) == sdata[s].out.owed[w] # 0
@@ -142,8 +142,8 @@ Owing(s) == {w \in Workers : sdata[s].out.owed[w] # 0}
 OwesOver(s, w, k) == Owes(s, w) /\ (sdata[s].out.owed[w] = k \/ ~Rule("SameLink"))
 
 \* The highest fence reported to a closed sender, whose user passes it to the successor.
-Told == {sdata[t].members[w].fence : t \in {u \in Senders : sstate[u] = Final}, w \in Workers}
-Hint == CHOOSE f \in Told \cup {0} : \A g \in Told : f >= g
+KnownFences == {sdata[t].members[w].fence : t \in {u \in Senders : sstate[u] = Final}, w \in Workers}
+Hint == CHOOSE f \in KnownFences \cup {0} : \A g \in KnownFences : f >= g
 
 \* Is it first on its link? `p` increases along an ordered link; NothingOvertakes checks this.
 MessageDue(m) == Reorders \/ \A n \in messages : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
@@ -208,7 +208,7 @@ Join(s, w) ==
       greeting == {Message(s, w, entry.link + 1, 0, 0)}
       update == IF due # 0 /\ Rule("JoinCatchesUp") THEN {Message(s, w, entry.link + 1, due, serial)} ELSE {} IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "JOIN")
-  /\ entry.standing \in {"NONE"} \cup Ended /\ entry.link < MaxLink
+  /\ entry.link_state \in {"NONE"} \cup Ended /\ entry.link < MaxLink
   /\ SenderTo(s, SenderNext(sstate[s], "JOIN"))
   /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link + 1, "EXPECTED", 0, due, due, 0)]
   /\ messages' = IF Connected(s) /\ rstate[w] # Final THEN messages \cup greeting \cup update ELSE messages
@@ -219,7 +219,7 @@ Join(s, w) ==
 Remove(s, w) ==
   LET entry == sdata[s].members[w] IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "REMOVE")
-  /\ entry.standing \in Ended \/ (entry.standing = "EXPECTED" /\ ~Connected(s))
+  /\ entry.link_state \in Ended \/ (entry.link_state = "EXPECTED" /\ ~Connected(s))
   /\ SenderTo(s, SenderNext(sstate[s], "REMOVE"))
   /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link, "NONE", 0, 0, 0, 0)]
   /\ UNCHANGED <<slife, blocked, receiver, messages, answers, gone>>
@@ -227,8 +227,8 @@ Remove(s, w) ==
 \* Dispatch the next version to the targets. A message on a link whose other end is closed is lost.
 Dispatch(s, targets, all, input) ==
   LET data == sdata[s]
-      live == {w \in targets : data.members[w].standing \notin Ended}
-      reached == IF Rule("OnlyTargets") THEN live ELSE {w \in Members(s) : data.members[w].standing \notin Ended}
+      live == {w \in targets : data.members[w].link_state \notin Ended}
+      reached == IF Rule("OnlyTargets") THEN live ELSE {w \in Members(s) : data.members[w].link_state \notin Ended}
       version == data.version + 1 IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], input)
   /\ targets # {} /\ targets \subseteq Members(s)
@@ -241,13 +241,13 @@ Dispatch(s, targets, all, input) ==
        ![s].dueAll = IF all THEN version ELSE data.dueAll,
        ![s].members = [w \in Workers |->
           IF w \in targets
-          THEN Entry(data.members[w].link, data.members[w].standing, data.members[w].served, version,
+          THEN Entry(data.members[w].link, data.members[w].link_state, data.members[w].served, version,
                      data.members[w].catching, data.members[w].fence)
           ELSE data.members[w]],
        ![s].out = [version |-> version,
                    owed |-> [w \in Workers |-> IF w \in live THEN data.members[w].link ELSE 0],
                    outcomes |-> [w \in Workers |-> IF w \in live THEN "PENDING"
-                                                   ELSE IF w \in targets THEN data.members[w].standing ELSE "NONE"],
+                                                   ELSE IF w \in targets THEN data.members[w].link_state ELSE "NONE"],
                    did |-> {}]]
   /\ messages' = messages \cup
        {Message(s, w, data.members[w].link, version, data.serial + 1) : w \in {x \in reached : ~gone[s][x]}}
@@ -330,11 +330,11 @@ Settled(s, w, k, outcome, input) ==
         did |-> IF input = "SETTLED" THEN {} ELSE out.did]
 
 \* The link is closed at once and no longer owes an answer. It was lost, or its worker refused the handshake.
-End(s, w, k, standing, fence, input) ==
+End(s, w, k, link_state, fence, input) ==
   LET entry == sdata[s].members[w] IN
   /\ Took(s, input)
-  /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link, standing, entry.served, entry.due, 0, fence),
-                            ![s].out = Settled(s, w, k, standing, input)]
+  /\ sdata' = [sdata EXCEPT ![s].members[w] = Entry(entry.link, link_state, entry.served, entry.due, 0, fence),
+                            ![s].out = Settled(s, w, k, link_state, input)]
   /\ gone' = [gone EXCEPT ![s][w] = FALSE]
 
 Lose(s, w, k, input) == End(s, w, k, "LOST", 0, input)
@@ -363,7 +363,7 @@ GiveUp(s, w) ==
 NameAnswer(s, m) ==
   LET entry == sdata[s].members[m.w] IN
   CASE ~Current(s, m.w, m.k) \/ (m.inc # sdata[s].incarnation /\ Rule("NamesIncarnation")) -> "STALE"
-    [] m.kind = "HELLO" -> IF entry.standing = "EXPECTED" THEN "ARRIVED" ELSE "STALE"
+    [] m.kind = "HELLO" -> IF entry.link_state = "EXPECTED" THEN "ARRIVED" ELSE "STALE"
     [] m.kind = "BYE" -> Settling(s, m.w, m.k, "LEFT")
     [] m.kind \in RefusalKinds /\ m.v = 0 -> Settling(s, m.w, m.k, "LOST")
     [] OwesOver(s, m.w, m.k) /\ m.v = sdata[s].version -> Settling(s, m.w, m.k, "REPLY")
@@ -384,7 +384,7 @@ AnswerHello(s, w, k) ==
     LET input == NameAnswer(s, m) IN
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.kind = "HELLO" /\ AnswerDue(m)
     /\ Took(s, input)
-    /\ sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT ![s].members[w].standing = "UP"]
+    /\ sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT ![s].members[w].link_state = "UP"]
     /\ answers' = Taken(answers, m)
     /\ UNCHANGED <<slife, receiver, messages, gone>>
 
@@ -810,7 +810,7 @@ TypeOK ==
        /\ d.out.did \subseteq Workers
        /\ \A w \in Workers :
             /\ d.out.owed[w] \in 0..MaxLink /\ d.out.outcomes[w] \in Outcomes
-            /\ d.members[w].link \in 0..MaxLink /\ d.members[w].standing \in Standings
+            /\ d.members[w].link \in 0..MaxLink /\ d.members[w].link_state \in LinkStates
             /\ d.members[w].served \in 0..MaxVersion /\ d.members[w].due \in 0..MaxVersion
             /\ d.members[w].catching \in 0..MaxVersion /\ d.members[w].fence \in Incarnations
   /\ \A w \in Workers :
@@ -865,7 +865,7 @@ OnlyRows ==
 (* The guarantees rest on this: consistent data, and messages that are neither lost nor invented *)
 
 \* Only the served version changes at w: the user wrote other weights into its model.
-ByHand(w) ==
+Invalidated(w) ==
   May("invalidate") /\ rstate'[w] = rstate[w]
   /\ rdata'[w] = [rdata[w] EXCEPT !.served = NoPayload, !.live = <<NoPayload, NoPayload>>]
 Lower(a, b) == a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2])
@@ -883,11 +883,11 @@ SenderBooks ==
     /\ d.out.did # {} => IsOutstanding(s)
     /\ \A w \in Workers :
          LET e == d.members[w] IN
-         /\ e.standing = "NONE" => e.served = 0 /\ e.due = 0 /\ e.catching = 0 /\ e.fence = 0
-         /\ e.standing # "NONE" => e.link # 0 /\ d.dueAll <= e.due /\ e.due <= d.version
-         /\ e.standing # "LOST" => e.fence = 0
-         /\ e.standing = "EXPECTED" => e.served = 0
-         /\ e.standing \in Ended => e.catching = 0
+         /\ e.link_state = "NONE" => e.served = 0 /\ e.due = 0 /\ e.catching = 0 /\ e.fence = 0
+         /\ e.link_state # "NONE" => e.link # 0 /\ d.dueAll <= e.due /\ e.due <= d.version
+         /\ e.link_state # "LOST" => e.fence = 0
+         /\ e.link_state = "EXPECTED" => e.served = 0
+         /\ e.link_state \in Ended => e.catching = 0
          /\ e.fence # 0 => e.fence > d.incarnation
          /\ e.served <= e.due /\ e.catching <= e.due /\ (e.catching # 0 => e.served < e.catching)
          /\ d.out.owed[w] # 0 => d.out.owed[w] = e.link /\ e.due = d.version
@@ -955,7 +955,7 @@ NothingIsLeftUnsaid ==
        /\ old.pending # NoPayload /\ new.pending # NoPayload /\ old.pending # new.pending =>
             Said("SUPERSEDED", old.pending)
        /\ rstate[w] # Final /\ rstate'[w] = Final => Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
-       /\ old.served # NoPayload /\ new.served = NoPayload /\ new # NewReceiver /\ ~ByHand(w) => Said("FAILED", NoPayload)
+       /\ old.served # NoPayload /\ new.served = NoPayload /\ new # NewReceiver /\ ~Invalidated(w) => Said("FAILED", NoPayload)
        /\ old.link # NoLink /\ new.link = NoLink /\ new # NewReceiver /\ ~May("break") =>
             Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
        /\ new.link # old.link /\ new.link # NoLink =>
@@ -994,20 +994,20 @@ AnswersAreRead ==
        LET e == sdata[m.s].members[m.w] f == sdata'[m.s].members[m.w]
            own == m.inc = sdata[m.s].incarnation
            counts == sdata[m.s].out.owed[m.w] = m.k /\ m.v = sdata[m.s].version /\ own
-           strays == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
-       Keeps(m.s) /\ ~strays =>
+           misrouted == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
+       Keeps(m.s) /\ ~misrouted =>
          /\ m.k # e.link /\ answers' = answers \ {m} => sdata'[m.s] = sdata[m.s]
          /\ m.k = e.link /\ Open(m.s, m.w, m.k)' =>
               /\ answers' = answers \ {m}
               /\ Reorders \/ \A n \in answers : OverLink(n) = OverLink(m) => m.p <= n.p
-              /\ m.kind = "HELLO" /\ own => f.standing = "UP"
-              /\ counts => f.standing = "UP"
+              /\ m.kind = "HELLO" /\ own => f.link_state = "UP"
+              /\ counts => f.link_state = "UP"
               /\ counts /\ m.kind = "ACK" => f.served = m.v /\ sdata'[m.s].out.outcomes[m.w] = "APPLIED"
               /\ counts /\ m.kind \in RefusalKinds => sdata'[m.s].out.outcomes[m.w] = "REFUSED"
-              /\ own /\ m.v # 0 /\ m.v = e.catching => f.catching = 0 /\ f.standing = "UP"
+              /\ own /\ m.v # 0 /\ m.v = e.catching => f.catching = 0 /\ f.link_state = "UP"
               /\ own /\ m.v # 0 /\ m.v = e.catching /\ m.kind = "ACK" => f.served = m.v
               /\ ~own => sdata'[m.s] = sdata[m.s]
-         /\ own /\ m.k = e.link /\ answers' = answers \ {m} /\ m.kind \in RefusalKinds /\ m.v = 0 => f.standing # "UP"
+         /\ own /\ m.k = e.link /\ answers' = answers \ {m} /\ m.kind \in RefusalKinds /\ m.v = 0 => f.link_state # "UP"
          ]_vars
 
 \* What vanishes while no machine takes a step was one ignored message, or was cut; what then arrives at another
@@ -1039,12 +1039,12 @@ DispatchesReachTheirTargets ==
        /\ blocked'[s] = (sstate'[s] = "awaiting_ack")
        /\ \A w \in Workers :
             LET old == d.members[w] new == e.members[w] IN
-            /\ new.link = old.link /\ new.standing = old.standing /\ new.served = old.served
+            /\ new.link = old.link /\ new.link_state = old.link_state /\ new.served = old.served
             /\ new.catching = old.catching /\ new.fence = old.fence
             /\ new.due = IF w \in targets THEN e.version ELSE old.due
             /\ e.out.owed[w] = IF e.out.outcomes[w] = "PENDING" THEN old.link ELSE 0
             /\ e.out.outcomes[w] =
-                 CASE w \notin targets -> "NONE" [] old.standing \in Ended -> old.standing [] OTHER -> "PENDING"
+                 CASE w \notin targets -> "NONE" [] old.link_state \in Ended -> old.link_state [] OTHER -> "PENDING"
             /\ e.out.outcomes[w] = "PENDING" /\ ~gone[s][w] =>
                  \E m \in messages' : OverLink(m) = <<s, w, old.link>> /\ m.v = e.version /\ m.p = e.serial]_vars
 
@@ -1053,17 +1053,17 @@ LinksBeginWhole ==
   [][\A s \in Senders, w \in Workers :
        LET e == sdata[s].members[w] f == sdata'[s].members[w]
            begins == f.link # e.link /\ Connected(s)
-           opens == sdata[s].incarnation = 0 /\ sdata'[s].incarnation # 0 /\ e.standing # "NONE"
+           opens == sdata[s].incarnation = 0 /\ sdata'[s].incarnation # 0 /\ e.link_state # "NONE"
            Sent(v) == \E m \in messages' : OverLink(m) = <<s, w, f.link>> /\ m.v = v IN
        slife'[s] = "alive" =>
        /\ f.link # e.link =>
-            /\ f.link = e.link + 1 /\ f.standing = "EXPECTED" /\ e.standing \in {"NONE"} \cup Ended
+            /\ f.link = e.link + 1 /\ f.link_state = "EXPECTED" /\ e.link_state \in {"NONE"} \cup Ended
             /\ f.due = Max(sdata[s].dueAll, e.due) /\ f.catching = f.due /\ f.served = 0 /\ f.fence = 0
        /\ sdata'[s].incarnation # sdata[s].incarnation => Members(s) # {}
        /\ begins \/ opens => IF rstate[w] = Final THEN gone'[s][w] ELSE Sent(0) /\ ~gone'[s][w]
        /\ begins /\ rstate[w] # Final /\ f.due # 0 => Sent(f.due)
-       /\ f.standing = "EXPECTED" /\ e.standing # "EXPECTED" => f.link # e.link
-       /\ f.standing = "UP" /\ e.standing # "UP" => e.standing = "EXPECTED" /\ f.link = e.link
+       /\ f.link_state = "EXPECTED" /\ e.link_state # "EXPECTED" => f.link # e.link
+       /\ f.link_state = "UP" /\ e.link_state # "UP" => e.link_state = "EXPECTED" /\ f.link = e.link
        /\ opens => \A t \in Senders : sstate[t] = Final =>
             \A x \in Workers : sdata'[s].incarnation > sdata[t].members[x].fence]_vars
 
@@ -1071,29 +1071,29 @@ LinksBeginWhole ==
 LinksEndWhole ==
   [][\A s \in Senders, w \in Workers :
        LET e == sdata[s].members[w] f == sdata'[s].members[w] out == sdata'[s].out
-           ends == Open(s, w, e.link) /\ f.standing \in {"NONE"} \cup Ended
+           ends == Open(s, w, e.link) /\ f.link_state \in {"NONE"} \cup Ended
            Comes(kind) == \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.v = 0 /\ m.kind = kind
                                              /\ m.inc = sdata[s].incarnation IN
        Keeps(s) =>
          /\ ends => out.owed[w] = 0 /\ ~gone'[s][w]
-         /\ ends /\ sdata[s].out.owed[w] # 0 => out.outcomes[w] = IF f.standing = "REFUSED" THEN "REFUSED" ELSE "LOST"
+         /\ ends /\ sdata[s].out.owed[w] # 0 => out.outcomes[w] = IF f.link_state = "REFUSED" THEN "REFUSED" ELSE "LOST"
          \* Its last message says how it ends: of these, only a goodbye removes the worker.
-         /\ ends /\ f.standing = "NONE" => Comes("BYE")
-         /\ f.standing = "REFUSED" /\ e.standing # "REFUSED" => ends /\ Comes("REFUSED")
+         /\ ends /\ f.link_state = "NONE" => Comes("BYE")
+         /\ f.link_state = "REFUSED" /\ e.link_state # "REFUSED" => ends /\ Comes("REFUSED")
          /\ ends /\ ~Reorders /\ ~May("wrong") =>
-              /\ Comes("BYE") => f.standing = "NONE"
-              /\ Comes("REFUSED") => f.standing = "REFUSED"
-              /\ Comes("FAILED") => f.standing = "LOST"
+              /\ Comes("BYE") => f.link_state = "NONE"
+              /\ Comes("REFUSED") => f.link_state = "REFUSED"
+              /\ Comes("FAILED") => f.link_state = "LOST"
          /\ ends /\ ~Lingers => ~\E m \in messages' \cup answers' : m.s = s /\ m.w = w
-         /\ ends /\ f.standing \in Ended => f.link = e.link /\ f.due = e.due /\ f.served = e.served
+         /\ ends /\ f.link_state \in Ended => f.link = e.link /\ f.due = e.due /\ f.served = e.served
          /\ ends /\ ~gone[s][w] /\ ~May("wrong") =>
               \E m \in answers \ answers' : OverLink(m) = <<s, w, e.link>> /\ m.v = 0
                                              /\ m.kind \in {"BYE", "REFUSED", "FENCED", "FAILED"}
          /\ f.fence # e.fence /\ f.fence # 0 => \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.kind = "FENCED"
                                                                    /\ m.fence = f.fence
-         /\ ~ends /\ f.link = e.link /\ f.standing = e.standing =>
-              f.fence = e.fence /\ (f.served # e.served => f.standing = "UP")
-         /\ e.standing \in Ended => f.standing \in {e.standing, "EXPECTED", "NONE"}
+         /\ ~ends /\ f.link = e.link /\ f.link_state = e.link_state =>
+              f.fence = e.fence /\ (f.served # e.served => f.link_state = "UP")
+         /\ e.link_state \in Ended => f.link_state \in {e.link_state, "EXPECTED", "NONE"}
          /\ ends /\ gone[s][w] /\ ~Reorders =>
               \A m \in answers : OverLink(m) = <<s, w, e.link>> =>
                 m.kind \in {"BYE", "REFUSED", "FENCED", "FAILED"} /\ m.v = 0
@@ -1111,15 +1111,15 @@ OnlyTheLivingAct ==
 CallsArePossible ==
   /\ \A s \in Senders : slife[s] = "alive" =>
        /\ sstate[s] = "ready" /\ sdata[s].serial < MaxVersion
-          /\ (\E w \in Workers : sdata[s].members[w].standing \in {"EXPECTED", "UP"}) =>
+          /\ (\E w \in Workers : sdata[s].members[w].link_state \in {"EXPECTED", "UP"}) =>
             (ENABLED SendAll(s)) /\ (ENABLED SendAsyncAll(s))
        /\ sstate[s] = "pending_async" => (ENABLED Wait(s)) /\ (ENABLED Abandon(s))
        /\ sstate[s] = "awaiting_ack" => (ENABLED Deadline(s)) /\ (ENABLED Interrupted(s))
        /\ sstate[s] # Final => ENABLED CloseSender(s)
        /\ \A w \in Workers :
             LET e == sdata[s].members[w] IN
-            /\ sstate[s] # Final /\ e.standing \in {"NONE"} \cup Ended /\ e.link < MaxLink => ENABLED Join(s, w)
-            /\ sstate[s] # Final /\ e.standing \in Ended => ENABLED Remove(s, w)
+            /\ sstate[s] # Final /\ e.link_state \in {"NONE"} \cup Ended /\ e.link < MaxLink => ENABLED Join(s, w)
+            /\ sstate[s] # Final /\ e.link_state \in Ended => ENABLED Remove(s, w)
             /\ Open(s, w, e.link) /\ ~gone[s][w] => ENABLED GiveUp(s, w)
             /\ gone[s][w] /\ ~(\E m \in answers : OverLink(m) = <<s, w, e.link>>) => ENABLED Notice(s, w)
   /\ \A w \in Workers :
@@ -1148,7 +1148,7 @@ CallsArePossible ==
 Counted(s, w) == sdata[s].out.outcomes[w] = "PENDING" /\ sdata'[s].out.outcomes[w] \in {"APPLIED", "REFUSED"}
 \* An outcome comes from the answer to that version; for a refused handshake, from that refusal.
 Rejected(s, w) ==
-  /\ sdata[s].members[w].standing # "REFUSED" /\ sdata'[s].members[w].standing = "REFUSED"
+  /\ sdata[s].members[w].link_state # "REFUSED" /\ sdata'[s].members[w].link_state = "REFUSED"
   /\ sdata'[s].out.outcomes[w] = "REFUSED"
   /\ \E m \in answers : OverLink(m) = <<s, w, sdata[s].members[w].link>> /\ m.inc = sdata[s].incarnation
                          /\ m.v = 0 /\ m.kind = "REFUSED"
@@ -1195,7 +1195,7 @@ ServedChangesByApplied ==
   [][\A w \in Workers : rdata'[w].served # rdata[w].served =>
        \/ rstate[w] = "pending_async" /\ rstate'[w] = "awaiting_ack" /\ rdata'[w].served = rdata[w].pending
        \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)
-       \/ ByHand(w)]_vars
+       \/ Invalidated(w)]_vars
 
 \* G7. A version goes to its targets, and follows the Hello of a joiner it was addressed to.
 OnlyTargetsChange ==
@@ -1219,14 +1219,14 @@ ClosedIsFinal ==
   [][/\ \A s \in Senders : sstate[s] = Final /\ slife'[s] = "alive" =>
           sstate'[s] = Final /\ sdata'[s] = sdata[s]
      /\ \A w \in Workers : rstate[w] = Final /\ rdata'[w] # NewReceiver =>
-          rstate'[w] = Final /\ (rdata'[w].served = rdata[w].served \/ ByHand(w))]_vars
+          rstate'[w] = Final /\ (rdata'[w].served = rdata[w].served \/ Invalidated(w))]_vars
 
 \* G10. A waiting caller is released: under FairClock by the clock alone, under FairWorld without one.
 EverySendEnds == \A s \in Senders : blocked[s] ~> ~blocked[s]
 
 \* G11. An update ends only with a report, in which each target has an outcome; ABANDONED is reported only if the
 \* caller gave up or closed; a wait that ends early changes no outcome.
-EverybodyIsToldTheTruth ==
+OutcomesAreTrue ==
   [][\A s \in Senders :
        LET new == sdata'[s].out.outcomes IN
        /\ IsOutstanding(s) /\ ~IsOutstanding(s)' /\ slife'[s] # "dead" =>

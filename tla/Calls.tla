@@ -37,7 +37,7 @@ AllRules == {
 }
 ASSUME Careless \subseteq AllRules
 
-\* at: "way", "door" (it has arrived), "answered" (its result is known), "refused" (its link is closed there)
+\* at: "way", "arrived" (at the worker), "answered" (its result is known), "refused" (its link is closed there)
 Begun(m) == [m |-> m, at |-> "way", words |-> {}, future |-> "open"]
 Moved(call, at, words) == [m |-> call.m, at |-> at, words |-> words, future |-> call.future]
 Over(call, future) == [m |-> call.m, at |-> call.at, words |-> call.words, future |-> future]
@@ -57,12 +57,12 @@ Begin(s, w, k) ==
 Arrive(s, w, k, n) ==
   LET l == <<s, w, k>> IN
   /\ Is(l, n) /\ calls[l][n].at = "way"
-  /\ calls' = [calls EXCEPT ![l][n] = Moved(@, "door", {})]
+  /\ calls' = [calls EXCEPT ![l][n] = Moved(@, "arrived", {})]
   /\ UNCHANGED <<machines, turn, collected, failed>>
 
 LetIn(s, w, k, n) ==
   LET l == <<s, w, k>> IN
-  /\ Is(l, n) /\ calls[l][n].at \in {"door", "answered"}
+  /\ Is(l, n) /\ calls[l][n].at \in {"arrived", "answered"}
   /\ n = turn[l] \/ (~Follows("InTurn") /\ n >= turn[l])
   /\ turn' = [turn EXCEPT ![l] = n + 1]
   /\ inbox' = inbox \cup {calls[l][n].m}
@@ -72,7 +72,7 @@ LetIn(s, w, k, n) ==
 ComeAgain(s, w, k, n) ==
   LET l == <<s, w, k>> IN
   /\ ~Follows("NumbersOnce")
-  /\ Is(l, n) /\ calls[l][n].at \in {"door", "answered"} /\ n < turn[l] /\ calls[l][n].m \notin inbox
+  /\ Is(l, n) /\ calls[l][n].at \in {"arrived", "answered"} /\ n < turn[l] /\ calls[l][n].m \notin inbox
   /\ inbox' = inbox \cup {calls[l][n].m}
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, net>>
 
@@ -82,7 +82,7 @@ ComeAgain(s, w, k, n) ==
 \* A message of the worker returns with the oldest call that waits at the server.
 Reply(s, w, k) ==
   LET l == <<s, w, k>>
-      waiting == {n \in 1..Len(calls[l]) : calls[l][n].at = "door"}
+      waiting == {n \in 1..Len(calls[l]) : calls[l][n].at = "arrived"}
       oldest == CHOOSE n \in waiting : \A i \in waiting : n <= i IN
   /\ On(said, l) # {} /\ waiting # {} /\ Open(l)
   /\ calls' = [calls EXCEPT ![l][oldest] = Moved(@, "answered", On(said, l))]
@@ -241,8 +241,8 @@ FailedNeverRan == [][\A s \in Senders, w \in Workers, k \in Links, n \in 1..Numb
 LostMeansNot == \A s \in Senders, w \in Workers :
   ~(sdata[s].out.outcomes[w] = "LOST" /\ rdata[w].served[2] = sdata[s].out.version /\ sdata[s].out.version # 0)
 
-\* A call comes to the door before one that was begun earlier.
-NoneIsEarly == \A l \in Ends : \A n \in 1..Len(calls[l]) : calls[l][n].at = "door" => \A i \in 1..n : calls[l][i].at # "way"
+\* A call arrives before one that was begun earlier.
+NoneIsEarly == \A l \in Ends : \A n \in 1..Len(calls[l]) : calls[l][n].at = "arrived" => \A i \in 1..n : calls[l][i].at # "way"
 
 \* An answer is taken behind a call that has failed.
 FailureComesLast == [][\A s \in Senders, w \in Workers, n \in 1..Numbers :

@@ -28,7 +28,7 @@ CONSTANTS
   Senders,   \* 1..n: the ends of the one trainer, one a link; each draws a name
   Workers,   \* 1..n: the ends of the one worker; each draws a nonce
   MaxSaid,   \* messages of a sender's end
-  MaxTold,   \* answers of a worker's end
+  MaxAnswers,   \* answers of a worker's end
   Way,       \* "row": numbers follow one another; "calls": each number counts once
   Careless   \* rules that are removed for the revert tests; {} otherwise
 
@@ -41,9 +41,9 @@ VARIABLES
   read,      \* read[w]: what it read, in order
   kept,      \* kept[w]: numbers of calls that it keeps until their sender has proved itself
   proven,    \* proven[w]: something PROVEN has come
-  told       \* told[w]: how many answers it sealed
+  answered       \* answered[w]: how many answers it sealed
 
-vars == <<wire, said, met, heard, link, read, kept, proven, told>>
+vars == <<wire, said, met, heard, link, read, kept, proven, answered>>
 
 AllRules == {
   "WorkerChallenges", \* the worker's nonce is under the MACs of a session
@@ -59,7 +59,7 @@ Follows(rule) == rule \notin Careless
 -----------------------------------------------------------------------------
 (* Envelopes *)
 
-Numbers == 0..(IF MaxSaid > MaxTold THEN MaxSaid ELSE MaxTold)
+Numbers == 0..(IF MaxSaid > MaxAnswers THEN MaxSaid ELSE MaxAnswers)
 Nothing == <<"nothing", 0, 0>>
 Message(s, n) == <<"message", s, n>>
 Answer(w, n) == <<"answer", w, n>>
@@ -89,7 +89,7 @@ Say(s) ==
   /\ Len(said[s]) < MaxSaid /\ \A t \in Senders : t < s => said[t] # <<>>
   /\ said' = [said EXCEPT ![s] = Append(@, Message(s, Len(@)))]
   /\ wire' = wire \cup {Sealed(s, Len(said[s]), Message(s, Len(said[s])))}
-  /\ UNCHANGED <<met, heard, link, read, kept, proven, told>>
+  /\ UNCHANGED <<met, heard, link, read, kept, proven, answered>>
 
 \* It proves itself, by an empty message with its own number, or by an empty repetition of a call.
 Prove(s, n) ==
@@ -97,14 +97,14 @@ Prove(s, n) ==
   /\ \/ Way = "row" /\ n = Len(said[s]) /\ n < MaxSaid /\ said' = [said EXCEPT ![s] = Append(@, Nothing)]
      \/ Way = "calls" /\ n < Len(said[s]) /\ said' = said
   /\ wire' = wire \cup {Sealed(s, n, Nothing)}
-  /\ UNCHANGED <<met, heard, link, read, kept, proven, told>>
+  /\ UNCHANGED <<met, heard, link, read, kept, proven, answered>>
 
 \* A challenge arrives.
 Meet(s, w) ==
   /\ Envelope("CHALLENGE", s, 0, 0, Nonce(w)) \in wire
   /\ met[s] = 0 \/ ~Follows("FirstStays")
   /\ met' = [met EXCEPT ![s] = w]
-  /\ UNCHANGED <<wire, said, heard, link, read, kept, proven, told>>
+  /\ UNCHANGED <<wire, said, heard, link, read, kept, proven, answered>>
 
 \* An answer comes. In a row the challenge has number 0; of calls, which come home in any order, a number counts once.
 Hear(s, n, content) ==
@@ -112,9 +112,9 @@ Hear(s, n, content) ==
   /\ Envelope("ANSWER", s, met[s], n, content) \in wire
   /\ \/ Way = "row" /\ InTurn(n, Len(heard[s]) + 1)
      \/ Way = "calls" /\ (InTurn(n, n) /\ \A i \in 1..Len(heard[s]) : heard[s][i] # content)
-  /\ Len(heard[s]) < MaxTold + 1
+  /\ Len(heard[s]) < MaxAnswers + 1
   /\ heard' = [heard EXCEPT ![s] = Append(@, content)]
-  /\ UNCHANGED <<wire, said, met, link, read, kept, proven, told>>
+  /\ UNCHANGED <<wire, said, met, link, read, kept, proven, answered>>
 
 -----------------------------------------------------------------------------
 (* The worker's end *)
@@ -124,7 +124,7 @@ Take(w, s) ==
   /\ link[w] = 0 /\ \A x \in Workers : x < w => link[x] # 0
   /\ link' = [link EXCEPT ![w] = s]
   /\ wire' = wire \cup {Envelope("CHALLENGE", s, 0, 0, Nonce(w))}
-  /\ UNCHANGED <<said, met, heard, read, kept, proven, told>>
+  /\ UNCHANGED <<said, met, heard, read, kept, proven, answered>>
 
 Reads(w, n, content) ==
   /\ InTurn(n, Len(read[w])) /\ Len(read[w]) < MaxSaid + 1
@@ -137,7 +137,7 @@ ReadEarly(w, n, content) ==
   /\ IF Way = "calls" /\ ~proven[w]
      THEN kept' = [kept EXCEPT ![w] = @ \cup {n}] /\ read' = read
      ELSE Reads(w, n, content) /\ kept' = kept
-  /\ UNCHANGED <<wire, said, met, heard, link, proven, told>>
+  /\ UNCHANGED <<wire, said, met, heard, link, proven, answered>>
 
 \* What is sealed for both challenges. Empty, it frees the call of its number that is kept.
 ReadProven(w, n, content) ==
@@ -147,15 +147,15 @@ ReadProven(w, n, content) ==
   /\ IF Way = "row" \/ content # Nothing THEN Reads(w, n, content) /\ kept' = kept
      ELSE IF n \in kept[w] THEN Reads(w, n, Message(link[w], n)) /\ kept' = [kept EXCEPT ![w] = @ \ {n}]
      ELSE UNCHANGED <<read, kept>>
-  /\ UNCHANGED <<wire, said, met, heard, link, told>>
+  /\ UNCHANGED <<wire, said, met, heard, link, answered>>
 
 \* The messages that the worker's end accepts.
 Believed(w) == IF proven[w] \/ ~Follows("HeldBack") THEN read[w] ELSE <<>>
 
-Tell(w) ==
-  LET n == IF Way = "row" THEN told[w] + 1 ELSE told[w] IN
-  /\ Believed(w) # <<>> /\ told[w] < MaxTold
-  /\ told' = [told EXCEPT ![w] = @ + 1]
+SealAnswer(w) ==
+  LET n == IF Way = "row" THEN answered[w] + 1 ELSE answered[w] IN
+  /\ Believed(w) # <<>> /\ answered[w] < MaxAnswers
+  /\ answered' = [answered EXCEPT ![w] = @ + 1]
   /\ wire' = wire \cup {Envelope("ANSWER", link[w], w, n, Answer(w, n))}
   /\ UNCHANGED <<said, met, heard, link, read, kept, proven>>
 
@@ -169,13 +169,13 @@ Next ==
   \/ \E w \in Workers, s \in Senders : Take(w, s)
   \/ \E w \in Workers, n \in Numbers, content \in Contents : ReadEarly(w, n, content)
   \/ \E w \in Workers, n \in Numbers, content \in Contents : ReadProven(w, n, content)
-  \/ \E w \in Workers : Tell(w)
+  \/ \E w \in Workers : SealAnswer(w)
 
 Init ==
   /\ wire = {}
   /\ said = [s \in Senders |-> <<>>] /\ met = [s \in Senders |-> 0] /\ heard = [s \in Senders |-> <<>>]
   /\ link = [w \in Workers |-> 0] /\ read = [w \in Workers |-> <<>>] /\ kept = [w \in Workers |-> {}]
-  /\ proven = [w \in Workers |-> FALSE] /\ told = [w \in Workers |-> 0]
+  /\ proven = [w \in Workers |-> FALSE] /\ answered = [w \in Workers |-> 0]
 
 Spec == Init /\ [][Next]_vars
 
@@ -191,7 +191,7 @@ OnlyTheSender == \A w \in Workers :
 \* A sender's end accepts what the worker's end whose nonce it took said, in this session, each once; in a row in order.
 OnlyTheWorker == \A s \in Senders : heard[s] # <<>> =>
   /\ link[met[s]] = s
-  /\ \A i \in 1..Len(heard[s]) : \E n \in Numbers : heard[s][i] = Answer(met[s], n) /\ n <= told[met[s]]
+  /\ \A i \in 1..Len(heard[s]) : \E n \in Numbers : heard[s][i] = Answer(met[s], n) /\ n <= answered[met[s]]
   /\ Cardinality({heard[s][i] : i \in 1..Len(heard[s])}) = Len(heard[s])
   /\ Way = "row" => \A i \in 1..Len(heard[s]) : heard[s][i] = Answer(met[s], i)
 

@@ -3,11 +3,14 @@
 (* A worker group: the bound on staleness, the results and their channel,  *)
 (* and restarts.  weightsync/group.                                        *)
 (*                                                                         *)
-(* The trainer dispatches a version, announces it, waits for the answers,  *)
-(* and takes results only while it does not wait.  A worker passes a gate, *)
-(* takes a step with the version that it serves, and now and then puts a   *)
-(* result, for which there must be room in its channel.  A thread of the   *)
-(* worker receives meanwhile.                                              *)
+(* The trainer dispatches a version, announces it to each worker, waits    *)
+(* for the answers, and takes results only while it does not wait.  A      *)
+(* worker passes a gate, takes a step with the version that it serves, and *)
+(* now and then puts a result, for which there must be room in its         *)
+(* channel.  A thread of the worker receives meanwhile.                    *)
+(*                                                                         *)
+(* Workers hear of a version one by one, as over their channels; memory    *)
+(* that all of them share is the case in which they hear at once.          *)
 (*                                                                         *)
 (* Abstracted: one send at a time, to all workers, and the newest          *)
 (* supersedes; an update is applied or lost with its worker, as            *)
@@ -35,7 +38,7 @@ ASSUME Careless \subseteq AllRules
 
 VARIABLES
   version,    \* the newest version dispatched
-  announced,  \* the newest version announced
+  announced,  \* announced[w]: the newest version that the worker has heard of
   owed,       \* workers that have not answered it; the trainer waits while there are any
   mail,       \* <<w, v>>: updates on their way
   acks,       \* <<w, v>>
@@ -57,7 +60,7 @@ Follows(rule) == rule \notin Careless
 Alive == {w \in Workers : pc[w] # "dead"}
 
 Init ==
-  /\ version = 0 /\ announced = 0 /\ owed = {} /\ mail = {} /\ acks = {}
+  /\ version = 0 /\ announced = [w \in Workers |-> 0] /\ owed = {} /\ mail = {} /\ acks = {}
   /\ pc = [w \in Workers |-> "starting"] /\ served = [w \in Workers |-> 0] /\ floor = [w \in Workers |-> 0]
   /\ made = [w \in Workers |-> {}] /\ truth = [w \in Workers |-> {}]
   /\ room = [w \in Workers |-> Capacity] /\ life = [w \in Workers |-> 0] /\ results = [w \in Workers |-> <<>>]
@@ -72,9 +75,9 @@ Send ==
   /\ owed' = Alive
   /\ UNCHANGED <<announced, acks, worker, room, life, results>>
 
-Announce ==
-  /\ announced < (IF Follows("AnnounceDispatched") THEN version ELSE MaxVersion)
-  /\ announced' = announced + 1
+Announce(w) ==
+  /\ announced[w] < (IF Follows("AnnounceDispatched") THEN version ELSE MaxVersion)
+  /\ announced' = [announced EXCEPT ![w] = @ + 1]
   /\ UNCHANGED <<version, owed, mail, acks, worker, room, life, results>>
 
 Hear(w, v) ==
@@ -98,13 +101,14 @@ Die(w) ==
   /\ owed' = owed \ {w}
   /\ UNCHANGED <<version, announced, floor, room, life, results>>
 
-\* It joins, and the newest version is sent to it.
+\* It joins, has heard of nothing yet, and the newest version is sent to it.
 Restart(w) ==
   /\ pc[w] = "dead"
   /\ pc' = [pc EXCEPT ![w] = "starting"]
   /\ life' = [life EXCEPT ![w] = @ + 1] /\ room' = [room EXCEPT ![w] = Capacity]
   /\ mail' = mail \cup {<<w, v>> : v \in {version} \ {0}}
-  /\ UNCHANGED <<trainer, acks, served, floor, made, truth, results>>
+  /\ announced' = [announced EXCEPT ![w] = 0]
+  /\ UNCHANGED <<version, owed, acks, served, floor, made, truth, results>>
 
 -----------------------------------------------------------------------------
 (* A worker *)
@@ -126,9 +130,9 @@ Begin(w) ==
 
 Gate(w) ==
   /\ pc[w] = "between"
-  /\ announced - served[w] <= Limit \/ ~Follows("GateAtStep")
+  /\ announced[w] - served[w] <= Limit \/ ~Follows("GateAtStep")
   /\ pc' = [pc EXCEPT ![w] = "begun"]
-  /\ floor' = [floor EXCEPT ![w] = announced - Limit]
+  /\ floor' = [floor EXCEPT ![w] = announced[w] - Limit]
   /\ made' = IF Follows("NameWhatActs") THEN made ELSE [made EXCEPT ![w] = @ \cup {served[w]}]
   /\ UNCHANGED <<trainer, mail, acks, served, truth, room, life, results>>
 
@@ -155,7 +159,8 @@ Put(w) ==
 -----------------------------------------------------------------------------
 
 Next ==
-  \/ Send \/ Announce
+  \/ Send
+  \/ \E w \in Workers : Announce(w)
   \/ \E w \in Workers, v \in Versions : Hear(w, v)
   \/ \E w \in Workers : Take(w)
   \/ \E w \in Workers : Die(w)
@@ -169,8 +174,8 @@ Next ==
 
 \* What was dispatched is announced and answered, and workers go on. The trainer need not send, nor take results.
 Fair ==
-  /\ WF_vars(Announce)
   /\ \A w \in Workers :
+       /\ WF_vars(Announce(w))
        /\ SF_vars(\E v \in Versions : Receive(w, v)) /\ WF_vars(\E v \in Versions : Hear(w, v))
        /\ WF_vars(Restart(w)) /\ WF_vars(Begin(w)) /\ WF_vars(Gate(w)) /\ WF_vars(Act(w))
        /\ WF_vars(\E next \in {"between", "putting"} : EndStep(w, next)) /\ WF_vars(Put(w))
@@ -179,7 +184,7 @@ Spec == Init /\ [][Next]_vars /\ Fair
 -----------------------------------------------------------------------------
 (* What holds *)
 
-\* No step begins with a version that is more than Limit behind what was announced by then, nor with none.
+\* No step begins with a version that is more than Limit behind what its worker had heard of by then, nor with none.
 NeverTooStale == \A w \in Workers : pc[w] = "stepping" => served[w] >= floor[w]
 NoStepWithoutWeights == \A w \in Workers : pc[w] = "stepping" => served[w] # 0
 
@@ -200,7 +205,7 @@ NobodyWaitsForEver == \A w \in Workers : pc[w] = "between" ~> pc[w] # "between"
 (* Canaries *)
 
 \* A worker has to wait at its gate.
-NobodyIsStale == \A w \in Workers : pc[w] = "between" => announced - served[w] <= Limit
+NobodyIsStale == \A w \in Workers : pc[w] = "between" => announced[w] - served[w] <= Limit
 
 \* A result is made with two versions.
 OneVersionEach == \A w \in Workers : Cardinality(truth[w]) <= 1

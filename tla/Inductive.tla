@@ -23,18 +23,18 @@ ASSUME Reorders /\ Duplicates /\ Loses /\ ~Lingers
 -----------------------------------------------------------------------------
 (* One sender, by itself *)
 
-IsOpenEntry(e) == e.standing \in {"EXPECTED", "UP"}
+IsOpenEntry(e) == e.link_state \in {"EXPECTED", "UP"}
 
 EntryOK(e) ==
-  /\ e.standing = "NONE" => e = Entry(e.link, "NONE", 0, 0, 0, 0)
-  /\ e.standing # "NONE" => e.link # 0
-  /\ e.standing = "EXPECTED" => e.served = 0
-  /\ e.fence # 0 => e.standing = "LOST" /\ May("copy")
-  /\ e.standing \in Ended => e.catching = 0
-  /\ e.standing = "REFUSED" => May("misfit")
+  /\ e.link_state = "NONE" => e = Entry(e.link, "NONE", 0, 0, 0, 0)
+  /\ e.link_state # "NONE" => e.link # 0
+  /\ e.link_state = "EXPECTED" => e.served = 0
+  /\ e.fence # 0 => e.link_state = "LOST" /\ May("copy")
+  /\ e.link_state \in Ended => e.catching = 0
+  /\ e.link_state = "REFUSED" => May("misfit")
   /\ e.served <= e.due /\ e.catching <= e.due
 
-Entries == {e \in [link : 0..MaxLink, standing : Standings, served : 0..MaxVersion, due : 0..MaxVersion,
+Entries == {e \in [link : 0..MaxLink, link_state : LinkStates, served : 0..MaxVersion, due : 0..MaxVersion,
                    catching : 0..MaxVersion, fence : Incarnations] : EntryOK(e)}
 
 \* What a sender's data is made of, once each field that follows from others is left out.
@@ -57,7 +57,7 @@ AliveOK(state, d) ==
   /\ state = "uninitialized" => d.incarnation = 0
   /\ d.incarnation = 0 =>
        /\ state \in {"uninitialized", "closed"} /\ d.version = 0
-       /\ \A w \in Workers : d.members[w].standing \in {"NONE", "EXPECTED"} /\ d.members[w].due = 0
+       /\ \A w \in Workers : d.members[w].link_state \in {"NONE", "EXPECTED"} /\ d.members[w].due = 0
   /\ d.version = 0 => d.out = NewSender.out /\ ~outstanding
   /\ state = "awaiting_ack" => owing # {}
   /\ state = "pending_async" => \E f \in {"async", "deadline", "interrupt"} : May(f)
@@ -66,7 +66,7 @@ AliveOK(state, d) ==
   /\ \A w \in Workers :
        LET e == d.members[w] outcome == d.out.outcomes[w] IN
        /\ EntryOK(e)
-       /\ e.due <= d.version /\ (e.standing # "NONE" => d.dueAll <= e.due)
+       /\ e.due <= d.version /\ (e.link_state # "NONE" => d.dueAll <= e.due)
        /\ d.out.owed[w] = IF outcome = "PENDING" THEN e.link ELSE 0
        /\ outcome = "PENDING" => IsOpenEntry(e) /\ e.due = d.version
        /\ outcome = "ABANDONED" => ~outstanding /\ (May("abandon") \/ May("close"))

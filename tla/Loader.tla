@@ -23,7 +23,7 @@ AllRules == {
   "AnswerLast",        \* the answer leaves once the loader has ended
   "AllTaken",          \* a loader that returned without taking every tensor is not acked
   "PartIsBroken",      \* one that took some of them, and returned, has perhaps begun
-  "TellsTheTruth",     \* the loader's duty: it raises PartlyLoadedError if it has begun to write
+  "PartIsReported",     \* the loader's duty: it raises PartlyLoadedError if it has begun to write
   "WritesAll",         \* the loader's duty: when it returns, it has written what it took
   "ServingExcludes",   \* it runs between two forwards
   "BrokenIsTheEnd",    \* no forward begins once a load broke
@@ -93,7 +93,7 @@ Return ==
 \* Any exception but PartlyLoadedError.
 Raise ==
   /\ loading
-  /\ Follows("TellsTheTruth") => ~Begun
+  /\ Follows("PartIsReported") => ~Begun
   /\ Refuse /\ loading' = FALSE
   /\ UNCHANGED <<content, version, taken, reading>>
 

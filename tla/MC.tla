@@ -9,7 +9,7 @@ EXTENDS AckProtocol
 
 AllApplied(s) == \A w \in Members(s) : sdata[s].out.outcomes[w] = "APPLIED"
 Outcome(s, w) == sdata[s].out.outcomes[w]
-LostLink(s, w) == sdata[s].members[w].standing = "LOST"
+LostLink(s, w) == sdata[s].members[w].link_state = "LOST"
 Serves(w, s, v) == sdata[s].incarnation # 0 /\ rdata[w].served[1] = sdata[s].incarnation /\ rdata[w].served[2] = v
 NewAnswer(kind) == \E m \in answers' : m \notin answers /\ m.kind = kind
 
@@ -19,7 +19,7 @@ NoneIsFenced == ~Fenced
 
 \* A worker dies during a send and is reported LOST; its next life serves the same version.
 CrashThenRecovery == \E s \in Senders, w \in Workers :
-  /\ Outcome(s, w) = "LOST" /\ sdata[s].members[w].standing = "UP" /\ sdata[s].members[w].link = 2
+  /\ Outcome(s, w) = "LOST" /\ sdata[s].members[w].link_state = "UP" /\ sdata[s].members[w].link = 2
   /\ sdata[s].members[w].served = sdata[s].out.version
 NoCrashThenRecovery == ~CrashThenRecovery
 
@@ -144,13 +144,13 @@ WiderSend == \E s \in Senders, w \in Workers :
 OnlyTheLatestSendChanges == [][~WiderSend]_vars
 
 \* A receiver says Bye, and is removed by a sender that is waiting for it.
-ByeWhileOwing == \E s \in Senders, w \in Workers : Owes(s, w) /\ sdata'[s].members[w].standing = "NONE"
+ByeWhileOwing == \E s \in Senders, w \in Workers : Owes(s, w) /\ sdata'[s].members[w].link_state = "NONE"
 NoBye == [][~ByeWhileOwing]_vars
 
 \* A worker that reported a failure is LOST, remains among the workers, and rejoins on a new link.
 BackAfterFailure == \E s \in Senders, w \in Workers :
   /\ Outcome(s, w) = "LOST" /\ sdata[s].members[w].link = 2 /\ ~May("break") /\ ~May("wrong") /\ ~May("crash")
-  /\ sdata[s].members[w].standing = "EXPECTED" /\ sdata'[s].members[w].standing = "UP"
+  /\ sdata[s].members[w].link_state = "EXPECTED" /\ sdata'[s].members[w].link_state = "UP"
 NobodyIsBackAfterFailure == [][~BackAfterFailure]_vars
 
 \* TLC must find this false.

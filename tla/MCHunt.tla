@@ -64,26 +64,26 @@ SenderRowsSeen == \A s \in Senders :
        /\ SeeIn(45, "STALE", from, stays /\ ~Loses /\ e = d /\ \E m \in answers \ answers' : m.s = s)
        /\ \A w \in Workers :
             LET old == d.members[w] new == e.members[w] IN
-            /\ SeeIn(50, "ARRIVED", from, old.standing = "EXPECTED" /\ new.standing = "UP" /\ e.out = d.out
+            /\ SeeIn(50, "ARRIVED", from, old.link_state = "EXPECTED" /\ new.link_state = "UP" /\ e.out = d.out
                                           /\ new.served = 0)
-            /\ SeeIn(55, "REPLY", from, d.out.owed[w] # 0 /\ e.out.owed[w] = 0 /\ new.standing = "UP" /\ stays)
-            /\ SeeIn(60, "LOST", from, old.standing \in {"EXPECTED", "UP"} /\ new.standing = "LOST" /\ stays)
-            /\ SeeIn(195, "a handshake is refused", from, old.standing \in {"EXPECTED", "UP"} /\ new.standing = "REFUSED")
+            /\ SeeIn(55, "REPLY", from, d.out.owed[w] # 0 /\ e.out.owed[w] = 0 /\ new.link_state = "UP" /\ stays)
+            /\ SeeIn(60, "LOST", from, old.link_state \in {"EXPECTED", "UP"} /\ new.link_state = "LOST" /\ stays)
+            /\ SeeIn(195, "a handshake is refused", from, old.link_state \in {"EXPECTED", "UP"} /\ new.link_state = "REFUSED")
             /\ SeeIn(65, "JOIN", from, new.link # old.link /\ stays)
-            /\ SeeIn(70, "CAUGHT_UP", from, old.catching # 0 /\ new.catching = 0 /\ new.standing = "UP" /\ stays
+            /\ SeeIn(70, "CAUGHT_UP", from, old.catching # 0 /\ new.catching = 0 /\ new.link_state = "UP" /\ stays
                                             /\ e.out = d.out)
-            /\ SeeIn(75, "REMOVE", from, old.standing \in {"LOST", "EXPECTED"} /\ new.standing = "NONE" /\ stays)
-            /\ SeeIn(80, "Bye", from, old.standing = "UP" /\ new.standing = "NONE")
+            /\ SeeIn(75, "REMOVE", from, old.link_state \in {"LOST", "EXPECTED"} /\ new.link_state = "NONE" /\ stays)
+            /\ SeeIn(80, "Bye", from, old.link_state = "UP" /\ new.link_state = "NONE")
             /\ See(86, "a newcomer is due", old.link = 0 /\ new.due # 0)
-            /\ See(87, "a worker comes again", old.standing = "NONE" /\ new.link = 2)
-            /\ See(88, "a missed update is due", old.standing = "LOST" /\ new.due > d.dueAll)
-            /\ SeeIn(180, "some are sent to, not all", sstate'[s], e.serial # d.serial /\ old.standing = "UP"
+            /\ See(87, "a worker comes again", old.link_state = "NONE" /\ new.link = 2)
+            /\ See(88, "a missed update is due", old.link_state = "LOST" /\ new.due > d.dueAll)
+            /\ SeeIn(180, "some are sent to, not all", sstate'[s], e.serial # d.serial /\ old.link_state = "UP"
                                                                    /\ e.out.outcomes[w] = "NONE")
             /\ See(90, "a refusal ends a wait", from = "awaiting_ack" /\ sstate'[s] = "ready"
                                                  /\ e.out.outcomes[w] = "REFUSED" /\ d.out.owed[w] # 0)
             /\ See(91, "a loss ends a wait", from = "awaiting_ack" /\ sstate'[s] = "ready"
                                               /\ e.out.outcomes[w] = "LOST" /\ d.out.owed[w] # 0)
-            /\ See(92, "an ack comes before its Hello", old.standing = "EXPECTED" /\ new.served # 0)
+            /\ See(92, "an ack comes before its Hello", old.link_state = "EXPECTED" /\ new.served # 0)
             /\ See(93, "an open link is closed at its far end", ~gone[s][w] /\ gone'[s][w])
   /\ See(95, "a copy is made", slife[s] = "unborn" /\ slife'[s] # "unborn")
   /\ See(98, "the lowest clock is taken", e.incarnation = 1)
@@ -134,7 +134,7 @@ ReceiverRowsSeen == \A w \in Workers :
 WouldCount(m) ==
   LET d == sdata[m.s] IN
   /\ Open(m.s, m.w, m.k) /\ m.inc = d.incarnation
-  /\ \/ m.kind = "HELLO" /\ d.members[m.w].standing = "EXPECTED"
+  /\ \/ m.kind = "HELLO" /\ d.members[m.w].link_state = "EXPECTED"
      \/ m.kind = "BYE"
      \/ d.out.owed[m.w] = m.k /\ m.v = d.version
 
@@ -163,7 +163,7 @@ NetworkSeen ==
   /\ See(176, "all answers of a link that works are cut", CutAnswer(FALSE, FALSE))
   /\ See(177, "some answers of a link that works are cut", CutAnswer(FALSE, TRUE))
   /\ See(168, "a loss overtakes an answer", \E m \in answers : gone[m.s][m.w] /\ m.kind \in {"HELLO", "ACK"}
-       /\ sdata[m.s].members[m.w].link = m.k /\ sdata'[m.s].members[m.w].standing = "LOST")
+       /\ sdata[m.s].members[m.w].link = m.k /\ sdata'[m.s].members[m.w].link_state = "LOST")
   /\ See(164, "a message overtakes another", \E w \in Workers : rdata'[w].pending # rdata[w].pending
        /\ \E m \in messages : m.w = w /\ m.v # 0 /\ m.p < rdata'[w].pending[3] /\ <<m.s, m.k>> = rdata[w].link)
   /\ See(169, "a message is read before an older one to another worker", \E w \in Workers :

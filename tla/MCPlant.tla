@@ -80,7 +80,7 @@ LinkRenumbered(s, w) ==
 \* A link is forgotten, and its worker owes.
 LinkForgotten(s, w) ==
   /\ IsOpen(s, w) /\ Owes(s, w)
-  /\ sdata' = [sdata EXCEPT ![s].members[w].standing = "LOST"] /\ UNCHANGED sstate /\ Rest
+  /\ sdata' = [sdata EXCEPT ![s].members[w].link_state = "LOST"] /\ UNCHANGED sstate /\ Rest
 
 \* One that is not born writes.
 UnbornWrites(s, w) ==

@@ -20,9 +20,9 @@ A == <<1, 1>>   \* version 1 of sender 1
 B == <<1, 2>>
 
 \* What sender 1 has; sender 2 is new.
-At(serving, number, has, sent, told, knows) == [
+At(serving, number, has, sent, outcomes, knows) == [
   served |-> serving, incarnation |-> <<number, 0>>, phase |-> <<has, "idle">>, version |-> <<sent, 0>>,
-  outcome |-> <<told, <<"NONE", "NONE">>>>, did |-> <<knows, {}>>
+  outcome |-> <<outcomes, <<"NONE", "NONE">>>>, did |-> <<knows, {}>>
 ]
 Both(numbers) == [
   served |-> <<None, None>>, incarnation |-> numbers, phase |-> <<"idle", "idle">>, version |-> <<0, 0>>,
@@ -37,9 +37,9 @@ Owed == At(Nothing, 1, "outstanding", 1, <<"PENDING", "PENDING">>, {})
 OneDid == At(<<A, None>>, 1, "outstanding", 1, <<"PENDING", "PENDING">>, {1})
 OneWaits == At(<<A, None>>, 1, "waited", 1, <<"PENDING", "PENDING">>, {1})
 BothDid == At(<<A, A>>, 1, "outstanding", 1, <<"PENDING", "PENDING">>, {1, 2})
-OneTold == At(<<A, None>>, 1, "outstanding", 1, <<"APPLIED", "PENDING">>, {1})
+OneReported == At(<<A, None>>, 1, "outstanding", 1, <<"APPLIED", "PENDING">>, {1})
 LastOwes == At(<<A, A>>, 1, "waited", 1, <<"APPLIED", "PENDING">>, {1, 2})
-AllTold == At(<<A, None>>, 1, "outstanding", 1, <<"APPLIED", "REFUSED">>, {1})
+AllReported == At(<<A, None>>, 1, "outstanding", 1, <<"APPLIED", "REFUSED">>, {1})
 Over == At(<<A, None>>, 1, "idle", 1, <<"APPLIED", "REFUSED">>, {})
 
 S(before, after) == [before |-> before, after |-> after]
@@ -93,7 +93,7 @@ Steps == <<
   S(OneDid, At(Nothing, 1, "outstanding", 1, <<"LOST", "PENDING">>, {1})),
 
   \* Answer: w \in Pending(s)
-  S(OneTold, At(<<A, None>>, 1, "outstanding", 1, <<"REFUSED", "PENDING">>, {1})),
+  S(OneReported, At(<<A, None>>, 1, "outstanding", 1, <<"REFUSED", "PENDING">>, {1})),
   \* Answer: o = "APPLIED" => w \in did[s]
   S(OneDid, At(<<A, None>>, 1, "outstanding", 1, <<"PENDING", "APPLIED">>, {1})),
   \* Answer: outcome' = [outcome EXCEPT ![s][w] = o]
@@ -110,7 +110,7 @@ Steps == <<
   \* Wait: phase[s] = "outstanding"
   S(At(Nothing, 1, "closed", 1, <<"ABANDONED", "ABANDONED">>, {}), At(Nothing, 1, "idle", 1, <<"ABANDONED", "ABANDONED">>, {})),
   \* Wait: phase' = [phase EXCEPT ![s] = IF Pending(s) = {} THEN "idle" ELSE "waited"]
-  S(AllTold, At(<<A, None>>, 1, "waited", 1, <<"APPLIED", "REFUSED">>, {})),
+  S(AllReported, At(<<A, None>>, 1, "waited", 1, <<"APPLIED", "REFUSED">>, {})),
   \* Wait: did' = [did EXCEPT ![s] = IF Pending(s) = {} THEN {} ELSE @]
   S(OneDid, At(<<A, None>>, 1, "waited", 1, <<"PENDING", "PENDING">>, {})),
   \* Wait: UNCHANGED <<served, incarnation, version, outcome>>
@@ -130,7 +130,7 @@ Steps == <<
   \* GiveUp: phase' = [phase EXCEPT ![s] = to]
   S(OneDid, At(<<A, None>>, 1, "outstanding", 1, <<"ABANDONED", "ABANDONED">>, {})),
   \* GiveUp: outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> IF w \in Pending(s) THEN "ABANDONED" ELSE outcome[s][w]]]
-  S(OneTold, At(<<A, None>>, 1, "idle", 1, <<"ABANDONED", "ABANDONED">>, {})),
+  S(OneReported, At(<<A, None>>, 1, "idle", 1, <<"ABANDONED", "ABANDONED">>, {})),
   \* GiveUp: outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> IF w \in Pending(s) THEN "ABANDONED" ELSE outcome[s][w]]]
   S(OneDid, At(<<A, None>>, 1, "closed", 1, <<"PENDING", "PENDING">>, {})),
   \* GiveUp: did' = [did EXCEPT ![s] = {}]
@@ -141,7 +141,7 @@ Steps == <<
   \* Die: phase' = [phase EXCEPT ![s] = "dead"]
   S(Over, At(<<A, None>>, 1, "idle", 1, Silent, {})),
   \* Die: outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> "NONE"]]
-  S(OneTold, At(<<A, None>>, 1, "dead", 1, <<"APPLIED", "ABANDONED">>, {})),
+  S(OneReported, At(<<A, None>>, 1, "dead", 1, <<"APPLIED", "ABANDONED">>, {})),
   \* Die: did' = [did EXCEPT ![s] = {}]
   S(OneDid, At(<<A, None>>, 1, "dead", 1, Silent, {1})),
   \* Die: UNCHANGED <<served, incarnation, version>>

@@ -23,7 +23,7 @@ CONSTANT Careless   \* rules of this module that are removed for the revert test
 SharedRules == {
   "StaleFirst",     \* an update below the fence is answered STALE, whatever version it names
   "ForceStays",     \* a handshake rejected over the link in force leaves that link as it is
-  "OldIsTold",      \* a takeover over the link in force answers the pending update STALE: no link closes
+  "OldIsAnswered",      \* a takeover over the link in force answers the pending update STALE: no link closes
   "FenceEnds",      \* a refusal with a fence above the sender's incarnation ends the link, whatever version it names
   "OwnGoodbye"      \* of a link's senders only the one in force ends it
 }
@@ -54,7 +54,7 @@ SharedHello(w, s, k) ==
       input == NameHello(w, s, k)
       incarnation == sdata[s].incarnation
       pending == rdata[w].pending
-      stale == IF pending # NoPayload /\ Follows("OldIsTold")
+      stale == IF pending # NoPayload /\ Follows("OldIsAnswered")
                THEN Posted(answers, Word(Link(w)[1], w, k, pending, "STALE", incarnation)) ELSE answers IN
   /\ m \in messages /\ ReceiverMay(rstate[w], input) /\ MayRead(w, k)
   /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
@@ -183,12 +183,12 @@ OnlyItsSenderEndsIt ==
        May("break") \/ ~Open(Link(w)[1], w, Link(w)[2])]_vars
 
 \* A sender that hears of a newer sender over its link loses the link and keeps the fence.
-TheFencedAreTold ==
+FencedSendersAreNotified ==
   [][\A m \in answers \ answers' :
        LET e == sdata'[m.s].members[m.w]
            own == m.inc = sdata[m.s].incarnation /\ Open(m.s, m.w, m.k) /\ Keeps(m.s)
-           strays == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
-       own /\ ~strays /\ m.fence > m.inc => e.standing = "LOST" /\ e.fence = m.fence]_vars
+           misrouted == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
+       own /\ ~misrouted /\ m.fence > m.inc => e.link_state = "LOST" /\ e.fence = m.fence]_vars
 
 \* Canaries. An older sender is refused over the link in force.
 StaleBelowTheFence == \E m \in answers : m.kind = "STALE" /\ m.fence > m.inc

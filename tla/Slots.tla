@@ -87,7 +87,7 @@ Learnt(s, w, v) == IF \E pin \in PinsOf(s, w) : pin.k = LinkTo(s, w) /\ pin.v >=
 Over(s, w, v) == {pin \in PinsOf(s, w) : IF Follows("NewerUnpins") THEN pin.v < v ELSE pin.v <= v}
 
 \* The sender's end of the link closes.
-IsDead(s, w) == <<s, w, LinkTo(s, w)>> \in dead /\ sdata[s].members[w].standing = "UP"
+IsDead(s, w) == <<s, w, LinkTo(s, w)>> \in dead /\ sdata[s].members[w].link_state = "UP"
 LetGo(s, ws) ==
   /\ pins' = {pin \in pins : ~(pin.s = s /\ pin.w \in ws)}
   /\ retired' = [retired EXCEPT ![s] = @ \cup
@@ -127,7 +127,7 @@ LoseLink(s, w) ==
      \/ \E x \in If("wrong", {s}) : GiveUp(x, w)
      \/ \E k \in Links : AnswerBye(s, w, k)
      \/ \E k \in Links, kind \in Rejections : AnswerRejected(s, w, k, kind)
-  /\ LetGo(s, IF sdata'[s].members[w].standing \in {"LOST", "NONE"} THEN {w} ELSE {})
+  /\ LetGo(s, IF sdata'[s].members[w].link_state \in {"LOST", "NONE"} THEN {w} ELSE {})
   /\ UNCHANGED <<content, place, packing, dead, seen>>
 
 CloseAll(s) ==
@@ -278,5 +278,5 @@ LostReadNothing == [][\A w \in Workers, s \in Senders :
 
 \* A slot whose worker is known to be dead is packed again.
 TheDeadKeepTheirs == [][\A s \in Senders, w \in Workers :
-  sdata'[s].members[w].standing = "LOST" /\ pins' # pins => retired'[s] # retired[s]]_slotVars
+  sdata'[s].members[w].link_state = "LOST" /\ pins' # pins => retired'[s] # retired[s]]_slotVars
 =============================================================================

@@ -170,7 +170,7 @@ Guarantees == {
   <<"G8", "CopyOwesNothing">>,
   <<"G9", "ClosedIsFinal">>,
   <<"G10", "EverySendEnds">>,
-  <<"G11", "EverybodyIsToldTheTruth">>,
+  <<"G11", "OutcomesAreTrue">>,
   <<"G12", "LateJoinerCatchesUp">>
 }
 

@@ -50,7 +50,7 @@ Acts(e) ==
 
 \* The expected entry of a worker: link state, link, served, due, catching, fence.
 EntryIs(entry, expected) ==
-  /\ entry.standing = expected[1]
+  /\ entry.link_state = expected[1]
   /\ expected[1] # "NONE" =>
        <<entry.link, entry.served, entry.due, entry.catching, entry.fence>>
          = <<expected[2], expected[3], expected[4], expected[5], expected[6]>>

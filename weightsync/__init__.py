@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from weightsync.errors import WorkerLostError as WorkerLostError
     from weightsync.group.group import WorkerGroup as WorkerGroup
     from weightsync.group.group import WorkerResult as WorkerResult
+    from weightsync.group.ranks import run_worker as run_worker
     from weightsync.group.worker import Worker as Worker
     from weightsync.options import OnFailure as OnFailure
     from weightsync.options import OnPending as OnPending
@@ -138,6 +139,7 @@ _HOMES = {
     "WorkerGroup": "group.group",
     "WorkerResult": "group.group",
     "Worker": "group.worker",
+    "run_worker": "group.ranks",
     "Layout": "weights.layout",
     "Loader": "weights.loader",
     "OnFailure": "options",

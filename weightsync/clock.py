@@ -64,12 +64,12 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     Raises:
         ConfigurationError: it is negative or not a number, in the argument or in the environment.
     """
-    if timeout is None:
-        return None
+    if timeout is None or (type(timeout) is float and timeout >= 0):
+        return timeout
     default = isinstance(timeout, Timeout)
-    if default and ENVIRONMENT not in os.environ:
+    value: object = os.environ.get(ENVIRONMENT) if default else timeout
+    if value is None:
         return SECONDS * START_FACTOR if timeout is Timeout.START else SECONDS
-    value: object = os.environ[ENVIRONMENT] if default else timeout
     number = float("nan")
     if (default or isinstance(value, SupportsFloat)) and not isinstance(value, bool):
         with contextlib.suppress(TypeError, ValueError):
@@ -101,13 +101,19 @@ class Deadline:
     @property
     def nap(self) -> float | None:
         """Seconds to sleep before checking this deadline again, capped for poll(2). None means no limit."""
-        left = self.remaining
-        return None if left is None else min(_clock.nap(left), _DAY)
+        if self._at is None:
+            return None
+        return min(_clock.nap(max(0.0, self._at - _clock.monotonic())), _DAY)
 
     @property
     def passed(self) -> bool:
         """Whether the deadline has passed."""
         return self._at is not None and _clock.monotonic() >= self._at
+
+
+def monotonic() -> float:
+    """Seconds since an arbitrary point in time. The value never decreases."""
+    return _clock.monotonic()
 
 
 class Stopwatch:

@@ -87,8 +87,8 @@ class StateError(WeightSyncError):
         self.machine = machine
         self.state = state
         self.asked = asked
-        self.allowed = tuple(allowed)
-        self.steps = tuple(steps)
+        self.allowed: tuple[str, ...] = tuple(allowed)
+        self.steps: tuple[tuple[str, str, str], ...] = tuple(steps)
 
 
 def _call(method: str) -> str:
@@ -121,7 +121,7 @@ class AckTimeoutError(SyncError, TimeoutError):
 
     def __init__(self, message: str, report: Any = None, pending: Sequence[int] = ()) -> None:
         super().__init__(message, report)
-        self.pending = tuple(pending)
+        self.pending: tuple[int, ...] = tuple(pending)
 
 
 class WorkerLostError(SyncError, ConnectionError):
@@ -143,7 +143,7 @@ class WorkerLostError(SyncError, ConnectionError):
         fence: int | None = None,
     ) -> None:
         super().__init__(message, report)
-        self.lost = dict(lost or {})
+        self.lost: dict[int, str] = dict(lost or {})
         self.fence = fence
 
 
@@ -159,7 +159,7 @@ class RefusedError(SyncError):
 
     def __init__(self, message: str, report: Any = None, refused: Mapping[int, str] | None = None) -> None:
         super().__init__(message, report)
-        self.refused = dict(refused or {})
+        self.refused: dict[int, str] = dict(refused or {})
 
 
 class WorkerFailedError(WeightSyncError):
@@ -295,9 +295,9 @@ class LayoutError(WeightSyncError, KeyError, ValueError):
         mismatched: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.mismatched = dict(mismatched or {})
+        self.missing: tuple[str, ...] = tuple(missing)
+        self.unexpected: tuple[str, ...] = tuple(unexpected)
+        self.mismatched: dict[str, str] = dict(mismatched or {})
 
 
 class NonFiniteError(WeightSyncError, ArithmeticError):
@@ -313,7 +313,7 @@ class NonFiniteError(WeightSyncError, ArithmeticError):
 
     def __init__(self, message: str, tensors: Mapping[str, tuple[int, int]] | None = None) -> None:
         super().__init__(message)
-        self.tensors = dict(tensors or {})
+        self.tensors: dict[str, tuple[int, int]] = dict(tensors or {})
 
 
 class ProtocolError(WeightSyncError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from weightsync.model.output import Findings, MessageReader
 from weightsync.model.process import FOLDER_PREFIX, Ending, Job, Outcome, follow, kill, launched
-from weightsync.model.toolchain import Toolchain, ToolMissingError, jvm_library
+from weightsync.model.toolchain import Toolchain, ToolMissingError, probed
 
 _SCRIPT = Path(__file__).with_name("jvm.py")
 _MARK = "@!@!@RAN "
@@ -149,3 +150,16 @@ class _Answer:
                 self.ending, self.code = Ending.EXITED, int(line.removeprefix(_MARK))
                 return
             yield line
+
+
+def jvm_library(java: Path) -> Path:
+    """Return the library that a Java launcher loads its JVM from.
+
+    Raises ToolMissingError: the launcher does not report its location, or the library is not there.
+    """
+    settings = probed(java, "-XshowSettings:properties")
+    home = re.search(r"java\.home = (.+)", settings)
+    library = Path(home.group(1).strip() if home else "") / "lib" / "server" / "libjvm.so"
+    if not library.is_file():
+        raise ToolMissingError(f"The JVM of {java} is not at {library}: put another Java on PATH.")
+    return library

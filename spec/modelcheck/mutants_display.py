@@ -17,7 +17,7 @@ from modelcheck.mutants import (
     Score,
     Session,
     Share,
-    changed_grounds,
+    changed_baselines,
     complaints,
     draw,
     fallen,
@@ -50,17 +50,17 @@ def hunt_mutants(
     afresh = share.taken(whole, ledger)
     console.print(f"{len(whole)} mutants, {len(afresh)} of them afresh, after the model itself", markup=False)
     session = Session(toolchain, manifest, ledger)
-    grounds = session.measure()
+    baselines = session.measure()
     progress = _Progress(console, len(whole))
     try:
-        session.hunt(grounds, whole, afresh, progress.told)
+        session.hunt(baselines, whole, afresh, progress.told)
     finally:
         seen = progress.seen
         after = ledger.after(seen, [mutant.name for mutant in whole])
         if repin:
-            after.write({ground.configuration.name: ground.met for ground in grounds})
+            after.write({baseline.configuration.name: baseline.met for baseline in baselines})
             ledger = Ledger.read(known)
-    found = [*changed_grounds(ledger, grounds), *stale(ledger, whole), *complaints(ledger, seen), *fallen(after)]
+    found = [*changed_baselines(ledger, baselines), *stale(ledger, whole), *complaints(ledger, seen), *fallen(after)]
     console.print(_killers(Score(seen)))
     for line in _summary(Score(seen), after, time.monotonic() - started):
         console.print(line, soft_wrap=True)

@@ -186,7 +186,7 @@ def machines(world: World) -> tuple[list[Any], list[Any]]:
 
 
 def _sender(state: str, data: Sender) -> tuple[Any, ...]:
-    members = tuple(None if entry.standing == "NONE" else tuple(entry) for entry in data.members)
+    members = tuple(None if entry.link_state == "NONE" else tuple(entry) for entry in data.members)
     last = (data.out.version, data.out.owed, data.out.outcomes)
     return (state, data.incarnation, data.version, data.dueAll, members, last)
 

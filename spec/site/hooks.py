@@ -52,7 +52,7 @@ REFERENCE = {
         ("WeightSender", "send_sharded", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout"),
     ),
     "receiver": ("The worker's side", ("WeightReceiver", "Loader")),
-    "group": ("Worker groups", ("WorkerGroup", "Worker", "WorkerResult", "OnStale")),
+    "group": ("Worker groups", ("WorkerGroup", "run_worker", "Worker", "WorkerResult", "OnStale")),
     "reports": ("Reports", ("SyncReport", "Outcome", "OutcomeKind", "Evidence", "Delivery", "RefusalKind", "State")),
     "events": ("Events", ("SyncEvent", "EventKind", "SyncRole", "SyncPhase", "Subscription")),
     "telemetry": ("OpenTelemetry and Prometheus", ()),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pkgutil
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ DOCS = ROOT / "docs"
 #: Seconds in which a page's program must end.
 PATIENCE = 110.0
 NEEDS = {"ray": [pytest.mark.ray], "rpc": [pytest.mark.rpc], "distributed": [pytest.mark.gloo]}
+GROUP_RAY, GROUP_TORCHRUN = (DOCS / "examples" / f"group_{name}.py" for name in ("ray", "torchrun"))
 SCHEMES = ("processes", "shared", "none", "ray", "rpc", "distributed")
 
 
@@ -79,6 +83,37 @@ def test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so(
             assert f"rank {rank}: version {version} of 'policy' [worker 0: APPLIED] 904 bytes" in found.stdout
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_program_of_a_group_over_ray_serves_each_version(
+    capsys: pytest.CaptureFixture[str], cluster: object
+) -> None:
+    assert blocks((DOCS / "group.md").read_text(encoding="utf-8"), "python")[1] == GROUP_RAY.read_text(encoding="utf-8")
+    runpy.run_path(str(GROUP_RAY), run_name="imported")["main"](num_workers=1)
+
+    output = capsys.readouterr().out
+    assert all(f"version {version} of 'policy' [worker 0: APPLIED]" in output for version in (2, 3, 4))
+
+
+@pytest.mark.gloo
+def test_the_program_of_a_group_over_ranks_serves_each_version(tmp_path: Path, forkserver: Any) -> None:
+    program = GROUP_TORCHRUN.read_text(encoding="utf-8")
+    assert blocks((DOCS / "group.md").read_text(encoding="utf-8"), "python")[2] == program
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    torchruns = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    paths = [tmp_path / f"rank_{rank}.py" for rank in range(3)]
+    for rank, path in enumerate(paths):
+        path.write_text(f"import os\nos.environ |= {torchruns | {'RANK': str(rank)}}\n{program}", encoding="utf-8")
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(run, paths, [forkserver] * 3))
+
+    assert [code for code, _, _ in found] == [0, 0, 0], found
+    for version in (2, 3, 4):
+        assert f"version {version} of 'policy' [worker 0: APPLIED, worker 1: APPLIED]" in found[0][1]
+
+
 @pytest.mark.parametrize("name", ["transports", "observability", "engines"])
 def test_the_programs_of_a_page_print_what_it_says(name: str, tmp_path: Path, forkserver: Any) -> None:
     document = (DOCS / f"{name}.md").read_text(encoding="utf-8")
@@ -90,6 +125,39 @@ def test_the_programs_of_a_page_print_what_it_says(name: str, tmp_path: Path, fo
         assert (0, text) == (code, output), errors
 
 
+TUTORIALS = {
+    "quickstart": [],
+    "ppo": [],
+    "staleness": [],
+    "night": [],
+    "torchrun": [pytest.mark.gloo],
+    "collectors": [pytest.mark.torchrl, pytest.mark.slow],  # 25 seconds; tests/torchrl has the cheap one
+    "counterexample": [pytest.mark.tlc],
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in TUTORIALS.items()])
+@pytest.mark.parametrize("method", ["fork", pytest.param("", marks=pytest.mark.slow)])
+def test_a_tutorials_program_runs_and_prints_what_its_page_says(
+    name: str, method: str, tmp_path: Path, forkserver: Any
+) -> None:
+    document = (DOCS / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
+    (program,), (text,) = blocks(document, "python"), blocks(document, "text")
+    path = tmp_path / f"{name}.py"
+    path.write_text(program, encoding="utf-8")
+
+    ranks = 2 if name == "torchrun" else 1
+    code, output, errors = run(path, forkserver, ranks, method)
+
+    assert code == 0, errors
+    for line in text.splitlines():
+        assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
+
+
+def test_each_tutorial_is_tried() -> None:
+    assert {path.stem for path in (DOCS / "tutorials").glob("*.md")} == {"README", *TUTORIALS}
+
+
 def promised(line: str, output: str) -> bool:
     """Whether the output has that line; ``...`` in it stands for anything.
 
@@ -98,29 +166,48 @@ def promised(line: str, output: str) -> bool:
     return re.search(".*".join(map(re.escape, line.strip().split("..."))), output) is not None
 
 
-def run(path: Path, context: Any) -> tuple[int, str, str]:
-    """Run a program as ``python path`` would, with torch imported already; nothing that it started outlives it."""
+def run(path: Path, context: Any, ranks: int = 1, method: str = "") -> tuple[int, str, str]:
+    """Run a program as ``python path`` would, with torch imported already; nothing that it started outlives it.
+
+    With several ranks, as torchrun would. With a method, all its processes are started so, which is cheap if they fork.
+    """
     said = path.with_suffix(".out"), path.with_suffix(".err")
-    process = context.Process(target=as_main, args=(path, *said))
-    process.start()
-    process.join(PATIENCE)
-    ended = not process.is_alive()
-    if not ended:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+    environments: list[dict[str, str]] = [{}]
+    if ranks > 1:
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port() - 1), "WORLD_SIZE": str(ranks)}
+        environments = [world | {"RANK": str(rank)} for rank in range(ranks)]
+    processes = [context.Process(target=as_main, args=(path, *said, each, method)) for each in environments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE)
+    ended = not any(process.is_alive() for process in processes)
+    for process in processes:
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
     output, errors = (each.read_text(encoding="utf-8") for each in said)
     assert ended, f"{path.name} did not end within {PATIENCE} s\n{output}\n{errors}"
-    return process.exitcode, output, errors
+    return max(abs(process.exitcode) for process in processes), output, errors
 
 
-def as_main(path: Path, output: Path, errors: Path) -> None:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def as_main(path: Path, output: Path, errors: Path, environment: dict[str, str], method: str) -> None:
     """In the process of the program."""
     os.setsid()
     for stream, file in ((1, output), (2, errors)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(path.parent)
-    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **environment}
     sys.argv, sys.path[:] = [str(path)], [str(path.parent), *sys.path]
+    if method:
+        context = multiprocessing.get_context(method)
+        multiprocessing.get_context = lambda *_: context
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:

@@ -24,7 +24,7 @@ from weightsync.bench.contenders import Contender, Situation
 from weightsync.bench.floors import Local
 from weightsync.bench.judging import Floor
 from weightsync.bench.models import digest_of, digest_of_model, make_model
-from weightsync.bench.processes import Ask, Failure, Workers, failures_told
+from weightsync.bench.processes import Ask, Failure, Workers, failures_sent
 from weightsync.bench.schemes import Sending, make_scheme, serve_requests, variants
 from weightsync.bench.settings import START_TIMEOUT, BenchError, Payload, SchemeName
 
@@ -152,7 +152,7 @@ def start_serving(model_id: str, payload: Payload, device: str, verify: str) -> 
 
 
 def _serve(channel: Connection, model_id: str, payload: Payload, device: str, verify: str) -> None:
-    with channel, failures_told(channel), make_scheme(SchemeName.RPC, verify) as scheme:
+    with channel, failures_sent(channel), make_scheme(SchemeName.RPC, verify) as scheme:
         model = make_model(payload, device)
         scheme.init_on_worker(model_id, model=model)
         channel.send("ready")

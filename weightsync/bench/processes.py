@@ -124,7 +124,7 @@ class Failure(str):
 
 
 @contextlib.contextmanager
-def failures_told(channel: connection.Connection) -> Iterator[None]:
+def failures_sent(channel: connection.Connection) -> Iterator[None]:
     """Report an error of a worker to the trainer, if that is still there."""
     try:
         yield
@@ -137,7 +137,7 @@ def enter(work: Callable[..., None], channel: connection.Connection, *arguments:
     """Run a worker process until its function returns or the trainer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then ends the workers
     torch.set_num_threads(1)
-    with failures_told(channel):
+    with failures_sent(channel):
         work(channel, *arguments)
     # Threads of TorchRL's and of torch's RPC would keep the process.
     sys.stdout.flush()

@@ -154,14 +154,10 @@ class Results:
         new = {case.key for case in later.cases}
         return replace(later, machine=theirs, cases=(*(c for c in self.cases if c.key not in new), *later.cases))
 
-    def write(self, path: Path) -> None:
-        """Write the JSON. Raises ConfigurationError: the file cannot be written."""
-        record = {"schema": SCHEMA, **asdict(self)}
-        text = json.dumps(record, indent=1, default=_plain) + "\n"
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"the results cannot be written to {path}: {error}.") from error
+    def record(self) -> dict[str, Any]:
+        """The results as plain data, for JSON."""
+        record: dict[str, Any] = json.loads(json.dumps({"schema": SCHEMA, **asdict(self)}, default=_plain))
+        return record
 
     @classmethod
     def read(cls, path: Path) -> Results:

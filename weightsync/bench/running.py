@@ -29,7 +29,7 @@ _WORKER_MODULES = ("weightsync.bench.call_schemes", "weightsync.bench.torchrl_sc
 
 
 class Progress(Protocol):
-    """Is told how a run goes."""
+    """Receives the progress of a run."""
 
     def began(self, cases: int) -> None:
         """The number of cases is known."""

@@ -6,13 +6,12 @@ This is what a user's own program does on both sides, and a request for a digest
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch import distributed, nn
+from torch import nn
 
 import weightsync
 from weightsync import Verify, WeightReceiver, WeightSender, WeightSyncScheme
@@ -21,6 +20,7 @@ from weightsync.bench.models import digest_of_model, make_model
 from weightsync.bench.processes import Ask, Workers, calls_of
 from weightsync.bench.results import Kind, Label
 from weightsync.bench.settings import DEFAULT_VERIFY, SEND_TIMEOUT, START_TIMEOUT, Payload, SchemeName
+from weightsync.transports.store.store import hosted
 
 #: How many seconds a worker waits for a new version before it checks for a request.
 _PAUSE = 0.2
@@ -61,8 +61,7 @@ class ProcessScheme(Sending):
         situation.cleanup.callback(self._workers.close)
         members: dict[str, Any] = {"num_workers": situation.workers, "processes": self._workers.processes}
         if name is SchemeName.DISTRIBUTED:
-            limit = timedelta(seconds=START_TIMEOUT)
-            members["store"] = distributed.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)  # type: ignore[attr-defined]
+            members["store"] = hosted("127.0.0.1", 0, timedelta(seconds=START_TIMEOUT))
         # Before the processes start, so that each inherits its end of the link.
         scheme.init_on_sender(situation.model_id, model=situation.source.model, **members)
         self._workers.start()
@@ -119,8 +118,8 @@ def make_scheme(name: SchemeName, verify: str) -> WeightSyncScheme:
         case SchemeName.RAY:
             return weightsync.RayWeightSyncScheme(verify=verify)
         case _:
-            # torch's store can be reached from other hosts, so a key is needed to keep them out.
-            return weightsync.DistributedWeightSyncScheme(verify=verify, key=secrets.token_bytes(16))
+            # Its store listens on the loopback only: no key is needed to keep other hosts out.
+            return weightsync.DistributedWeightSyncScheme(verify=verify)
 
 
 def default_verify() -> str:

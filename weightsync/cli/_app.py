@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from weightsync import __version__
+from weightsync.errors import ConfigurationError
 
 #: The sub-commands in the order of the help text, with the first lines of their docstrings.
 COMMANDS = {
@@ -31,14 +32,20 @@ Report = Annotated[
 
 
 def write_report(record: Any, report: Path | None) -> None:
-    """Write results as JSON where ``--json`` says: to a file, to standard output, or nowhere."""
+    """Write results as JSON where ``--json`` says: to a file, to standard output, or nowhere.
+
+    Raises ConfigurationError: the file cannot be written.
+    """
     if report is None:
         return
     text = json.dumps(record, indent=1) + "\n"
     if is_printed(report):
         typer.echo(text, nl=False)
-    else:
+        return
+    try:
         report.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"the results cannot be written to {report}: {error}.") from error
 
 
 def is_printed(report: Path | None) -> bool:

@@ -10,13 +10,16 @@ from typing import Annotated
 import typer
 
 from weightsync.bench import Device, Results, SchemeName, Settings
+from weightsync.bench.reporting import compared_rows, require_matplotlib
 from weightsync.bench.reporting import plot as draw
-from weightsync.bench.reporting import require_matplotlib
 from weightsync.bench.settings import DEFAULT_VERIFY, listed, members, numbers, payloads
+from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.cli._bench_display import Display, show, show_compared
 from weightsync.cli.check import console, ended_by_signals
 
 _INTERRUPTED = 128 + signal.SIGINT
+#: The names in JSON of the columns of a comparison.
+_COMPARED = ("payload", "workers", "contender", "first", "second", "factor", "judgement")
 _ALL = ",".join(name.value for name in SchemeName)
 
 
@@ -42,7 +45,7 @@ def bench(  # noqa: PLR0917
     noise_limit: Annotated[
         float, typer.Option(help="The relative interquartile range of a floor above which a ratio to it says nothing.")
     ] = 0.25,
-    report: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file.")] = None,
+    report: Report = None,
     append: Annotated[
         bool, typer.Option("--append", help="Keep what the --json file has of other cases on the same machine.")
     ] = False,
@@ -64,9 +67,11 @@ def bench(  # noqa: PLR0917
     was missed; 1 if a worker ended, weights did not arrive, or an option or a file is wrong; 2 for a usage error; and
     130 after Ctrl-C. In every case all processes have ended.
     """
-    screen = console()
+    screen = console(report)
     if compare is not None:
-        show_compared(screen, *map(Results.read, compare))
+        both = Results.read(compare[0]), Results.read(compare[1])
+        write_report([dict(zip(_COMPARED, row, strict=True)) for row in compared_rows(*both)], report)
+        show_compared(screen, *both)
         return
     if plot is not None:
         require_matplotlib()
@@ -81,12 +86,13 @@ def bench(  # noqa: PLR0917
         rounds,
         noise_limit,
     )
-    before = Results.read(report) if append and report is not None and report.exists() else None
+    before = (
+        Results.read(report) if append and report is not None and not is_printed(report) and report.exists() else None
+    )
     results = _measured(settings, note, Display(screen))
     if before is not None:
         results = before.joined(results)
-    if report is not None:
-        results.write(report)
+    write_report(results.record(), report)
     if plot is not None:
         draw(results, plot)
     show(screen, results)
@@ -97,7 +103,7 @@ def _measured(settings: Settings, note: str, display: Display) -> Results:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         with ended_by_signals(), display:
-            # Importing torch takes seconds, and wrong options are told of before.
+            # Importing torch takes seconds, and wrong options are reported before that.
             from weightsync.bench.running import run  # noqa: PLC0415
 
             return run(settings, display, note)

@@ -27,6 +27,7 @@ from weightsync.model import (
     Toolchain,
     ToolMissingError,
     Verdict,
+    described,
     explain,
     find_model,
     find_toolchain,
@@ -77,10 +78,12 @@ def check(  # noqa: PLR0917
     whole = everything or show or write_cfg is not None
     chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if whole else Tier.QUICK)
     if show:
+        write_report([described(found) for found in chosen], report)
         screen.print(listing(chosen))
         return
     if write_cfg:
         _write(chosen, write_cfg)
+        write_report([f"{found.name}.cfg" for found in chosen], report)
         screen.print(f"{len(chosen)} .cfg files written to {write_cfg}", markup=False, soft_wrap=True)
         return
     if coverage:
@@ -88,7 +91,7 @@ def check(  # noqa: PLR0917
     started = time.monotonic()
     verdicts = run(manifest, chosen, screen, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
     write_report([record(verdict) for verdict in verdicts], report)
-    tell(manifest, verdicts, time.monotonic() - started, screen)
+    print_summary(manifest, verdicts, time.monotonic() - started, screen)
     vacuous = (*vacuity(verdicts, manifest.planted), *idle(verdicts, manifest)) if coverage else ()
     for line in vacuous:
         screen.print(line, markup=False)
@@ -147,7 +150,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def tell(manifest: Manifest, verdicts: Sequence[Verdict], seconds: float, screen: Console) -> None:
+def print_summary(manifest: Manifest, verdicts: Sequence[Verdict], seconds: float, screen: Console) -> None:
     """Print the verdicts, what the bounds leave out, and an explanation of each verdict that differs."""
     screen.print(results(verdicts))
     screen.print(summary(verdicts, seconds))

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.cli._trace_display import drawn, perfetto, svg
+from weightsync.errors import ConfigurationError
 from weightsync.verify import Run, UnreadableTraceError
 from weightsync.verify import verify as judged
 from weightsync.verify.chart import Chart, chart_of
@@ -77,15 +78,22 @@ def export(
         typer.Option("--format", help="Default: perfetto for a file that ends in .json, otherwise svg."),
     ] = None,
     run: Number = 1,
+    report: Report = None,
 ) -> None:
     """Write a run as an SVG drawing, or as JSON that Perfetto and Chrome's tracing page open.
 
+    With --json, what was written is said as data: the file, its format, its rows and its machines.
     The exit code is 0, or 2 if a trace cannot be read or has no such run.
     """
     chosen = kind or (Format.PERFETTO if to.suffix == ".json" else Format.SVG)
     chart, _ = _chart(places, run)
-    to.write_text(svg(chart) if chosen is Format.SVG else perfetto(chart), encoding="utf-8")
-    typer.echo(f"{len(chart.rows)} rows of {len(chart.lanes)} machines written to {to}.")
+    try:
+        to.write_text(svg(chart) if chosen is Format.SVG else perfetto(chart), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"the run cannot be written to {to}: {error}.") from error
+    written = {"file": str(to), "format": chosen.value, "rows": len(chart.rows), "machines": list(chart.lanes)}
+    write_report(written, report)
+    typer.echo(f"{len(chart.rows)} rows of {len(chart.lanes)} machines written to {to}.", err=is_printed(report))
 
 
 def _chart(places: list[Path], number: int) -> tuple[Chart, int]:

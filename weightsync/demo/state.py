@@ -151,9 +151,14 @@ class Result:
             "episodes": len(state.returns),
             "mean_return": {"first": state.first_mean, "last": state.last_mean},
             "seconds": round(state.elapsed, 3),
-            "sent": _told(self.sent),
+            "sent": _proof_fields(self.sent),
             "workers": [
-                {"worker": each.index, "verdict": each.verdict.name, "reason": each.reason, "serves": _told(each.proof)}
+                {
+                    "worker": each.index,
+                    "verdict": each.verdict.name,
+                    "reason": each.reason,
+                    "serves": _proof_fields(each.proof),
+                }
                 for each in self.workers
             ],
             "failures": self.failures,
@@ -174,7 +179,7 @@ class Result:
         return found
 
 
-def _told(proof: Proof | None) -> dict[str, Any] | None:
+def _proof_fields(proof: Proof | None) -> dict[str, Any] | None:
     return None if proof is None else {"version": proof.version, "digest": proof.digest.hex()}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
+from weakref import ref
 
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
@@ -22,6 +24,10 @@ from weightsync.weights.tree_digest import digest
 logger = logging.getLogger("weightsync")
 
 
+def _none() -> None:
+    """A reference to no slot."""
+
+
 class Applier:
     """Applies the pending version whole, or refuses it.
 
@@ -35,6 +41,9 @@ class Applier:
         self._driver = driver
         self._served = served
         self._listening = listening
+        #: The slot of the version served, and that of the version before, if it is not tidied up yet.
+        self._slot: Callable[[], Slot | None] = _none
+        self._left: Callable[[], Slot | None] = _none
         #: Why the last version that was refused could not be applied; empty: none was refused.
         self.last_refusal = ""
         #: The error of the swap that left the model without a whole version; None: there was none.
@@ -57,8 +66,15 @@ class Applier:
         applied = self.swap_staged(0.0) if self._served.staged is not None else None
         with self._driver.lock:
             if applied is None:
+                self._tidy()
                 self._listening.check()
             return applied
+
+    def _tidy(self) -> None:
+        """There is nothing to apply: prepare the slot that the model has left for its next use."""
+        left, self._left = self._left(), _none
+        if left is not None:
+            left.tidy()
 
     def receive_and_apply_here(self) -> bool | None:
         """Receive and apply to the registered model. If its path no longer leads to a model, the update is refused.
@@ -144,11 +160,16 @@ class Applier:
             self.refuse_for(ready.pending, error)
             return False
         self._served.staged = None
+        self._left, self._slot = self._slot, self._written(ready.pending.slot)
         self._served.applied = ready.pending.update.digest
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
         self._driver.take(pure.Defer(ack) if relays else pure.Applied(ack))
         self._decided()
         return True
+
+    def _written(self, slot: Slot | None) -> Callable[[], Slot | None]:
+        """A reference to a slot in which parameters lie now, so that this process may write there."""
+        return _none if slot is None or self._served.apply_mode is Mode.COPY else ref(slot)
 
     def _break_down(self, ready: Ready, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
         self.broken = broken = self._broken(ready.pending, error)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from weightsync.clock import Stopwatch
+from weightsync.clock import Stopwatch, monotonic
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Data, Effect, Input, RoleMachine, Step, method_of, refusal
@@ -30,16 +30,18 @@ from weightsync.weights.layout import Layout
 
 
 class Hearing:
-    """When a sender last heard from each worker."""
+    """When a sender last heard from each worker, in seconds of the clock."""
 
     def __init__(self) -> None:
-        self._last: dict[int, Stopwatch] = {}
-        self._first: dict[int, Stopwatch] = {}
+        self._last: dict[int, float] = {}
+        #: When something first came over each open link.
+        self.first: dict[int, float] = {}
 
     def heard(self, worker: int, link: int) -> None:
         """A message of a worker has just arrived over a link."""
-        now = self._last[worker] = Stopwatch()
-        self._first.setdefault(link, now)
+        now = self._last[worker] = monotonic()
+        if link not in self.first:
+            self.first[link] = now
 
     def forget(self, worker: int) -> None:
         """A worker has been removed."""
@@ -48,16 +50,16 @@ class Hearing:
     def silent_for(self, worker: int) -> float | None:
         """Seconds since a worker was last heard from, over any link; None: it never was."""
         last = self._last.get(worker)
-        return None if last is None else last.seconds
+        return None if last is None else monotonic() - last
 
     def connected_after(self, link: int, since: Stopwatch) -> float:
         """Seconds from ``since`` to the first message over a link, or to now if there has been none."""
-        first = self._first.get(link)
-        return since.seconds if first is None else max(0.0, first.started - since.started)
+        first = self.first.get(link)
+        return since.seconds if first is None else max(0.0, first - since.started)
 
     def closed(self, link: int) -> None:
         """A link is closed."""
-        self._first.pop(link, None)
+        self.first.pop(link, None)
 
 
 logger = logging.getLogger("weightsync")
@@ -160,6 +162,11 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         self._pure_step: Callable[[State, Data, Event], Step[Input, Data, Effect]] = pure_step
         self._todo: deque[Effect] = deque()
         self._last_link = 0
+        #: The links that are open. Never changed: replaced.
+        self._open: tuple[Link, ...] = ()
+        #: The waits of all threads that have waited here, and those of them that nobody uses now.
+        self._waits: list[Waits[Link]] = []
+        self._idle: list[Waits[Link]] = []
 
     def take(self, event: Event) -> Step[Input, Data, Effect]:
         """Take an event, and execute the effects that follow from it.
@@ -170,7 +177,10 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         """
         with self.lock:
             step = self._step(event)
-            self._finish()
+            if self._todo:
+                self._finish()
+            else:
+                self._forget()
             return step
 
     def watch_steps(self, seen: Callable[[State, Data, Event, Step[Input, Data, Effect]], None]) -> None:
@@ -213,19 +223,23 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
     def _hint(self, asked: str) -> str:
         """What prevents a method now, and what its caller can do; empty: nothing more is known."""
 
-    def wait(self, timeout: float | None, since: int, waits: Waits[Link] | None = None) -> list[Link]:
+    def wait(self, timeout: float | None, since: int) -> list[Link]:
         """Block until a link can be read or written, the waker fires, or time is up. A link that fails is lost.
 
         Args:
             timeout: seconds; None for ever.
-            waits: the caller's waits before; None: there were none.
 
         Returns:
             The links that can be read or written now.
         """
-        links = self.links()
         try:
-            return (waits or Waits(self.waker)).wait(links, timeout, since)
+            waits = self._idle.pop()
+        except IndexError:
+            waits = Waits(self.waker)
+            self._waits.append(waits)
+        links = self._open
+        try:
+            return waits.wait(links, timeout, since)
         except WaitFailed as failed:
             link, cause = links[failed.which], failed.__cause__
             assert isinstance(cause, Exception)
@@ -233,10 +247,17 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
                 self._give_up(link, str(_fault(link, cause)))
                 self._finish()
             return []
+        finally:
+            self._idle.append(waits)
 
-    @abstractmethod
+    def _asked_again(self, link: Link) -> None:
+        """Have the waits ask a link for its descriptors again: they may have changed."""
+        for waits in self._waits:
+            waits.changed.add(id(link))
+
     def links(self) -> list[Link]:
         """The links that are open."""
+        return list(self._open)
 
     @abstractmethod
     def _give_up(self, link: Link, reason: str) -> None:
@@ -289,7 +310,8 @@ class Shield:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._previous: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._recorded: list[tuple[int, FrameType | None]] = []
+        #: The signals that came and were not delivered yet.
+        self.recorded: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Self:
         try:
@@ -301,27 +323,25 @@ class Shield:
         except ValueError:  # another thread than the main one
             self._previous.clear()
         except BaseException:
-            self._restore()
+            for taken, before in self._previous.items():
+                set_handler(taken, before)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
-        if self._recorded:
+        for signum, handler in self._previous.items():
+            set_handler(signum, handler)
+        if self.recorded:
             self.deliver()
 
     def deliver(self) -> None:
         """Call the handlers of the signals recorded so far. What a handler raises is raised here."""
-        while self._recorded:
-            signum, frame = self._recorded.pop(0)
+        while self.recorded:
+            signum, frame = self.recorded.pop(0)
             self._previous[signum](signum, frame)
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
-        self._recorded.append((signum, frame))
+        self.recorded.append((signum, frame))
         self._wake()
-
-    def _restore(self) -> None:
-        for signum, handler in self._previous.items():
-            set_handler(signum, handler)

@@ -76,9 +76,10 @@ class Listening:
         if not driver.ended:
             raise driver.refused(asked)
         served = driver.data.served
+        kept = f"keeps version {served[1]}" if served else "serves no version of ours"
         raise driver.ended_as(
-            f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It keeps "
-            f"version {served[1] if served else None}; register_worker_transport() gives it a new link."
+            f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}; "
+            "register_worker_transport() gives it a new link."
         )
 
     def stop(self) -> None:

@@ -6,12 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from weightsync.engine.delta import Travelling
 from weightsync.engine.driver import Shield
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify, WireDtype
@@ -19,13 +20,13 @@ from weightsync.protocol.codec import MAX_BODY_NBYTES
 from weightsync.protocol.messages import SlotRef, WeightsForm
 from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
-from weightsync.weights.casting import refuse_non_finite, refuse_overflow, sent_layout
+from weightsync.weights.casting import refuse_non_finite, refuse_overflow
 from weightsync.weights.device.base import DeviceError, DeviceMemory
 from weightsync.weights.device.registry import backends, device_of, open_memory
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
-from weightsync.weights.packing import pack, pack_digested
-from weightsync.weights.reading import Weights, layout_of, read_weights
+from weightsync.weights.packing import SendPlan, pack, pack_digested
+from weightsync.weights.reading import Weights, read_weights
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import address_of, borrowed
@@ -75,12 +76,12 @@ class Packed:
     verify: Verify = Verify.DIGEST
     #: What wider floating tensors were cast to; None: nothing is cast.
     wire_dtype: WireDtype | None = None
-    #: The sender's numbers of the links whose workers were given the buffer itself.
-    shared: set[int] = field(default_factory=set)
     #: Seconds that extracting and packing took.
     pack_s: float = 0.0
     #: The W3C trace context that its updates carry; empty: none.
     trace_context: str = ""
+    #: How its payload travels, where deltas may be sent; None: whole, to all.
+    travelling: Travelling | None = None
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +110,11 @@ class Packer:
         wire_dtype: what wider floating tensors are cast to while they are packed; None: nothing is cast.
         selection: which weights are sent; None: all.
         finite: the name of the model whose weights are refused if they are not finite; None: they are not checked.
+        sends_deltas: whether a version may travel as a delta against the one before.
     """
+
+    #: Whether a version may travel as a delta against the one before.
+    sends_deltas = False
 
     def __init__(
         self,
@@ -117,7 +122,9 @@ class Packer:
         wire_dtype: WireDtype | None = None,
         selection: Selection | None = None,
         finite: str | None = None,
+        sends_deltas: bool = False,
     ) -> None:
+        self.sends_deltas = sends_deltas
         self.wire_dtype = wire_dtype
         self._verify = verify
         self._read = read_weights if selection is None else selection.read
@@ -125,15 +132,20 @@ class Packer:
         self._pool = Pool()
         self._on_devices = DevicePools()
         self._lock = threading.Lock()
-        self._layout: Layout | None = None
+        self._plan: SendPlan | None = None
+
+    def _planned(self, weights: Weights) -> SendPlan:
+        plan = self._plan
+        if plan is None or not plan.fits(weights):
+            plan = self._plan = SendPlan(weights, plan, self.wire_dtype)
+        return plan
 
     def layout_of(self, weights: Any) -> Layout:
         """The layout in which weights would be sent, without packing them.
 
         Raises ConfigurationError, LayoutError: they cannot be sent.
         """
-        self._layout = layout_of(self._read(weights), self._layout)
-        return sent_layout(self._layout, self.wire_dtype)
+        return self._planned(self._read(weights)).sent
 
     def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
@@ -149,8 +161,8 @@ class Packer:
             TransportError: there is not enough memory.
         """
         read = self._read(weights)
-        self._layout = layout_of(read, self._layout)
-        layout = sent_layout(self._layout, self.wire_dtype)
+        plan = self._planned(read)
+        layout = plan.sent
         extras = encode_extras(read.extras())
         _require_room(layout, extras)
         with self._lock:
@@ -161,8 +173,8 @@ class Packer:
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
             # A thread or kernel that outlived an interrupted copy would write into what holds other weights by then.
             with Shield(lambda: None) if _outlasts(packed) else contextlib.nullcontext():
-                _copy(read, packed, readers)
-            if self.wire_dtype is not None and layout is not self._layout:
+                _copy(read, packed, readers, plan)
+            if self.wire_dtype is not None and layout is not plan.layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
             if self._finite is not None:
                 refuse_non_finite(self._finite, layout, flat_of(buffer))
@@ -187,14 +199,14 @@ def _outlasts(packed: Packed) -> bool:
     return packed.layout.nbytes > LEAST or isinstance(packed.buffer, DeviceBuffer)
 
 
-def _copy(read: Weights, packed: Packed, readers: Readers) -> None:
+def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan) -> None:
     layout, buffer = packed.layout, packed.buffer
     if isinstance(buffer, DeviceBuffer):
         write_slot(buffer, read, layout, readers)
     elif _compares(packed.verify, readers.all_share(buffer, layout.nbytes)):
-        packed.digest = pack_digested(read, layout, buffer.view, packed.extras)
+        packed.digest = pack_digested(read, layout, buffer.view, packed.extras, plan.pieces(read))
     else:
-        pack(read, layout, buffer.view)
+        pack(read, layout, buffer.view, plan.pieces(read))
 
 
 def _require_room(layout: Layout, extras: bytes) -> None:

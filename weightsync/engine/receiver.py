@@ -139,7 +139,8 @@ class WeightReceiver(Participant):
                     return applied
                 if deadline.passed:
                     return False
-                shield.deliver()
+                if shield.recorded:
+                    shield.deliver()
                 self._driver.wait(deadline.nap, seen)
 
     def receive_and_apply(self, target: Target) -> bool | None:

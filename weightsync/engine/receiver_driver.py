@@ -7,14 +7,15 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from weightsync.engine.delta import HeldBase
 from weightsync.engine.driver import Driver, close, flush, mishandled, read, watch
 from weightsync.engine.refusal_hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
-from weightsync.transports.base import Link, Received
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
+from weightsync.transports.base import Link, Outlet, Received, Steady
 from weightsync.transports.buffers import Slot
 from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
@@ -61,7 +62,13 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.greeting: Hello | None = None
         #: The devices whose slots the model can be served from, as our Hello names them; empty: it is on the host.
         self.devices = b""
+        #: The base of deltas; empty unless the sender may send some.
+        self.held = HeldBase()
+        #: The delta that came last without its base, and the number of its link.
+        self._baseless: tuple[int, Received] | None = None
         self._links: dict[int, Link] = {}
+        #: Where those links write that say whether something is left there.
+        self._outlets: dict[int, Outlet] = {}
         self._layouts: dict[bytes, Layout] = {}
 
     def add_link(self, link: Link) -> None:
@@ -72,6 +79,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 return
             self._last_link += 1
             self._links[self._last_link] = link
+            if isinstance(link, Steady):
+                self._outlets[self._last_link] = link.outlet
+            self._open = (*self._open, link)
             self.ended = ""
             self.waker.fire()
 
@@ -110,6 +120,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _silence(self) -> None:
         self.pending = None
+        self.held.drop()
         self.waker.close()
 
     @property
@@ -170,8 +181,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _write(self, link: int, message: Message) -> None:
         if link not in self._links:
             return
+        outlet = self._outlets.get(link)
         try:
             self._links[link].send(message)
+            if outlet is None or not outlet.idle:
+                self._asked_again(self._links[link])
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
             self._unwritable = link
             self._down(link, str(error) or repr(error))
@@ -209,12 +223,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _close_link(self, link: int) -> None:
         if link in self._links:
-            close(self._links.pop(link))
-
-    def links(self) -> list[Link]:
-        """The links that are open."""
-        with self.lock:
-            return list(self._links.values())
+            closing = self._links.pop(link)
+            self._outlets.pop(link, None)
+            self._open = tuple(self._links.values())
+            close(closing)
 
     def in_force(self) -> Link | None:
         """The current link: the one whose handshake was accepted last; None: there is none."""
@@ -223,15 +235,18 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def flush(self) -> None:
         """Write what is waiting to be written. An answer that was written is ANSWERED."""
-        for number, link in list(self._links.items()):
-            try:
-                gone = flush(link)
-            except TransportError as error:
-                self._down(number, str(error))
-                continue
-            answered = gone and number == self.data.link and not self.deferring
+        for number, link in tuple(self._links.items()):
+            outlet, gone = self._outlets.get(number), True
+            if outlet is None or not outlet.idle:
+                self._asked_again(link)
+                try:
+                    gone = flush(link)
+                except TransportError as error:
+                    self._down(number, str(error))
+                    continue
+            answered = gone and number == self.data.link and not isinstance(self.data.answer, pure.Deferred)
             if answered and self.machine.state is State.AWAITING_ACK:
-                self._step(pure.Answered())
+                self._step(_ANSWERED)
 
     def pump(self) -> None:
         """Write what is waiting, read what has arrived. The current link is not read while its answer is unwritten.
@@ -242,8 +257,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if self.machine.state is State.CLOSED:
                 return
             self.flush()
-            self._finish()
-            for number, link in list(self._links.items()):
+            if self._todo:
+                self._finish()
+            for number, link in tuple(self._links.items()):
                 owing = self.machine.state is State.AWAITING_ACK and number == self.data.link
                 if not owing and number in self._links:
                     self._read(number, link)
@@ -251,9 +267,17 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _read(self, number: int, link: Link) -> None:
         try:
             for received in read(link):
+                update = received.message
+                if (
+                    isinstance(update, Update)
+                    and update.base is not None
+                    and self._waits_for_whole(number, link, received)
+                ):
+                    continue
                 if number in self._links:
                     self._heard(number, link, received)
-                    self._finish()
+                    if self._todo:
+                        self._finish()
                 elif number == self._unwritable and isinstance(received.message, Bye):
                     # Its goodbye was on its way already when our answer could not be written.
                     self.ended, self.ended_as = _goodbye(received.message)
@@ -270,11 +294,42 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         except Exception as error:  # noqa: BLE001 - any error here is a failure of this link only
             self._down(number, mishandled(link, error))
         finally:
+            if self._todo:
+                self._finish()
+
+    def _waits_for_whole(self, number: int, link: Link, received: Received) -> bool:
+        """Whether an update is the delta of a version that is wanted, against a base that is not held.
+
+        Its sender is told, and sends the version whole. To the protocol the update arrives then, or when a newer one
+        supersedes it: until then nothing of it is recorded.
+        """
+        update, waiting, self._baseless = received.message, self._baseless, None
+        assert isinstance(update, Update)
+        if waiting is not None and waiting[0] == number and _overtakes(update, waiting[1].message):
+            self._heard(number, link, replace(waiting[1], payload=None, untaken="The base of its delta is not held."))
             self._finish()
+        if number not in self._links or update.base is None or not update.base.version or self.held.holds(update):
+            return False
+        event = pure.UpdateArrived(number, update.incarnation, update.version)
+        if pure.name(self.machine.state, self.data, event) not in _WANTED:
+            return False
+        self._layout_of(update)
+        self._baseless = number, received
+        told = NoBase(model_id=self.model_id, incarnation=update.incarnation, version=update.version)
+        ReceiverDriver._write(self, number, told)
+        return True
 
     def _forget(self) -> None:
         if self.data.pending is None:
+            if self.pending is not None and self.pending.update.base is not None:
+                self._keep_base(self.pending)
             self.pending = None
+
+    def _keep_base(self, decided: Pending) -> None:
+        """Keep the payload of a version that was applied: the next may be a delta against it."""
+        update = decided.update
+        if self.data.served == (update.incarnation, update.version) and isinstance(decided.payload, memoryview):
+            self.held.keep(update, decided.payload)
 
     def _heard(self, number: int, link: Link, received: Received) -> None:
         message = received.message
@@ -286,11 +341,12 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 if number in self._links:
                     # After the handshake: a sender that cannot be watched learns why its link ends.
                     watch(link, message)
+                    self._asked_again(link)
             case Update():
                 self._update(number, message, received)
             case Bye():
                 self._left(number, message)
-            case Ack() | Refusal():
+            case Ack() | Refusal() | NoBase():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 
     def _misfit(self, hello: Hello) -> str:
@@ -308,9 +364,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         before = self.data.pending
         self.take(event)
         if self.data.pending not in (None, before):
-            payload: memoryview | DeviceMemory = memoryview(b"") if received.payload is None else received.payload
-            if isinstance(received.on_device, DeviceMemory):
-                payload = received.on_device
+            travelled = memoryview(b"") if received.payload is None else received.payload
+            if update.base is not None and not received.untaken:
+                travelled = self.held.whole(update, layout, travelled)
+            payload = received.on_device if isinstance(received.on_device, DeviceMemory) else travelled
             self.pending = Pending(update, layout, payload, received.slot, received.untaken)
 
     def _layout_of(self, update: Update) -> Layout:
@@ -318,7 +375,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             told = Layout.decode(update.layout)
             self._layouts = {told.digest: told}
         layout = self._layouts.get(update.layout_digest)
-        if layout is None or layout.nbytes != update.nbytes:
+        is_delta = update.base is not None and update.base.version > 0
+        if layout is None or (layout.nbytes != update.nbytes and not is_delta):
             raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
         return layout
 
@@ -329,6 +387,15 @@ def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
         return f"the sender failed: {bye.reason}", TransportError
     return f"the sender said goodbye: {bye.reason}", SenderClosed
 
+
+def _overtakes(update: Update, waiting: Message) -> bool:
+    """Whether an update is newer than one that waits for its whole weights, of the same sender."""
+    assert isinstance(waiting, Update)
+    return update.incarnation == waiting.incarnation and update.version > waiting.version
+
+
+_WANTED = frozenset({ReceiverInput.UPDATE, ReceiverInput.NEWER})
+_ANSWERED = pure.Answered()
 
 _REASONS = {
     RefusalKind.SUPERSEDED: "a newer version arrived before this one was applied",

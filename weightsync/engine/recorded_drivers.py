@@ -50,7 +50,8 @@ class TracedSenderDriver(SenderDriver):
     def told(self, report: SyncReport) -> None:
         """Record a report that was returned to a caller, or raised."""
         with self.lock:
-            spoken = replace(report, nbytes=0, pack_s=0.0, connect_s=0.0, transfer_s=0.0, apply_s=0.0, previous=None)
+            costs: dict[str, Any] = {"nbytes": 0, "payload_nbytes": {}, "previous": None}
+            spoken = replace(report, pack_s=0.0, connect_s=0.0, transfer_s=0.0, apply_s=0.0, **costs)
             if spoken == self._last_report:
                 return
             self._last_report = spoken

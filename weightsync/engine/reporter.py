@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from weightsync.clock import Stopwatch
+from weightsync.engine.delta import Travelling
 from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender_driver import SenderDriver
@@ -28,6 +29,8 @@ class Reporter:
         self._preparing = 0.0
         self._nbytes = 0
         self._wire_dtype: WireDtype | None = None
+        #: How the payload of the version travels, where deltas may be sent.
+        self._travelling: Travelling | None = None
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
         #: The report of the update before, until it is part of the next report.
@@ -42,6 +45,7 @@ class Reporter:
         self._preparing = packed.pack_s
         self._nbytes = packed.nbytes
         self._wire_dtype = packed.wire_dtype
+        self._travelling = packed.travelling
         self._dispatched = Stopwatch()
 
     def superseded(self, report: SyncReport) -> None:
@@ -50,16 +54,13 @@ class Reporter:
             assert report.version is not None
             self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
 
-    def is_over(self, version: int) -> bool:
-        """Whether the version has ended and was not reported yet."""
-        return version in self._driver.concluded
-
     def concluded(self, version: int) -> SyncReport:
-        """The report of a version that `is_over`. It can be taken once."""
+        """The report of a version that has ended. It can be taken once."""
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
-        told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
-        self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
+        if self._given_up:
+            told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
+            self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
         return report
 
     def so_far(self, owing: OutcomeKind) -> SyncReport:
@@ -111,7 +112,7 @@ class Reporter:
             "it was never heard from" if silent is None else f"it was last heard from {silent:.1f} s ago",
             _READ[self._driver.has_read(worker)],
         ]
-        remark = self._driver.remark(worker)
+        remark = self._driver.remark(worker) or (_ABSENT if entry.link_state is LinkState.EXPECTED else "")
         return Outcome(kind=owing, reason="; ".join([*parts, remark] if remark else parts))
 
     def _report(
@@ -122,6 +123,7 @@ class Reporter:
         left: Mapping[int, str],
     ) -> SyncReport:
         seconds, connecting = self._dispatched.seconds, self._connecting(outcomes)
+        given_up, (previous, self._previous) = self._given_up, (self._previous, None)
         report = SyncReport(
             model_id=self._driver.model_id,
             version=version,
@@ -129,13 +131,14 @@ class Reporter:
             outcomes=dict(sorted(outcomes.items())),
             nbytes=self._nbytes,
             wire_dtype=self._wire_dtype,
+            payload_nbytes={} if self._travelling is None else dict(self._travelling.sent),
             pack_s=self._preparing,
             connect_s=min(connecting, seconds),
             transfer_s=max(0.0, seconds - connecting),
             apply_s=max(map(_SECONDS, outcomes.values()), default=0.0),
-            superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
+            superseded={w: given_up[w] for w in outcomes if w in given_up} if given_up else {},
             not_caught_up=not_caught_up,
-            previous=self._tell_previous(),
+            previous=previous,
             left=left,
         )
         self._driver.told(report)
@@ -144,14 +147,17 @@ class Reporter:
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets that are not lost had connected."""
         workers, hearing, longest = self._driver.data.workers, self._driver.hearing, 0.0
+        known, since = hearing.first, self._dispatched.started
         for worker in outcomes:
-            if worker in workers and workers[worker].link_state in _LIVE:
-                longest = max(longest, hearing.connected_after(workers[worker].link, self._dispatched))
+            entry = workers.get(worker)
+            if entry is not None and known.get(entry.link, since + 1) > since and entry.open:
+                longest = max(longest, hearing.connected_after(entry.link, self._dispatched))
         return longest
 
 
 _SECONDS = attrgetter("seconds")
-_LIVE = frozenset({LinkState.EXPECTED, LinkState.UP})
+#: What a caller looks at first if a worker has never connected.
+_ABSENT = "is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?"
 _READ = {
     True: "it has read the update",
     False: "it has not read all that was sent to it",

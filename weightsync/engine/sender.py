@@ -176,10 +176,10 @@ class WeightSender(Participant):
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did.
         """
-        deadline, failing, stopwatch = Deadline(timeout), OnFailure(on_failure), Stopwatch()
-        targets = worker_ids_of(worker_ids)
+        deadline, failing, stopwatch = Deadline(timeout), _failing(on_failure), Stopwatch()
+        targets = None if worker_ids is None else worker_ids_of(worker_ids)
         wanted = Wanted(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, OnPending(on_pending))
+        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, _pending(on_pending))
         if isinstance(packed, SyncReport):
             return _delivered(packed, failing)
         with Shield(self._driver.waker.fire) as shield:
@@ -217,10 +217,11 @@ class WeightSender(Participant):
                 dispatched all the same, unless time was up (`AckTimeoutError`). Otherwise as `send`, without its errors
                 for outcomes.
         """
-        deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
+        deadline, stopwatch = Deadline(timeout), Stopwatch()
+        targets = None if worker_ids is None else worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
         wanted = Wanted(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, OnPending(on_pending))
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, _pending(on_pending))
         if isinstance(packed, SyncReport):
             return _delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
@@ -246,7 +247,7 @@ class WeightSender(Participant):
             StateError: nothing is outstanding, or another thread waits already.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
-        deadline, failing = Deadline(timeout), OnFailure(on_failure)
+        deadline, failing = Deadline(timeout), _failing(on_failure)
         return _delivered(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:
@@ -367,15 +368,17 @@ class WeightSender(Participant):
         """Check that the call is allowed, settle what is outstanding, pack the weights; a report: nothing is sent."""
         with Shield(self._driver.waker.fire):
             self._driver.look()
-        state = self.state
+        state, data = self._driver.machine.state, self._driver.data
         unlaid = state is State.UNINITIALIZED and bool(self._workers.endpoints)
         in_the_way = state is State.PENDING_ASYNC and pending is not OnPending.RAISE
         if not (in_the_way or unlaid):
             self._driver.require(asked)
-        if self._sends_to_nobody(wanted):
+        if wanted.expected is not None or self.expected_workers is not None:
+            self._refuse_too_few(wanted)
+        if wanted.targets is None and not data.workers and wanted.allow_empty:
             return self._reporter.empty()
         try:
-            pure.targets_of(self._driver.data, wanted.targets)
+            pure.targets_of(data, wanted.targets)
         except (WorkerLostError, RefusedError) as error:
             raise self._reporter.all_ended(error) from None
         if unlaid:
@@ -387,11 +390,8 @@ class WeightSender(Participant):
                 return self._reporter.not_sent(wanted.targets)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
-    def _sends_to_nobody(self, wanted: Wanted) -> bool:
-        """Whether there is no worker, and that is allowed.
-
-        Raises ConfigurationError: there are fewer workers than expected, or what is expected is no number.
-        """
+    def _refuse_too_few(self, wanted: Wanted) -> None:
+        """Raise ConfigurationError: there are fewer workers than expected, or what is expected is no number."""
         data, expected = self._driver.data, expected_number(wanted.expected)
         expected = expected_number(self.expected_workers) if expected is None else expected
         if expected is not None and len(data.workers) < expected:
@@ -401,7 +401,6 @@ class WeightSender(Participant):
                 f"{sorted(data.workers)}.{left} "
                 "Nothing was sent, no version was used. add_worker() adds a worker."
             )
-        return wanted.targets is None and not data.workers and wanted.allow_empty
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
         blocking = self._driver.blocking(targets)
@@ -412,12 +411,14 @@ class WeightSender(Participant):
     def _pack(self, weights: Any, superseding: bool) -> Packed:
         """Pack the weights, and only then give up what is outstanding: nothing can refuse them any more."""
         packed = self._outgoing.pack(weights)
-        if superseding:
-            try:
+        try:
+            if self._packer.sends_deltas:
+                packed.travelling = self._driver.travelling(packed)
+            if superseding:
                 self._reporter.superseded(self.abandon())
-            except BaseException:
-                self._packer.handed_over(packed)
-                raise
+        except BaseException:
+            self._packer.handed_over(packed)
+            raise
         return packed
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, pack_s: float) -> int:
@@ -442,23 +443,21 @@ class WeightSender(Participant):
 
     def _wait_for(self, version: int, deadline: Deadline, shield: Shield) -> SyncReport:
         driver = self._driver
-        waits = driver.begin_waits()
         try:
             seen = driver.waker.fired
             while version not in driver.concluded and not deadline.passed:
-                shield.deliver()
-                ready = driver.wait(self._nap(deadline), seen, waits)
+                if shield.recorded:
+                    shield.deliver()
+                ready = driver.wait(self._nap(deadline), seen)
                 seen = driver.waker.fired
                 driver.pump(ready or None)
         except BaseException:
             self._driver.take(pure.Interrupted(version))
             raise
-        finally:
-            driver.end_waits(waits)
-        with self._driver.lock:
-            if self._reporter.is_over(version):
+        with driver.lock:
+            if version in driver.concluded:
                 return self._reporter.concluded(version)
-            self._driver.take(pure.Deadline(version))
+            driver.take(pure.Deadline(version))
             return self._reporter.so_far(OutcomeKind.TIMED_OUT)
 
     def _nap(self, deadline: Deadline) -> float | None:
@@ -470,9 +469,18 @@ class WeightSender(Participant):
 
 def _delivered(report: SyncReport, failing: OnFailure) -> SyncReport:
     """Return the report or raise its failures. That the update was abandoned during the wait is always raised."""
-    if failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED):
+    all_is_well = report.ok and report.previous is None
+    if not all_is_well and (failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED)):
         report.raise_on_failure()
     return report
+
+
+def _failing(given: OnFailure | str) -> OnFailure:
+    return given if isinstance(given, OnFailure) else OnFailure(given)
+
+
+def _pending(given: OnPending | str) -> OnPending:
+    return given if isinstance(given, OnPending) else OnPending(given)
 
 
 def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:

@@ -6,11 +6,11 @@ A link carries at most two unanswered versions, so that a worker that does not r
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Collection
-from operator import attrgetter, itemgetter
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple
 
+from weightsync.engine.delta import Travelling, travelling
 from weightsync.engine.driver import Driver, Hearing, close, flush, mishandled, read, watch
 from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import sender_hint
@@ -19,9 +19,17 @@ from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import Delivery, SenderInput, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Refusal, Update
 from weightsync.protocol.report import SyncReport
-from weightsync.transports.base import Link, Remarks, SharesMemory, TellsWhatIsRead, Waits
+from weightsync.transports.base import (
+    CarriesDeltas,
+    Link,
+    Outlet,
+    Remarks,
+    SharesMemory,
+    Steady,
+    TellsWhatIsRead,
+)
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.device import CarriesDevices
@@ -35,7 +43,7 @@ _UNLINKED: Final = frozenset({State.UNINITIALIZED, State.CLOSED})
 _LOSING: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
 _IN_TURN: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
 _DUE: Final = attrgetter("due")
-_LINK: Final = itemgetter(1)
+_WORKER: Final = attrgetter("worker")
 
 #: Unanswered updates that a link may carry: one that is being applied, one behind it.
 MAX_UNANSWERED: Final = 2
@@ -67,7 +75,9 @@ class Backlog:
 
     def answered(self, version: int) -> int:
         """Take the answer to a version, and so to all before it. Returns the version to be sent now, or 0."""
-        self._unanswered = {unanswered for unanswered in self._unanswered if unanswered > version}
+        for unanswered in tuple(self._unanswered):
+            if unanswered <= version:
+                self._unanswered.discard(unanswered)
         if len(self._unanswered) >= MAX_UNANSWERED:
             return 0
         waiting, self._waiting = self._waiting, 0
@@ -77,8 +87,56 @@ class Backlog:
 logger = logging.getLogger("weightsync")
 
 
-def _shares(link: Link, payload: Buffer, nbytes: int) -> bool:
-    return isinstance(link, SharesMemory) and link.shares(payload, nbytes)
+class Said(NamedTuple):
+    """An update as it was sent."""
+
+    update: Update
+    #: Whether it leaves out its layout, which the worker knows.
+    told: bool
+    #: Whether the worker maps its payload.
+    shared: bool
+    #: What an ack of it must name: the digest that was sent, or the slot. Empty: neither was.
+    named: bytes
+
+
+def _maps_nothing(payload: Buffer, nbytes: int) -> bool:  # noqa: ARG001 - whatever it is
+    return False
+
+
+class Lane:
+    """One open link of a sender, and what has gone over it.
+
+    Args:
+        process: the worker's process, until it has started; None: it is not awaited.
+    """
+
+    __slots__ = (
+        *("awaited", "backlog", "blocks", "link", "loses", "named"),
+        *("orders", "outlet", "shares", "told", "worker"),
+    )
+
+    def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
+        self.worker = worker
+        self.link = link
+        self.awaited = process
+        self.backlog = Backlog()
+        #: The digest of the layout that the worker knows; empty: it knows none.
+        self.told = b""
+        #: What an ack of each version must name; empty: nothing.
+        self.named: dict[int, bytes] = {}
+        #: Whether the worker maps a payload: see `SharesMemory.shares`.
+        self.shares: Callable[[Buffer, int], bool] = link.shares if isinstance(link, SharesMemory) else _maps_nothing
+        #: Where a link writes that says whether something is left there; None: it must be asked.
+        self.outlet: Outlet | None = link.outlet if isinstance(link, Steady) else None
+        #: Whether it blocks until the worker has answered.
+        self.blocks = isinstance(link, BlockingLink)
+        self.orders = link.delivery in _IN_TURN
+        # Where answers may be lost, a full backlog might never empty.
+        self.loses = link.delivery in _LOSING
+
+
+def _carries_deltas(link: Link) -> bool:
+    return isinstance(link, CarriesDeltas) and link.carries_deltas
 
 
 class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]):
@@ -94,15 +152,12 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self.concluded: dict[int, pure.Conclude] = {}
         #: When the workers were last heard from.
         self.hearing = Hearing()
-        self._links: dict[int, tuple[int, Link]] = {}
-        #: Of callers that wait now.
-        self._waits: list[Waits[Link]] = []
-        self._awaited: dict[int, AwaitedProcess] = {}
-        self._told: dict[int, bytes] = {}
-        self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
+        self._links: dict[int, Lane] = {}
+        #: How many processes are awaited.
+        self._awaited = 0
         self._packed: dict[int, Packed] = {}
         #: The update that was sent last; None: none was, or its version is no longer due.
-        self._said: Update | None = None
+        self._said: Said | None = None
         #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
 
@@ -128,9 +183,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             self._last_link += 1
             events = pure.joining(self.machine.state, self.data, worker, self._last_link)
-            self._links[self._last_link] = (worker, link)
-            if process is not None:
-                self._awaited[self._last_link] = process
+            self._links[self._last_link] = Lane(worker, link, process)
+            self._awaited += process is not None
+            self._open = (*self._open, link)
             for event in events:
                 self.take(event)
 
@@ -172,7 +227,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 logger.warning("model %r: worker %d said goodbye and left: %s", self.model_id, worker, reason)
             case pure.Conclude():
                 self.concluded[effect.outstanding.version] = effect
-                self.waker.fire()
+                self.waker.nudge()
 
     def _hello(self, link: int, due: int) -> Hello:
         pid, started = own_identity()
@@ -190,56 +245,65 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         )
 
     def _update(self, worker: int, link: int, version: int) -> None:
-        if link not in self._links:
-            return
-        delivery = self._links[link][1].delivery
-        # Where answers may be lost, a full backlog might never empty.
-        if delivery not in _LOSING and not self._backlogs[link].admit(version):
+        lane = self._links.get(link)
+        if lane is None or not (lane.loses or lane.backlog.admit(version)):
             return
         packed = self._packed[version]
         # Where updates may be reordered or lost, each carries its layout.
-        told = delivery in _IN_TURN and self._told.get(link) == packed.layout.digest
-        # What its worker can map may have changed when its ack arrives.
-        shared = _shares(self._links[link][1], packed.buffer, packed.layout.nbytes)
-        (packed.shared.add if shared else packed.shared.discard)(link)
-        digest = packed.digest_to_send(shared)
-        update = self._said
-        if update is None or update.version != version or bool(update.layout) == told or update.digest != digest:
+        told = lane.orders and lane.told == packed.layout.digest
+        # Asked now: what its worker can map may have changed when its ack arrives.
+        shared = lane.shares(packed.buffer, packed.layout.nbytes)
+        said = self._said
+        if said is None or (said.update.version, said.told, said.shared) != (version, told, shared):
             # One message for all workers that get the same: a link may keep how it is encoded.
-            update = self._said = Update(
-                model_id=self.model_id,
-                incarnation=self.data.incarnation,
-                version=version,
-                layout_digest=packed.layout.digest,
-                layout=b"" if told else packed.layout.encode(),
-                digest=digest,
-                nbytes=packed.layout.nbytes,
-                extras=packed.extras,
-                form=packed.form,
-                trace_context=packed.trace_context,
-            )
-        self._write(worker, link, update, packed.buffer)
-        self._told[link] = packed.layout.digest
+            said = self._said = self._message_of(version, packed, told, shared)
+        lane.named[version] = said.named
+        update, payload = said.update, packed.buffer
+        if packed.travelling is not None and _carries_deltas(lane.link):
+            update, payload = packed.travelling.to(worker, link, self.data.workers[worker].served, update, payload)
+        self._write(worker, link, update, payload)
+        lane.told = packed.layout.digest
+
+    def _message_of(self, version: int, packed: Packed, told: bool, shared: bool) -> Said:
+        """The message with a version, and what an ack of it must name."""
+        layout, digest = packed.layout, packed.digest_to_send(shared)
+        update = Update(
+            model_id=self.model_id,
+            incarnation=self.data.incarnation,
+            version=version,
+            layout_digest=layout.digest,
+            layout=b"" if told else layout.encode(),
+            digest=digest,
+            nbytes=layout.nbytes,
+            extras=packed.extras,
+            form=packed.form,
+            trace_context=packed.trace_context,
+        )
+        if digest or not shared:
+            return Said(update, told, shared, digest)
+        seal = packed.buffer.sealed()
+        named = slot_digest(seal, update.incarnation, version, layout.digest, packed.extras)
+        return Said(update, told, shared, named)
 
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
-        if link not in self._links:
+        lane = self._links.get(link)
+        if lane is None:
             return
-        for waits in self._waits:
-            waits.changed.add(id(self._links[link][1]))
         try:
-            self._links[link][1].send(message, payload)
+            lane.link.send(message, payload)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the other targets get the update
             self._last_words(worker, link, str(error) or repr(error), self._step)
+        if lane.outlet is None or not lane.outlet.idle:
+            self._asked_again(lane.link)
 
     def _close_link(self, link: int) -> None:
         """Send Bye if it can be sent at once, and close. A shared connection stays open for its other models."""
         if link not in self._links:
             return
-        _, closing = self._links.pop(link)
-        self._told.pop(link, None)
-        self._backlogs.pop(link, None)
+        lane = self._links.pop(link)
+        closing, self._awaited = lane.link, self._awaited - (lane.awaited is not None)
+        self._open = tuple(each.link for each in self._links.values())
         self.hearing.closed(link)
-        self._awaited.pop(link, None)
         ending, reason = self._parting
         try:
             closing.send(Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason=reason, ending=ending))
@@ -248,53 +312,38 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         finally:
             close(closing)
 
-    def links(self) -> list[Link]:
-        """The links that are open."""
-        with self.lock:
-            return list(map(_LINK, self._links.values()))
-
     def reached(self) -> list[frozenset[bytes]]:
         """For each open link, the devices whose slots its worker can open."""
-        return [link.reached if isinstance(link, CarriesDevices) else frozenset() for link in self.links()]
+        return [link.reached if isinstance(link, CarriesDevices) else frozenset() for link in self._open]
 
     def by_worker(self) -> dict[int, Link]:
         """The links that are open, by worker."""
         with self.lock:
-            return dict(sorted(self._links.values(), key=itemgetter(0)))
+            return {lane.worker: lane.link for lane in sorted(self._links.values(), key=_WORKER)}
 
     def has_read(self, worker: int) -> bool | None:
         """Whether a worker has read everything that was sent to it; None: unknown."""
         with self.lock:
             entry = self.data.workers[worker]
-            if entry.link_state is pure.LinkState.EXPECTED or self._backlogs[entry.link].waits:
+            lane = self._links[entry.link]
+            if entry.link_state is pure.LinkState.EXPECTED or lane.backlog.waits:
                 return False
-            _, link = self._links[entry.link]
-            return link.all_read() if isinstance(link, TellsWhatIsRead) else None
+            return lane.link.all_read() if isinstance(lane.link, TellsWhatIsRead) else None
 
     def remark(self, worker: int) -> str:
         """Why a worker does not answer, as far as its link knows; empty: it does not know."""
         with self.lock:
             entry = self.data.workers[worker]
-            link = self._links[entry.link][1] if entry.link in self._links else None
-            return link.remark if isinstance(link, Remarks) else ""
+            lane = self._links.get(entry.link)
+            if lane is not None and lane.awaited is not None and lane.awaited.identity is None:
+                return "its process was not started: call start() on it"
+            return lane.link.remark if lane is not None and isinstance(lane.link, Remarks) else ""
 
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
         """The targets (None: all workers) whose links block until the worker has answered."""
         with self.lock:
-            held = [worker for worker, link in self._links.values() if isinstance(link, BlockingLink)]
+            held = [lane.worker for lane in self._links.values() if lane.blocks]
             return [worker for worker in held if targets is None or worker in targets]
-
-    def begin_waits(self) -> Waits[Link]:
-        """The waits of a caller that waits for links again and again, until `end_waits`."""
-        waits = Waits[Link](self.waker)
-        with self.lock:
-            self._waits.append(waits)
-        return waits
-
-    def end_waits(self, waits: Waits[Link]) -> None:
-        """The caller waits no more."""
-        with self.lock:
-            self._waits.remove(waits)
 
     def pump(self, ready: Collection[Link] | None = None) -> None:
         """Write what is waiting to be written, read all that has arrived.
@@ -306,114 +355,127 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             if self.machine.state in _UNLINKED:
                 return
             chosen = None if ready is None else set(map(id, ready))
-            for number, (worker, link) in list(self._links.items()):
-                if number in self._awaited:
-                    self._look_after(worker, number, link)
-                elif chosen is not None and id(link) not in chosen:
+            for number, lane in tuple(self._links.items()):
+                if lane.awaited is not None:
+                    self._look_after(number, lane, lane.awaited)
+                elif chosen is not None and id(lane.link) not in chosen:
                     continue
-                self._hear(worker, number, link, self.take)
+                self._hear(number, lane)
 
     def look(self) -> None:
         """Pump the links that have something to read or can be written. One poll finds them, and never blocks."""
-        self.pump(self.wait(0.0, self.waker.fired))
+        ready = self.wait(0.0, self.waker.fired)
+        if ready or self._awaited:
+            self.pump(ready)
 
     @property
     def awaits_processes(self) -> bool:
         """Whether a process to be watched has not started yet. Nothing wakes us when it starts."""
-        return bool(self._awaited)
+        return self._awaited > 0
 
-    def _look_after(self, worker: int, number: int, link: Link) -> None:
+    def _look_after(self, number: int, lane: Lane, process: AwaitedProcess) -> None:
         """Start to watch the worker's process once it has started. Takes its death if it is dead already."""
-        process = self._awaited[number]
         identity, end = process.identity, process.end
         if end:
-            self._last_words(worker, number, end, self.take)
+            self._last_words(lane.worker, number, end, self.take)
         elif identity is not None:
-            del self._awaited[number]
+            lane.awaited = None
+            self._awaited -= 1
             try:
-                link.watch(*identity)
+                lane.link.watch(*identity)
             except TransportError as error:
-                self.take(pure.LinkLost(worker, number, str(error)))
+                self.take(pure.LinkLost(lane.worker, number, str(error)))
+            self._asked_again(lane.link)
 
-    def _hear(self, worker: int, number: int, link: Link, take: Taking) -> None:
+    def _hear(self, number: int, lane: Lane) -> None:
         """Take the events that a link has now; the loss of the link is the last."""
-        for waits in self._waits:
-            waits.changed.add(id(link))
-        try:
-            flush(link)
-        except TransportError as error:
-            self._last_words(worker, number, str(error), take)
-        else:
-            self._heard(worker, number, link, take)
+        link = lane.link
+        if lane.outlet is None or not lane.outlet.idle:
+            self._asked_again(link)
+            try:
+                flush(link)
+            except TransportError as error:
+                self._last_words(lane.worker, number, str(error), self.take)
+                return
+        self._heard(lane.worker, number, link, self.take)
 
     def _heard(self, worker: int, number: int, link: Link, take: Taking) -> None:
         try:
             for received in read(link):
                 entry = self.data.workers.get(worker)
                 # A link that was lost within a step is closed after it.
-                if entry is not None and entry.link == number and entry.open:
+                if entry is not None and entry.link == number and entry.link_state in pure.OPEN:
                     self.hearing.heard(worker, number)
-                    self._message(worker, number, link, received.message, take)
+                    if isinstance(received.message, NoBase):
+                        self._send_whole(worker, number, received.message)
+                    else:
+                        self._message(worker, number, link, received.message, take)
         except (TransportError, ProtocolError) as error:
             take(pure.LinkLost(worker, number, str(error)))
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
             take(pure.LinkLost(worker, number, mishandled(link, error)))
 
     def _give_up(self, link: Link, reason: str) -> None:
-        for number, (worker, known) in list(self._links.items()):
-            if known is link:
-                self._step(pure.LinkLost(worker, number, reason))
+        for number, lane in tuple(self._links.items()):
+            if lane.link is link:
+                self._step(pure.LinkLost(lane.worker, number, reason))
 
     def _last_words(self, worker: int, number: int, reason: str, take: Taking) -> None:
         """Take the events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
-            self._heard(worker, number, self._links[number][1], take)
+            self._heard(worker, number, self._links[number].link, take)
         take(pure.LinkLost(worker, number, reason))
 
     def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
         match message:
             case Ack() | Refusal():
-                self._verify(number, message)
+                if isinstance(message, Ack):
+                    self._verify(number, message)
                 packed, stale = self._packed.get(message.version), self.data.stale
                 take(pure.Answer(worker, number, message))
                 # Handshakes carry a layout that a worker has accepted, not one that was only sent.
                 if isinstance(message, Ack) and packed is not None and self.data.stale == stale:
                     self.layout = packed.layout
-                if number in self._links and message.incarnation == self.data.incarnation:
-                    self._catch_up(worker, number, message.version)
+                lane = self._links.get(number)
+                if lane is not None and message.incarnation == self.data.incarnation:
+                    waiting = lane.backlog.answered(message.version)
+                    if waiting:
+                        self._update(worker, number, waiting)
+                        self._finish()
             case Hello():
                 watch(link, message)
+                self._asked_again(link)
                 take(pure.Answer(worker, number, message))
             case Bye():
                 take(pure.Answer(worker, number, message))
             case Update():
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
 
-    def _catch_up(self, worker: int, link: int, version: int) -> None:
-        """Send what waited for the answer to a version."""
-        waiting = self._backlogs[link].answered(version)
-        if waiting:
-            self._update(worker, link, waiting)
+    def _send_whole(self, worker: int, link: int, refused: NoBase) -> None:
+        """A worker does not hold the base of a delta: send the version whole, unless a newer one was sent to it since.
+
+        A newer one supersedes it there. To the protocol nothing has happened, and nothing is recorded.
+        """
+        packed, newest = self._packed.get(refused.version), self.data.workers[worker].due == refused.version
+        if packed is None or packed.travelling is None or not newest or refused.incarnation != self.data.incarnation:
+            return
+        again = packed.travelling.again(worker, link, packed.buffer)
+        if again is not None:
+            SenderDriver._write(self, worker, link, *again)
             self._finish()
 
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""
-        return all(_shares(link, payload, nbytes) for link in self.links())
+        return all(lane.shares(payload, nbytes) for lane in tuple(self._links.values()))
 
-    def _names(self, link: int, version: int, packed: Packed) -> bytes:
-        """What an ack over a link must name: the digest that was sent, or the slot. Empty: neither was."""
-        shared = link in packed.shared
-        found = packed.digest_to_send(shared)
-        if found or not shared:
-            return found
-        return slot_digest(packed.buffer.sealed(), self.data.incarnation, version, packed.layout.digest, packed.extras)
-
-    def _verify(self, link: int, message: Ack | Refusal) -> None:
+    def _verify(self, link: int, message: Ack) -> None:
         """Check that an ack names what was sent over its link."""
-        packed = self._packed.get(message.version)
-        if not isinstance(message, Ack) or packed is None or message.incarnation != self.data.incarnation:
+        packed, lane = self._packed.get(message.version), self._links.get(link)
+        if packed is None or lane is None or message.incarnation != self.data.incarnation:
             return
-        sent = self._names(link, message.version, packed)
+        sent = lane.named.get(message.version)
+        if sent is None:  # it was not sent over this link
+            sent = packed.digest_to_send(False)
         if sent and message.digest != sent:
             raise ProtocolError(
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
@@ -434,9 +496,25 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._release(version)
 
     def _release(self, version: int) -> None:
-        if self._said is not None and self._said.version == version:
+        if self._said is not None and self._said.update.version == version:
             self._said = None
+        for lane in self._links.values():
+            lane.named.pop(version, None)
         self._packed.pop(version).buffer.unpin(self)
+
+    def travelling(self, packed: Packed) -> Travelling:
+        """How the payload of the next version travels: as a delta to workers that have acked the version before."""
+        with self.lock:
+            version, workers = self.data.version, self.data.workers.values()
+            base = self._packed.get(version)
+            if base is None or base.layout.digest != packed.layout.digest or all(e.served != version for e in workers):
+                return Travelling()
+            base.buffer.pin(packed.buffer)
+        try:
+            ref = BaseRef(version=version, digest=base.digested())
+            return travelling(packed.layout, packed.buffer.view, ref, base.buffer.view)
+        finally:
+            base.buffer.unpin(packed.buffer)
 
     def packed(self, version: int) -> Packed | None:
         """The version's weights as they were sent, while they are due to any worker; None: they were released."""

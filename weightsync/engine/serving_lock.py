@@ -32,7 +32,10 @@ class ServingLock:
     """Shared by the threads that serve a model, which may nest; a swap holds it alone."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        # Taken by itself where nobody waits: a condition's own methods are calls of Python, made at each forward.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiters = 0
         self._serving: defaultdict[int, list[FrameType | None]] = defaultdict(list)
         self._swapping: int | None = None
 
@@ -43,43 +46,53 @@ class ServingLock:
             frame: the call that serves. If it ends without `leave`, its entry no longer counts.
         """
         own = threading.get_ident()
-        with self._changed:
-            if own not in self._serving:
-                self._changed.wait_for(lambda: self._swapping in (None, own))
+        with self._lock:
+            if self._swapping not in (None, own) and own not in self._serving:
+                self._wait_for(lambda: self._swapping in (None, own), None)
             self._serving[own].append(frame)
 
     def leave(self) -> None:
         """End what this thread began last, if anything."""
         own = threading.get_ident()
-        with self._changed:
+        with self._lock:
             entries = self._serving.get(own)
             if entries:
                 entries.pop()
                 if not entries:
                     del self._serving[own]
-                    self._changed.notify_all()
+                    if self._waiters:
+                        self._changed.notify_all()
+
+    def _wait_for(self, met: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until ``met()``, with the lock held; False: time is up."""
+        self._waiters += 1
+        try:
+            return self._changed.wait_for(met, timeout)
+        finally:
+            self._waiters -= 1
 
     def mine(self) -> bool:
         """Whether this thread serves the model."""
         return threading.get_ident() in self._serving
 
-    @contextlib.contextmanager
-    def swapping(self, timeout: float | None = 0.0) -> Iterator[bool]:
-        """Hold the lock alone, if nobody serves the model within ``timeout`` seconds. Yields whether that is so.
+    def swapping(self, timeout: float | None = 0.0) -> Swapping:
+        """Hold the lock alone in a block, if nobody serves the model within ``timeout`` seconds.
 
-        A thread that serves the model itself does not get it.
+        The block gets whether that is so. A thread that serves the model itself does not get the lock.
         """
-        own, got = threading.get_ident(), False
-        with self._changed:
-            if self._swapping != own and own not in self._serving:
-                got = self._changed.wait_for(self._free, timeout)
-                if got:
-                    self._swapping = own
-        try:
-            yield got
-        finally:
-            if got:
-                self._end()
+        return Swapping(self, timeout)
+
+    def begin_swap(self, timeout: float | None) -> bool:
+        """Take the lock alone: see `swapping`; False: it was not to be had. Then `end_swap` is not called."""
+        own = threading.get_ident()
+        with self._lock:
+            if self._swapping == own or own in self._serving:
+                return False
+            free = (self._swapping is None and not self._serving) or self._free()
+            if not (free or (timeout != 0.0 and self._wait_for(self._free, timeout))):
+                return False
+            self._swapping = own
+            return True
 
     @contextlib.contextmanager
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
@@ -88,7 +101,7 @@ class ServingLock:
         Raises ModelBusyError: other threads served the model until then.
         """
         own = threading.get_ident()
-        with self._changed:
+        with self._lock:
             outer = self._swapping == own
             if not outer:
                 self._await_free(own, deadline, asked)
@@ -97,20 +110,22 @@ class ServingLock:
             yield
         finally:
             if not outer:
-                self._end()
+                self.end_swap()
 
     def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
-        while not self._changed.wait_for(lambda: self._free(besides=own), deadline.nap):
+        while not self._wait_for(lambda: self._free(besides=own), deadline.nap):
             if deadline.passed:
                 raise ModelBusyError(
                     f"{asked}(): other threads served the model until time was up (a forward, or a serving() block). "
                     "Nothing has changed; call it again, or give it a longer timeout=."
                 )
 
-    def _end(self) -> None:
-        with self._changed:
+    def end_swap(self) -> None:
+        """Let others serve the model again."""
+        with self._lock:
             self._swapping = None
-            self._changed.notify_all()
+            if self._waiters:
+                self._changed.notify_all()
 
     def _free(self, besides: int | None = None) -> bool:
         if self._swapping is not None:
@@ -120,6 +135,25 @@ class ServingLock:
             if not entries:
                 del self._serving[thread]
         return all(thread == besides for thread in self._serving)
+
+
+class Swapping:
+    """A block that holds a serving lock alone, or learns that it cannot: see `ServingLock.swapping`."""
+
+    __slots__ = ("_got", "_lock", "_timeout")
+
+    def __init__(self, lock: ServingLock, timeout: float | None) -> None:
+        self._lock = lock
+        self._timeout = timeout
+        self._got = False
+
+    def __enter__(self) -> bool:
+        self._got = self._lock.begin_swap(self._timeout)
+        return self._got
+
+    def __exit__(self, *_: object) -> None:
+        if self._got:
+            self._lock.end_swap()
 
 
 def _over(frame: FrameType | None) -> bool:

@@ -3,7 +3,8 @@
 A worker may have `capacity` results on their way. Each result that the trainer has taken makes room for one more. The
 trainer's end never blocks; the worker's end blocks in `put`, and wakes when the trainer closes its end or dies.
 
-Results are pickled. Both ends are processes of one program, started by one another, as with `multiprocessing.Queue`.
+It is a socket pair, or for a worker of another parent a TCP connection (`weightsync.group.reception`). Results are
+pickled. Both ends are processes of one program, as with `multiprocessing.Queue`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import traceback
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from weightsync.errors import SenderClosed
 from weightsync.transports.process import forget_after_fork
 
 _LENGTH: Final = struct.Struct(">Q")
 _CHUNK: Final = 1 << 20
-_ROOM = b"r"
-_STOP = b"s"
+#: What the trainer says: one of these, and a version if it is announced.
+_WORD: Final = struct.Struct(">cQ")
+_ROOM: Final = b"r"
+_STOP: Final = b"s"
+_VERSION: Final = b"v"
+#: Milliseconds after which a worker that waits for room looks again: another of its threads may have read the word.
+_LOOK: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +69,73 @@ class Finished:
 Frame = Started | Put | Failed | Finished
 
 
+class Arrival(Protocol):
+    """Where the connection of a worker that is not there yet will come in."""
+
+    def fileno(self) -> int:
+        """Readable when somebody has come."""
+
+    def admit(self) -> None:
+        """Give each connection that has come to the end that expects it. Never waits."""
+
+
 class TrainerEnd:
     """The trainer's end. No call blocks.
 
     Args:
-        sock: one end of a socket pair.
+        sock: one end of a socket pair; None: the worker is to connect.
+        arrival: where it will.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._sock = sock
+    def __init__(self, sock: socket.socket | None, arrival: Arrival | None = None) -> None:
+        self._sock: socket.socket | None = None
+        self._arrival = arrival
         self._inbox = bytearray()
+        self._outbox = bytearray()
+        self._announced = self._told = 0
         #: Whether the worker's end is closed, and all that it sent has been read.
         self.ended = False
         forget_after_fork(self)
+        if sock is not None:
+            self.attach(sock)
+
+    def attach(self, sock: socket.socket) -> None:
+        """The worker has connected."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._flush()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the worker has connected."""
+        return self._sock is not None
 
     def fileno(self) -> int:
         """Readable when something has come; -1 once it is closed."""
-        return self._sock.fileno()
+        if self._sock is not None:
+            return self._sock.fileno()
+        return -1 if self.ended or self._arrival is None else self._arrival.fileno()
+
+    @property
+    def events(self) -> int:
+        """What to poll for: something to read, and room for what could not be written yet."""
+        return select.POLLIN | (select.POLLOUT if self._outbox and self.attached else 0)
 
     def read(self) -> list[Frame]:
         """Everything that has come since the last call."""
+        if self._arrival is not None and not self.attached:
+            self._arrival.admit()
+        self._flush()
         with contextlib.suppress(BlockingIOError):
-            while not self.ended:
-                self._take()
+            while self._sock is not None and not self.ended:
+                self._take(self._sock)
         frames = []
         while (frame := self._next()) is not None:
             frames.append(frame)
         return frames
 
-    def _take(self) -> None:
-        try:
-            data = self._sock.recv(_CHUNK)
-        except BlockingIOError:
-            raise
-        except OSError:  # reset, or closed by us
-            data = b""
+    def _take(self, sock: socket.socket) -> None:
+        data = _received(sock)
         self._inbox += data
         self.ended = not data
 
@@ -120,20 +158,42 @@ class TrainerEnd:
         """Ask the worker to return."""
         self._say(_STOP)
 
+    def announce(self, version: int) -> None:
+        """Tell the worker which version is the newest one dispatched. The newest wins if the worker is slow to read."""
+        self._announced = max(version, self._announced)
+        self._flush()
+
     def _say(self, word: bytes) -> None:
-        # It has always room: there are no more words on their way than results, and a stop.
-        with contextlib.suppress(OSError):
-            self._sock.send(word)
+        self._outbox += _WORD.pack(word, 0)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what there is room for. The rest is written when the group next reads."""
+        if self._sock is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            while self._outbox or self._told < self._announced:
+                if not self._outbox:
+                    self._told = self._announced
+                    self._outbox += _WORD.pack(_VERSION, self._told)
+                try:
+                    del self._outbox[: self._sock.send(self._outbox)]
+                except BlockingIOError:
+                    raise
+                except OSError:  # the worker is gone
+                    self._outbox.clear()
 
     def close(self) -> None:
         """Close both directions, whoever else holds this end. A worker that waits in `put` wakes."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
         self.forget()
 
     def forget(self) -> None:
         """In a forked child: close our copy of the descriptor, and nothing else."""
-        self._sock.close()
+        if self._sock is not None:
+            self._sock.close()
         self.ended = True
 
 
@@ -141,22 +201,31 @@ class WorkerEnd:
     """The worker's end.
 
     Args:
-        sock: the other end of the pair.
+        sock: the other end of the pair, or of the connection.
         capacity: how many results may be on their way.
     """
 
     def __init__(self, sock: socket.socket, capacity: int) -> None:
         sock.setblocking(True)
         self._sock = sock
+        self._lock = threading.Lock()
+        self._inbox = bytearray()
         self._room = capacity
         self._stop_asked = False
         self._ended = False
+        self._announced = 0
 
     @property
     def stopped(self) -> bool:
         """Whether the worker is to return: it was asked to, or the trainer has closed the group or is dead."""
         self._listen(wait=0)
         return self._stop_asked or self._ended
+
+    @property
+    def version(self) -> int:
+        """The newest version that the trainer has announced over this channel; 0: none."""
+        self._listen(wait=0)
+        return self._announced
 
     def put(self, value: Any, versions: tuple[int, ...]) -> None:
         """Send a result; waits while `capacity` of them are on their way.
@@ -167,7 +236,7 @@ class WorkerEnd:
         frame = Put(versions, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
         self._listen(wait=0)
         while not self._room and not self._ended:
-            self._listen(wait=None)
+            self._listen(wait=_LOOK)
         self._room -= 1
         self._send(frame)
 
@@ -187,20 +256,36 @@ class WorkerEnd:
             self._ended = True
             raise SenderClosed("the trainer has closed its worker group, or is gone: the result is dropped.") from error
 
-    def _listen(self, wait: int | None) -> None:
-        """Read what the trainer says: wait for it (None), or not (0)."""
+    def _listen(self, wait: int) -> None:
+        """Read what the trainer says: wait for it so many milliseconds."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
-        while not self._ended and poller.poll(wait):
-            try:
-                words = self._sock.recv(_CHUNK)
-            except OSError:
-                words = b""
-            self._room += words.count(_ROOM)
-            self._stop_asked |= _STOP in words
-            self._ended = not words
-            wait = 0
+        if self._ended or not poller.poll(wait):
+            return
+        with self._lock, contextlib.suppress(BlockingIOError):
+            while not self._ended:
+                self._hear(_received(self._sock))
+
+    def _hear(self, data: bytes) -> None:
+        self._ended = not data
+        self._inbox += data
+        whole = len(self._inbox) // _WORD.size * _WORD.size
+        for word, version in _WORD.iter_unpack(self._inbox[:whole]):
+            self._room += word == _ROOM
+            self._stop_asked |= word == _STOP
+            self._announced = max(self._announced, version)
+        del self._inbox[:whole]
 
     def close(self) -> None:
         """Close it."""
         self._sock.close()
+
+
+def _received(sock: socket.socket) -> bytes:
+    """What has come; empty: the other end is gone. Raises BlockingIOError: nothing has come."""
+    try:
+        return sock.recv(_CHUNK, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        raise
+    except OSError:  # reset, or closed here
+        return b""

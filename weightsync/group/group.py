@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import pickle
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from types import TracebackType
@@ -18,16 +16,15 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import require_whole
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, WorkerFailedError
-from weightsync.group.channel import TrainerEnd
+from weightsync.group.launcher import Asked, Launched, least_one
+from weightsync.group.launchers import launcher_for
 from weightsync.group.members import Member, Members, Rules, Running, Waiting
-from weightsync.group.process import CopiedModel, WorkerProcess, end_all
-from weightsync.group.steps import Announced, Staleness
-from weightsync.group.worker import Job, MakeModel, Worker
+from weightsync.group.steps import Staleness
+from weightsync.group.worker import MakeModel, Worker
 from weightsync.options import OnFailure, OnPending, OnStale
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
-from weightsync.schemes.pipes import PipeScheme
-from weightsync.schemes.shared import SharedMemWeightSyncScheme
+from weightsync.schemes.base import WeightSyncScheme
 from weightsync.transports.process import forget_after_fork
 
 #: Seconds that a process whose link is lost has to die before it is killed.
@@ -50,43 +47,53 @@ class WorkerResult:
 
 
 class WorkerGroup:
-    """Worker processes that act with copies of a model while the trainer trains it.
+    """Workers that act with copies of a model while the trainer trains it: processes, Ray actors, or other ranks.
+
+    In rank 0 of a running `torch.distributed` world, with ``scheme="distributed"``, the other ranks are workers. Each
+    calls `run_worker`. The group does not start, restart or kill them: ``run`` is None, and ``make_model`` and
+    ``max_restarts`` are left out.
 
     A worker receives weights in the background, so that `send()` cannot deadlock with a full result channel. Use the
     group in a ``with`` block, and from one thread.
 
     Args:
-        run: ``run(worker)`` is called in each worker, with a `Worker`. It and what it needs must be picklable, unless
-            ``ctx`` forks. When it returns, the worker is finished.
+        run: ``run(worker)`` is called in each worker, with a `Worker`. It and what it needs must be picklable (for
+            Ray by cloudpickle), unless ``ctx`` forks. When it returns, the worker is finished.
         model: the trainer's model. What `send` sends, unless it is given other weights.
-        num_workers: how many workers, at least 1.
+        num_workers: how many workers, at least 1; for ranks left out.
         make_model: makes a worker's model, in the worker. Default: a copy of ``model``, on the CPU.
-        scheme: a new `SharedMemWeightSyncScheme` (default) or `MultiProcessWeightSyncScheme`. The group closes it.
+        scheme: a new `SharedMemWeightSyncScheme` (default), `MultiProcessWeightSyncScheme`, `RayWeightSyncScheme` or
+            `DistributedWeightSyncScheme`, or its backend's name: "shared", "process", "ray", "distributed". The group
+            closes it. Ray must run in this process.
         model_id: the name of the model.
         capacity: how many results of a worker may be on their way. `Worker.put` waits for more.
         max_restarts: how often each worker is started again after it raised or died. It has fresh weights before
             ``run`` is called again.
         restart_delay: seconds before a worker's first restart; doubled each time, up to 60.
-        deadline: seconds for which a worker may put nothing. One that takes longer is killed, and counts as failed.
+        deadline: seconds for which a worker may put nothing. One that takes longer is killed, and counts as failed (a
+            rank is given up).
             Time in which it waits for the trainer does not count, nor does the time in which it starts. None: no limit.
         max_staleness: how many versions a worker may be behind the newest one dispatched when it begins a step. None:
             no limit. 0: each step begins with the newest.
         on_stale: "block" (default): the worker waits for a newer version. "raise": its step raises
             `StaleWeightsError`.
-        ctx: a multiprocessing context; default: that of "spawn".
+        ctx: a multiprocessing context, for processes; default: that of "spawn".
+        actor_options: options of the actors, for Ray: ``num_cpus`` (default 0), ``num_gpus``, ``resources``,
+            ``scheduling_strategy``, ``runtime_env`` and the others, but for those of restarts, concurrency and names.
 
     Raises:
-        ConfigurationError: an argument is out of range, or the model cannot be copied. Nothing was started.
+        ConfigurationError: an argument is out of range or not for workers of this kind, or the model cannot be copied.
+            Nothing was started.
     """
 
     def __init__(
         self,
-        run: Callable[[Worker], object],
+        run: Callable[[Worker], object] | None,
         model: nn.Module,
-        num_workers: int,
+        num_workers: int | None = None,
         *,
         make_model: MakeModel | None = None,
-        scheme: PipeScheme | None = None,
+        scheme: WeightSyncScheme | str | None = None,
         model_id: str = "policy",
         capacity: int = 2,
         max_restarts: int = 0,
@@ -95,23 +102,21 @@ class WorkerGroup:
         max_staleness: int | None = None,
         on_stale: OnStale | str = OnStale.BLOCK,
         ctx: BaseContext | None = None,
+        actor_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._run, self._model, self._model_id = run, model, model_id
-        self._make_model = CopiedModel(model) if make_model is None else make_model
-        self._scheme = SharedMemWeightSyncScheme() if scheme is None else _usable(scheme)
+        self._model, self._model_id = model, model_id
         self._rules = _rules(capacity, max_restarts, restart_delay, deadline)
         limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
         self._staleness = Staleness(limit, OnStale(on_stale))
-        self._context: Any = multiprocessing.get_context("spawn") if ctx is None else ctx
-        self._announced = Announced(self._context.RawValue("Q", 0))
-        members = {
-            index: Member(index, self._rules, self._begin_life)
-            for index in range(_least_one(num_workers, "num_workers"))
-        }
+        options = (capacity, max_restarts, self._staleness, ctx, actor_options)
+        self._launcher = launcher_for(scheme, Asked(run, model, num_workers, make_model, model_id, *options))
+        self._scheme = self._launcher.scheme
+        self._version = 0
+        members = {index: Member(index, self._rules, self._begin_life) for index in range(self._launcher.size)}
         self._members = Members(members, self._rules.capacity, self._is_stale)
         self._state = State.UNINITIALIZED
-        #: Our ends of the workers' pipes, until the sender has them.
-        self._first_pipes: dict[int, Any] = {}
+        #: The first lives, until the sender knows how to reach them.
+        self._first: dict[int, Launched] = {}
 
     # ------------------------------------------------------------------------------------- starting and ending
 
@@ -128,46 +133,30 @@ class WorkerGroup:
         atexit.register(self.close)
         forget_after_fork(self)
         try:
+            self._launcher.open()
             for member in self._members.by_index.values():
                 member.start()
-            processes = [process for _, process in sorted(self.processes.items())]
-            pipes = [pipe for _, pipe in sorted(self._first_pipes.items())]
-            self._scheme.init_on_sender(self._model_id, model=self._model, pipes=pipes, processes=processes)
-            self._first_pipes.clear()
+            reached = self._launcher.reached([launched for _, launched in sorted(self._first.items())])
+            self._scheme.init_on_sender(self._model_id, model=self._model, **reached)
+            self._first.clear()
             self._dispatch(None, OnPending.RAISE, Timeout.DEFAULT)
         except BaseException:
             self.close(timeout=0)
             raise
 
     def _begin_life(self, index: int, restarts: int) -> Running:
-        ours, theirs = self._context.Pipe()
-        near, far = socket.socketpair()
-        with theirs, far:
-            job = Job(
-                self._run,
-                index,
-                restarts,
-                self._make_model,
-                self._scheme,
-                self._model_id,
-                theirs,
-                far,
-                self._rules.capacity,
-                self._announced,
-                self._staleness,
-            )
-            channel = TrainerEnd(near)
-            try:
-                process = WorkerProcess(self._context, job)
-            except BaseException:
-                channel.close()
-                ours.close()
-                raise
-        if self._scheme.initialized_on_sender:
-            self.sender.add_worker(index, ours, process=process.process)
-        else:
-            self._first_pipes[index] = ours
-        return Running(process, channel)
+        launched = self._launcher.launch(index, restarts)
+        launched.running.announce(self._version)
+        if not self._scheme.initialized_on_sender:
+            self._first[index] = launched
+            return launched.running
+        try:
+            self.sender.add_worker(index, launched.endpoint, process=launched.watched)
+        except BaseException:
+            launched.running.channel.close()
+            launched.running.process.close()
+            raise
+        return launched.running
 
     def stop(self) -> None:
         """Ask all workers to return: `Worker.stopped` is True from now on. Never waits; none is restarted any more.
@@ -197,12 +186,17 @@ class WorkerGroup:
             for life in lives:
                 life.channel.close()
             self._scheme.close()
-            end_all([life.process for life in lives], deadline)
+            for life in lives:
+                if not life.channel.attached:
+                    life.process.kill()  # it has not come so far as to hear that the group is closed
+                life.process.join(deadline)
+            for life in lives:
+                life.process.kill()  # all of them, before any is waited for
         finally:
             for member in self._members.by_index.values():
                 member.release()
-            while self._first_pipes:
-                self._first_pipes.popitem()[1].close()
+            self._launcher.close(list(self._first.values()))
+            self._first.clear()
             self._members.results.clear()
             atexit.unregister(self.close)
 
@@ -303,7 +297,8 @@ class WorkerGroup:
         self._forget_gone()
         report = self.sender.send_async(weights, on_pending=pending, timeout=timeout, allow_empty=True)
         if report.version is not None:
-            self._announced.announce(report.version)  # once it is on its way: a worker may wait for it from now on
+            self._version = max(report.version, self._version)
+            self._members.announce(self._version)  # once it is on its way: a worker may wait for it from now on
         return report
 
     def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
@@ -319,13 +314,14 @@ class WorkerGroup:
     def _await_deaths(self, lost: list[int]) -> None:
         """A worker whose link is lost is about to die, or of no more use."""
         deadline = Deadline(_LOST_SECONDS)
-        lives = {index: self._members.by_index[index].running for index in lost}
-        while any(life is not None and not life.process.dead for life in lives.values()):
+        members = [self._members.by_index[index] for index in lost]
+        lives = [(member, member.running) for member in members if member.running is not None]
+        while left := [member for member, life in lives if member.running is life]:
             if deadline.passed:
-                for index, life in lives.items():
-                    if life is self._members.by_index[index].running:
-                        self._members.by_index[index].give_up("its link is lost, and it was killed")
+                for member in left:
+                    member.give_up("its link is lost")
             self._members.wait(deadline)
+            self._members.pump()
         self._members.pump()
 
     # ------------------------------------------------------------------------------------------------- results
@@ -392,7 +388,7 @@ class WorkerGroup:
     @property
     def version(self) -> int:
         """The newest version sent."""
-        return self._announced.version
+        return self._version
 
     @property
     def failures(self) -> tuple[WorkerFailedError, ...]:
@@ -401,16 +397,16 @@ class WorkerGroup:
 
     @property
     def processes(self) -> dict[int, Any]:
-        """The workers' processes, by index, as far as they run."""
+        """The workers' processes (actors: their handles; ranks: their numbers), by index, as far as they run."""
         lives = {index: member.running for index, member in self._members.by_index.items()}
-        return {index: life.process.process for index, life in lives.items() if life is not None}
+        return {index: life.process.handle for index, life in lives.items() if life is not None}
 
     def _is_stale(self, index: int) -> bool:
         """Whether a worker waits for newer weights at its next step, as far as its acks show."""
         if not self._scheme.initialized_on_sender:
             return False
         limit, entry = self._staleness.limit, self.sender.workers.get(index)
-        return limit is not None and entry is not None and self._announced.version - entry.served > limit
+        return limit is not None and entry is not None and self._version - entry.served > limit
 
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:
@@ -429,25 +425,9 @@ def _kinds_of_failures(report: SyncReport) -> set[OutcomeKind]:
     return before | {report.outcomes[worker].kind for worker in report.failed}
 
 
-def _least_one(value: int, argument: str) -> int:
-    number = require_whole(value, argument, "a number, 1 or more")
-    if number < 1:
-        raise ConfigurationError(f"{argument}= is {number}: give 1 or more. Nothing was started.")
-    return number
-
-
-def _usable(scheme: PipeScheme) -> PipeScheme:
-    if not isinstance(scheme, PipeScheme) or scheme.initialized_on_sender:
-        raise ConfigurationError(
-            f"scheme= is {scheme!r}: give a new SharedMemWeightSyncScheme or MultiProcessWeightSyncScheme, which the "
-            "group initialises. Nothing was started."
-        )
-    return scheme
-
-
 def _rules(capacity: int, max_restarts: int, restart_delay: float, deadline: float | None) -> Rules:
     for argument, seconds in (("restart_delay", restart_delay), ("deadline", deadline)):
         if seconds is not None and not seconds >= 0:
             raise ConfigurationError(f"{argument}= is {seconds}: give seconds, 0 or more. Nothing was started.")
     restarts = require_whole(max_restarts, "max_restarts", "how often each worker is restarted, 0 or more")
-    return Rules(_least_one(capacity, "capacity"), restarts, restart_delay, deadline)
+    return Rules(least_one(capacity, "capacity"), restarts, restart_delay, deadline)

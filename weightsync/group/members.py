@@ -8,12 +8,11 @@ import select
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.errors import WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
-from weightsync.group.process import WorkerProcess
 
 logger = logging.getLogger("weightsync")
 
@@ -55,11 +54,43 @@ class Rules:
     deadline: float | None
 
 
+class Process(Protocol):
+    """What runs one life of a worker: a process, an actor, or a rank of a running world."""
+
+    #: What is done to one that is given up, for messages.
+    fate: str
+
+    @property
+    def handle(self) -> Any:
+        """What the user knows it by."""
+
+    def fileno(self) -> int:
+        """Readable once it is dead."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is dead. Never waits."""
+
+    def how_it_ended(self) -> str:
+        """In words, once it is dead."""
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait until it is dead."""
+
+    def kill(self) -> None:
+        """Kill it, and what it has started, as far as that can be done. It may already be dead."""
+
+    def close(self) -> None:
+        """Kill what is left, and let go of everything."""
+
+
 class Running(NamedTuple):
     """One life of a worker."""
 
-    process: WorkerProcess
+    process: Process
     channel: TrainerEnd
+    #: Announces a version to it.
+    announce: Callable[[int], None]
 
 
 class Waiting(NamedTuple):
@@ -157,15 +188,15 @@ class Member:
 
     def _overdue(self) -> str:
         if self._last_word is not None:
-            return f"it did not end within {_GRACE:g} s of its last word, and was killed"
+            return f"it did not end within {_GRACE:g} s of its last word"
         if self.life is Life.STARTING:
-            return "it did not start in time, and was killed"
-        return f"it gave no result for {self._rules.deadline} s, and was killed"
+            return "it did not start in time"
+        return f"it gave no result for {self._rules.deadline} s"
 
     def give_up(self, reason: str) -> None:
         """Kill it. It fails for this reason, unless it gave one itself."""
         if self.running is not None:
-            self._reason = self._reason or reason
+            self._reason = self._reason or f"{reason}, and was {self.running.process.fate}"
             self.due = Deadline(_GRACE)
             self.running.process.kill()
 
@@ -225,6 +256,12 @@ class Members:
         #: Failures of workers that are not restarted, of which the trainer does not know yet.
         self.untold: deque[WorkerFailedError] = deque()
 
+    def announce(self, version: int) -> None:
+        """Announce a version to all that run."""
+        for member in self.by_index.values():
+            if member.running is not None:
+                member.running.announce(version)
+
     def pump(self) -> None:
         """Read all that has come, notice who died, and restart who is due."""
         for member in self.by_index.values():
@@ -248,13 +285,15 @@ class Members:
 
     def wait(self, deadline: Deadline) -> None:
         """Sleep until something has come, a process is dead, or a deadline has passed."""
+        if any(member.dead for member in self.by_index.values()):
+            return
         poller = select.poll()
         naps = [deadline.nap]
         for member in self.by_index.values():
             if member.running is not None:
                 poller.register(member.running.process, select.POLLIN)
                 if not member.running.channel.ended:
-                    poller.register(member.running.channel, select.POLLIN)
+                    poller.register(member.running.channel, member.running.channel.events)
             if not member.over or member.running is not None:
                 naps.append(member.due.nap)
         limits = [nap for nap in naps if nap is not None]

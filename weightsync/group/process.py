@@ -1,20 +1,23 @@
-"""A worker's process: how it is started, watched, and ended with all that it has started."""
+"""Workers as processes: how each is started, reached, watched, and ended with all that it has started."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import multiprocessing
 import os
-import pickle
 import signal
+import socket
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Final
 
-from torch import Tensor, nn
-
 from weightsync.clock import Deadline
-from weightsync.errors import ConfigurationError
-from weightsync.group.worker import Job, work
+from weightsync.group.channel import TrainerEnd
+from weightsync.group.launcher import Asked, Launched
+from weightsync.group.members import Running
+from weightsync.group.steps import Announced
+from weightsync.group.worker import Held, Job, work
+from weightsync.schemes.pipes import PipeScheme
 from weightsync.transports.process import started_at, watching
 
 #: Seconds that the kernel gets to end a process that was killed.
@@ -32,11 +35,13 @@ class WorkerProcess:
         Exception: the job cannot be pickled, or the system starts no more processes.
     """
 
+    fate = "killed"
+
     def __init__(self, context: BaseContext, job: Job) -> None:
         name = f"weightsync worker {job.index}"
-        self.process: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
-        self.process.start()
-        self._pid: int = self.process.pid
+        self.handle: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
+        self.handle.start()
+        self._pid: int = self.handle.pid
         self._watch = watching(self._pid, started_at(self._pid) or 0)
 
     def fileno(self) -> int:
@@ -50,13 +55,17 @@ class WorkerProcess:
 
     def how_it_ended(self) -> str:
         """In words, once it is dead."""
-        self.process.join(_REAP_SECONDS)
-        code: int | None = self.process.exitcode
+        self.handle.join(_REAP_SECONDS)
+        code: int | None = self.handle.exitcode
         if code is None:
             return "its process is dead"
         if code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code} before its function had returned"
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait until it is dead."""
+        self.handle.join(deadline.nap)
 
     def kill(self) -> None:
         """Kill the process and those that it has started. They may already be dead."""
@@ -69,50 +78,54 @@ class WorkerProcess:
     def close(self) -> None:
         """Kill what is left, and let go of everything."""
         self.kill()
-        self.process.join(_REAP_SECONDS)
+        self.handle.join(_REAP_SECONDS)
         self._watch.close()
         with contextlib.suppress(ValueError):  # it still runs: the kernel does not end it
-            self.process.close()
+            self.handle.close()
 
 
-class CopiedModel:
-    """Makes a worker's model of the trainer's: a copy without its weights, which the first version brings.
+class ProcessLauncher:
+    """Starts processes, which are reached over a pipe for weights and a socket pair for results.
 
     Args:
-        model: the trainer's.
+        scheme: shared memory, or pipes.
+        asked: what the user has asked for.
 
     Raises:
-        ConfigurationError: it cannot be copied or pickled.
+        ConfigurationError: an argument is out of range, or not for processes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        bare: dict[int, Any] = {}
-        for parameter in model.parameters():
-            bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        for buffer in model.buffers():
-            bare[id(buffer)] = _on_host(buffer)
-        try:
-            # Plain pickle: multiprocessing's would put tensors into shared memory.
-            self._pickled = pickle.dumps(copy.deepcopy(model, bare))
-        except Exception as error:
-            raise ConfigurationError(
-                f"the model {type(model).__name__} cannot be copied to workers ({type(error).__name__}: {error}): give "
-                "make_model=, a function that makes one."
-            ) from error
+    def __init__(self, scheme: PipeScheme, asked: Asked) -> None:
+        asked.refuse_others("actor_options")
+        self.scheme = scheme
+        self.size = asked.least_one_worker()
+        self._plan = asked.plan()
+        self._context: Any = multiprocessing.get_context("spawn") if asked.ctx is None else asked.ctx
+        self._announced = Announced(self._context.RawValue("Q", 0))
 
-    def __call__(self) -> nn.Module:
-        """A new model. Its parameters are on the meta device."""
-        model: nn.Module = pickle.loads(self._pickled)
-        return model
+    def open(self) -> None:
+        """There is nothing to make."""
 
+    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """See `Launcher.reached`."""
+        return {"pipes": [life.endpoint for life in lives], "processes": [life.watched for life in lives]}
 
-def _on_host(buffer: Tensor) -> Tensor:
-    return buffer.detach().cpu().clone()
+    def launch(self, index: int, restarts: int) -> Launched:
+        """Start a process: see `Launcher.launch`."""
+        ours, theirs = self._context.Pipe()
+        near, far = socket.socketpair()
+        with theirs, far:
+            job = Job(self._plan, index, restarts, self.scheme, {"pipe": theirs}, Held(far), self._announced)
+            channel = TrainerEnd(near)
+            try:
+                process = WorkerProcess(self._context, job)
+            except BaseException:
+                channel.close()
+                ours.close()
+                raise
+        return Launched(Running(process, channel, self._announced.announce), ours, process.handle)
 
-
-def end_all(processes: list[WorkerProcess], deadline: Deadline) -> None:
-    """Give processes until the deadline to end by themselves, and kill those that have not."""
-    for process in processes:
-        process.process.join(deadline.nap)
-    for process in processes:
-        process.kill()
+    def close(self, unreached: Sequence[Launched]) -> None:
+        """Close the pipes that the sender does not have."""
+        for life in unreached:
+            life.endpoint.close()

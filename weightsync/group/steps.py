@@ -7,7 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from torch import nn
 
@@ -17,14 +17,26 @@ from weightsync.errors import SenderClosed, StaleWeightsError
 from weightsync.options import OnStale
 
 #: Seconds after which a worker that waits for a newer version looks again whether it still has to.
-_LOOK_SECONDS: Final = 0.1
+LOOK_SECONDS: Final = 0.1
+
+
+class Announcements(Protocol):
+    """What a worker knows of what the trainer has announced.
+
+    A version is announced once it has been dispatched, so that a worker which waits for it waits for something on its
+    way.
+    """
+
+    @property
+    def version(self) -> int:
+        """The newest version announced; 0: none was."""
 
 
 class Announced:
     """The newest version that the trainer has announced: one number in memory that it shares with its workers.
 
-    It is announced once it has been dispatched, so that a worker which waits for it waits for something on its way.
-    A number in shared memory, and no message: a worker sees it at its next step however much lies unread in its pipe.
+    Where there is such memory, no message is needed: a worker sees it at its next step however much lies unread in its
+    pipe. Elsewhere the worker's channel brings it.
 
     Args:
         number: a 64-bit value of `multiprocessing`'s. The trainer alone writes it.
@@ -59,13 +71,13 @@ class Steps:
 
     Args:
         receiver: the worker's; a background thread receives for it.
-        announced: what the trainer has announced.
+        announced: what the trainer has announced, as far as this worker knows.
         staleness: how old a version may be.
         stopped: whether the worker is to return.
     """
 
     def __init__(
-        self, receiver: WeightReceiver, announced: Announced, staleness: Staleness, stopped: Callable[[], bool]
+        self, receiver: WeightReceiver, announced: Announcements, staleness: Staleness, stopped: Callable[[], bool]
     ) -> None:
         self._stopped = stopped
         self._receiver = receiver
@@ -107,7 +119,7 @@ class Steps:
                 raise StaleWeightsError(self._receiver.version, behind, limit)
             if self._stopped():
                 raise SenderClosed("the group was stopped while this worker waited for a newer version.")
-            self._receiver.receive(_LOOK_SECONDS)
+            self._receiver.receive(LOOK_SECONDS)
 
     @property
     def _behind(self) -> int:

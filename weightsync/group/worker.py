@@ -1,4 +1,4 @@
-"""What a worker's function is given, and the process that runs it."""
+"""What a worker's function is given, and one life of a worker."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.errors import SenderClosed, TransportError
+from weightsync.errors import SenderClosed, TransportError, WeightSyncError
 from weightsync.group.channel import Failed, Finished, Started, WorkerEnd
-from weightsync.group.steps import Announced, Staleness, Steps
+from weightsync.group.steps import LOOK_SECONDS, Announced, Staleness, Steps
 from weightsync.schemes.base import WeightSyncScheme
 
 #: Makes a worker's model.
@@ -82,57 +82,99 @@ class Worker:
         self._channel.put(item, self._steps.versions())
 
 
+class Dial(Protocol):
+    """How a worker reaches its channel."""
+
+    def connect(self) -> socket.socket:
+        """The worker's end of it. Raises TransportError: the trainer cannot be reached."""
+
+
 @dataclass(frozen=True)
-class Job:
-    """What a worker process is started with.
+class Held:
+    """One end of a socket pair, which the worker was started with."""
+
+    sock: socket.socket
+
+    def connect(self) -> socket.socket:
+        """That end."""
+        return self.sock
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all workers of a group have in common.
 
     Attributes:
         run: the user's function.
-        index: the worker's id.
-        restarts: how often it was restarted.
-        make_model: makes its model.
-        scheme: a copy of the trainer's scheme.
+        make_model: makes a worker's model.
         model_id: the name of the model.
-        pipe: our end of the pipe for weights.
-        channel: our end of the socket pair for results.
-        capacity: how many results may be on their way.
-        announced: what the trainer has announced.
+        capacity: how many results of a worker may be on their way.
         staleness: how old a version may be at a step.
     """
 
     run: Callable[[Worker], object]
+    make_model: MakeModel
+    model_id: str
+    capacity: int
+    staleness: Staleness
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one life of a worker is.
+
+    Attributes:
+        plan: what all workers have in common.
+        index: the worker's id.
+        restarts: how often it was restarted.
+        scheme: a copy of the trainer's scheme, or one like it.
+        reach: how the sender reaches it: what `init_on_receiver` is given besides.
+        channel: how it reaches its channel for results.
+        announced: what the trainer has announced, in shared memory; None: the channel tells.
+    """
+
+    plan: Plan
     index: int
     restarts: int
-    make_model: MakeModel
     scheme: WeightSyncScheme
-    model_id: str
-    pipe: Any
-    channel: socket.socket
-    capacity: int
-    announced: Announced
-    staleness: Staleness
+    reach: Mapping[str, Any]
+    channel: Dial
+    announced: Announced | None
 
 
 def work(job: Job) -> None:
     """Be a worker process until the function returns or raises, or the trainer is gone."""
     os.setsid()  # the processes that the function starts are ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and ends the workers
-    channel = WorkerEnd(job.channel, job.capacity)
+    if live(job) is not None:
+        sys.exit(1)
+
+
+def live(job: Job, listening: Callable[[], None] = lambda: None) -> BaseException | None:
+    """Live one life of a worker, and tell the trainer how it has ended.
+
+    Args:
+        job: what it is.
+        listening: called once the receiver takes weights.
+
+    Returns:
+        What the function raised; None: it has returned, or was stopped.
+
+    Raises:
+        TransportError: the trainer cannot be reached.
+    """
+    channel = WorkerEnd(job.channel.connect(), job.plan.capacity)
     with contextlib.closing(channel), job.scheme as scheme:
         try:
-            _run(job, scheme, channel)
+            _run(job, scheme, channel, listening)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported to the trainer
-            if isinstance(error, TransportError) and channel.stopped:
-                _finish(channel)  # stopped or closed, and the function did not catch the exception for that
-                return
-            _report(error, scheme, channel)
-            sys.exit(1)
-        _finish(channel)
-
-
-def _finish(channel: WorkerEnd) -> None:
-    with contextlib.suppress(SenderClosed):
-        channel.say(Finished())
+            if not isinstance(error, TransportError) or not channel.stopped:
+                _report(error, scheme, channel)
+                return error
+            # Stopped or closed, and the function did not catch the exception for that.
+        with contextlib.suppress(SenderClosed):
+            channel.say(Finished())
+    return None
 
 
 def _report(error: BaseException, scheme: WeightSyncScheme, channel: WorkerEnd) -> None:
@@ -146,12 +188,33 @@ def _report(error: BaseException, scheme: WeightSyncScheme, channel: WorkerEnd) 
         receiver.fail(error)
 
 
-def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd) -> None:
-    model = job.make_model()
-    scheme.init_on_receiver(model_id=job.model_id, model=model, worker_idx=job.index, pipe=job.pipe)
+def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Callable[[], None]) -> None:
+    plan, announced = job.plan, job.announced
+    model = plan.make_model()
+    scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **job.reach)
+    listening()
     scheme.connect()
     receiver = scheme.get_receiver()
-    steps = Steps(receiver, job.announced, job.staleness, lambda: channel.stopped)
+    _await_weights(receiver, channel)
+    steps = Steps(receiver, channel if announced is None else announced, plan.staleness, lambda: channel.stopped)
     steps.guard(model)
     channel.say(Started())
-    job.run(Worker(job, receiver, steps, channel))
+    plan.run(Worker(job, receiver, steps, channel))
+
+
+def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
+    """Wait for the first weights, where `connect` does not: for those that Ray's calls bring.
+
+    Raises:
+        SenderClosed: the group was closed meanwhile.
+        WeightSyncError: they were refused.
+    """
+    while receiver.version is None:
+        if channel.stopped:
+            raise SenderClosed("the group was stopped before this worker had its first weights.")
+        receiver.receive(LOOK_SECONDS)
+        if receiver.version is None and receiver.last_refusal:
+            raise WeightSyncError(
+                f"the first version of {receiver.model_id!r} was refused, and the sender was told: "
+                f"{receiver.last_refusal}"
+            )

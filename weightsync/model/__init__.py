@@ -5,7 +5,7 @@ from weightsync.model.output import Counts, Progress
 from weightsync.model.process import Coverage
 from weightsync.model.suite import Observer, Suite
 from weightsync.model.toolchain import Toolchain, ToolMissingError, find_toolchain
-from weightsync.model.verdict import Verdict, due, explain, idle, record, vacuity
+from weightsync.model.verdict import Verdict, described, due, explain, idle, record, vacuity
 
 __all__ = [
     "Configuration",
@@ -21,6 +21,7 @@ __all__ = [
     "ToolMissingError",
     "Toolchain",
     "Verdict",
+    "described",
     "due",
     "explain",
     "find_model",

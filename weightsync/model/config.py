@@ -6,8 +6,8 @@ and ``[checks.*]`` are groups that both may name, and a configuration holds only
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from weightsync.model.text import Library
@@ -51,19 +51,6 @@ class Config:
     def text(self) -> str:
         """The configuration as a .cfg file."""
         return "".join(f"{line}\n" for line in self._lines())
-
-    def checking(self, names: Collection[str]) -> Config:
-        """Return a copy with only those of its invariants, properties and action constraints that are in `names`."""
-
-        def kept(listed: Iterable[str]) -> tuple[str, ...]:
-            return tuple(name for name in listed if name in names)
-
-        return replace(
-            self,
-            action_constraints=kept(self.action_constraints),
-            invariants=kept(self.invariants),
-            properties=kept(self.properties),
-        )
 
     def _lines(self) -> Iterator[str]:
         yield f"SPECIFICATION {self.specification}"

@@ -41,7 +41,8 @@ class Size(Enum):
 
     #: Seconds. The optimising compiler would take half of them, so it is switched off.
     SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-    LARGE = ("-XX:+UseParallelGC",)
+    #: Minutes. Several run at once, and the threads of a parallel collector would take each other's cores.
+    LARGE = ("-XX:+UseSerialGC",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,11 +70,11 @@ def find_java() -> Path:
 
 def java_version(java: Path) -> int | None:
     """Return the feature release of a Java launcher, e.g. 17; None if it does not run."""
-    match = re.search(r'version "(?:1\.)?(\d+)', _probed(java))
+    match = re.search(r'version "(?:1\.)?(\d+)', probed(java))
     return int(match.group(1)) if match else None
 
 
-def _probed(java: Path, *settings: str) -> str:
+def probed(java: Path, *settings: str) -> str:
     """Return the output of ``java -version``; empty if it does not run."""
     command = [str(java), *settings, "-version"]
     try:
@@ -82,19 +82,6 @@ def _probed(java: Path, *settings: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if probe.returncode else probe.stderr + probe.stdout
-
-
-def jvm_library(java: Path) -> Path:
-    """Return the library that a Java launcher loads its JVM from.
-
-    Raises ToolMissingError: the launcher does not report its location, or the library is not there.
-    """
-    settings = _probed(java, "-XshowSettings:properties")
-    home = re.search(r"java\.home = (.+)", settings)
-    library = Path(home.group(1).strip() if home else "") / "lib" / "server" / "libjvm.so"
-    if not library.is_file():
-        raise ToolMissingError(f"The JVM of {java} is not at {library}: put another Java on PATH.")
-    return library
 
 
 def _bundled_java() -> Path | None:

@@ -231,10 +231,9 @@ def idle(verdicts: Iterable[Verdict], manifest: Manifest) -> Iterator[str]:
         yield f"{definition}: listed as idle, but some proof evaluates it or it no longer exists: {text}"
 
 
-def record(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as plain data, for `weightsync check --json`."""
-    configuration, outcome = verdict.configuration, verdict.outcome
-    data: dict[str, Any] = {
+def described(configuration: Configuration) -> dict[str, Any]:
+    """Return a configuration as plain data, for `weightsync check --list --json`."""
+    return {
         "name": configuration.name,
         "module": configuration.module,
         "config": configuration.config.text,
@@ -243,6 +242,15 @@ def record(verdict: Verdict) -> dict[str, Any]:
         "expected": configuration.expected.value,
         "violates": configuration.violates,
         "pinned": asdict(configuration.pinned) if configuration.pinned else None,
+        "set": configuration.tier.value,
+    }
+
+
+def record(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain data, for `weightsync check --json`."""
+    outcome = verdict.outcome
+    data: dict[str, Any] = {
+        **described(verdict.configuration),
         "as_expected": verdict.as_expected,
         "found": list(verdict.found),
         "complaints": list(verdict.complaints),

@@ -366,7 +366,7 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
             "lost",
         ),
         "G11": Guarantee(
-            "EverybodyIsToldTheTruth",
+            "OutcomesAreTrue",
             "a blocking send returns only if every target APPLIED; any other result is a typed outcome",
         ),
         "G12": Guarantee(

@@ -36,7 +36,19 @@ import xxhash
 
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
+from weightsync.protocol.messages import (
+    Ack,
+    BaseRef,
+    Bye,
+    Ending,
+    Hello,
+    Message,
+    NoBase,
+    Refusal,
+    SlotRef,
+    Update,
+    WeightsForm,
+)
 from weightsync.protocol.report import Evidence
 from weightsync.protocol.report_codec import decode_report, encode_report
 
@@ -86,7 +98,8 @@ def peek(data: Readable) -> Head:
     if len(data) < HEADER_NBYTES:
         _require_ours(data)
         raise malformed(f"A frame ends after {len(data)} of its header's {HEADER_NBYTES} bytes", data)
-    head = Head._make(_HEADER.unpack_from(data))
+    # `Head(...)` and `Head._make(...)` are calls of Python, and this is done for each message.
+    head = tuple.__new__(Head, _HEADER.unpack_from(data))
     if head.magic != MAGIC or head.protocol != PROTOCOL_VERSION or head.zero:
         _require_ours(data)
         raise malformed("A header is malformed", data)
@@ -126,7 +139,6 @@ __all__ = [
     "decode",
     "decode_with",
     "encode",
-    "inline_nbytes",
     "is_trace_context",
     "malformed",
     "peek",
@@ -149,6 +161,8 @@ _ENDINGS: Final = tuple(Ending)
 _MAX_PID: Final = 2**31 - 1
 #: In the place of a slot's fields, for a payload that travels.
 _NOWHERE: Final = SlotRef(segment=0)
+#: Where a payload is: it follows; it lies in a slot; it follows, and the place of the slot's fields has its base.
+_INLINE, _IN_SLOT, _BASED = range(3)
 #: A W3C traceparent; after a newline, a tracestate of at most 512 characters, which is what others must pass on.
 _TRACE_CONTEXT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(\n[\x20-\x7e]{1,512})?")
 MAX_TRACE_CONTEXT_NBYTES: Final = 568
@@ -156,45 +170,43 @@ MAX_TRACE_CONTEXT_NBYTES: Final = 568
 _MAX_NBYTES: Final = 2**63 - 1
 
 
-def inline_nbytes(message: Message) -> int:
-    """The size of the payload that follows ``message`` in its frame; 0 if there is none, or if it lies in a slot."""
-    return message.nbytes if isinstance(message, Update) and message.slot is None else 0
-
-
-def encode(message: Message, descriptors: int = 0) -> bytes:
+def encode(message: Message, descriptors: int = 0, slot: SlotRef | None = None) -> bytes:
     """Encode the control part of ``message``. The caller appends the payload, if it travels inline.
+
+    Args:
+        slot: of an update, where its payload lies; None: what the message says.
 
     Raises:
         ConfigurationError: a field cannot be encoded (a digest that is not 16 bytes, a number out of range, a layout
             above 256 MiB). Nothing was written.
     """
+    if isinstance(message, Update) and slot is None:
+        slot = message.slot
     try:
-        return _encode(message, descriptors)
+        _require_ranges(message, slot)
+        kind, version, digest, body = _body_of(message, message.model_id.encode(), slot)
+        if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
+            raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
+        inline = message.nbytes if isinstance(message, Update) and slot is None else 0
+        numbers = kind, descriptors, len(digest), 0, len(body), inline
+        covered = COVERED.pack(*numbers, message.incarnation.to_bytes(16, "big"), version, digest) + body
+        return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
     except (struct.error, OverflowError, ValueError) as error:
         raise ConfigurationError(
             f"A {type(message).__name__} of model {message.model_id!r} cannot be encoded: {error}."
         ) from error
 
 
-def _encode(message: Message, descriptors: int) -> bytes:
-    _require_ranges(message)
-    kind, version, digest, body = _body_of(message, message.model_id.encode())
-    if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
-        raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
-    inline = message.nbytes if isinstance(message, Update) and message.slot is None else 0
-    numbers = kind, descriptors, len(digest), 0, len(body), inline
-    covered = COVERED.pack(*numbers, message.incarnation.to_bytes(16, "big"), version, digest) + body
-    return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
-
-
-def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
+def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, int, bytes, bytes]:
     """Return the kind, version, digest and encoded body."""
     match message:
         case Update():
-            slot = message.slot or _NOWHERE
+            base, slot, placed = message.base, slot or _NOWHERE, _INLINE if slot is None else _IN_SLOT
             fields = name, message.layout_digest, message.layout, message.extras, slot.device
-            placed = message.slot is not None, slot.segment, slot.seal, slot.nbytes
-            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *placed)
+            where = placed, slot.segment, slot.seal, slot.nbytes
+            if base is not None:
+                where = _BASED, base.version, base.digest or bytes(16), 0
+            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *where)
             return 2, message.version, message.digest, b"".join((fixed, *fields, message.trace_context.encode()))
         case Ack():
             nested = b"" if message.nested is None else encode_report(message.nested)
@@ -213,21 +225,25 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             reason = _prose(message.reason)
             fixed = _BYE.pack(len(name), _ENDINGS.index(message.ending), len(reason))
             return 5, 0, b"", b"".join((fixed, name, reason))
+        case NoBase():
+            return 6, message.version, b"", name
 
 
-def _require_ranges(message: Message) -> None:
+def _require_ranges(message: Message, slot: SlotRef | None) -> None:
     """Refuse numbers that fit their field but are not valid. Raises ValueError: a number is not valid."""
     match message:
         case Hello() if not 0 <= message.pid <= _MAX_PID:
             raise ValueError(f"process id {message.pid} is out of range")
-        case Update() | Ack() if message.version < 1:
+        case Update() | Ack() | NoBase() if message.version < 1:
             raise ValueError(f"version {message.version} is below 1")
         case Update() if not 0 <= message.nbytes <= _MAX_NBYTES:
             raise ValueError(f"a payload size of {message.nbytes} bytes is out of range")
         case Update() if message.trace_context and not is_trace_context(message.trace_context):
             raise ValueError("what it carries is no trace context")
-        case Update() if message.slot is not None:
-            _require_slot(message.slot, message.nbytes)
+        case Update() if message.base is not None:
+            _require_base(message.base, message, slot)
+        case Update() if slot is not None and (slot.device or slot.nbytes):
+            _require_slot(slot, message.nbytes)
         case Hello() if len(message.devices) not in _DEVICES_SIZES:
             raise ValueError(f"{len(message.devices)} bytes do not name devices")
         case Ack() if not isfinite(message.seconds) or message.seconds < 0:
@@ -247,6 +263,14 @@ def _require_slot(slot: SlotRef, nbytes: int) -> None:
         raise ValueError(f"a slot of the host says that it has {slot.nbytes} bytes")
     if slot.device and not nbytes <= slot.nbytes <= _MAX_NBYTES:
         raise ValueError(f"a slot of {slot.nbytes} bytes does not hold {nbytes}")
+
+
+def _require_base(base: BaseRef, update: Update, slot: SlotRef | None) -> None:
+    """Refuse a base that cannot be one, with ValueError: it is older and has a digest, and the payload travels."""
+    if slot is not None:
+        raise ValueError("a payload in a slot has a base")
+    if not 0 <= base.version < update.version or len(base.digest) != (16 if base.version else 0):
+        raise ValueError(f"version {base.version} with {len(base.digest)} bytes of digest is no base")
 
 
 def _prose(text: str) -> bytes:
@@ -281,10 +305,11 @@ def decode_with(head: Head, data: Readable) -> Message:
         if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
             raise ValueError(f"digest size {head.digest_nbytes} with padding {head.pad} is not valid")
         message = _READERS[head.kind](head, covered[COVERED.size :])
-        _require_ranges(message)
+        slot = message.slot if isinstance(message, Update) else None
+        _require_ranges(message, slot)
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
         raise malformed(f"A frame's fields are malformed: {error}", data) from error
-    if head.payload_nbytes != inline_nbytes(message):
+    if head.payload_nbytes != (message.nbytes if isinstance(message, Update) and slot is None else 0):
         raise malformed(f"A frame's header says {head.payload_nbytes} bytes of payload, but its message does not", data)
     return message
 
@@ -327,8 +352,9 @@ def _read_update(head: Head, body: bytes) -> Update:
     # An update of a sender that traces nothing ends here.
     traced = min(max(0, len(body) - _UPDATE.size - sum(sizes)), MAX_TRACE_CONTEXT_NBYTES)
     name, layout_digest, layout, extras, device, trace_context = _cut(body, _UPDATE.size, *sizes, traced)
-    if placed > 1 or (not placed and (device or slot_nbytes)):
-        raise ValueError(f"{placed} slots, at most 1 is possible")
+    if placed > _BASED or (placed != _IN_SLOT and (device or slot_nbytes)):
+        raise ValueError(f"payload placement {placed} is not valid")
+    based = BaseRef(version=segment, digest=seal if segment else b"") if placed == _BASED else None
     return Update(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),
@@ -339,14 +365,17 @@ def _read_update(head: Head, body: bytes) -> Update:
         nbytes=nbytes,
         extras=extras,
         form=_FORMS[form],
-        slot=SlotRef(segment=segment, seal=seal, device=device, nbytes=slot_nbytes) if placed else None,
+        slot=SlotRef(segment=segment, seal=seal, device=device, nbytes=slot_nbytes) if placed == _IN_SLOT else None,
         trace_context=trace_context.decode("ascii"),
+        base=based,
     )
 
 
 def _read_ack(head: Head, body: bytes) -> Ack:
     named, nested, seconds, evidence = _ACK.unpack_from(body)
-    name, report = _cut(body, _ACK.size, named, nested)
+    name, report = _cut(body, _ACK.size, named, nested) if nested else (body[_ACK.size :], b"")
+    if len(name) != named:
+        raise ValueError(f"its name takes {named} bytes, but {len(name)} are there")
     return Ack(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),
@@ -384,12 +413,17 @@ def _read_bye(head: Head, body: bytes) -> Bye:
     )
 
 
+def _read_no_base(head: Head, body: bytes) -> NoBase:
+    return NoBase(model_id=body.decode(), incarnation=int.from_bytes(head.incarnation, "big"), version=head.version)
+
+
 _READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
     1: _read_hello,
     2: _read_update,
     3: _read_ack,
     4: _read_refusal,
     5: _read_bye,
+    6: _read_no_base,
 }
 
 

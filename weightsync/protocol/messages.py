@@ -54,6 +54,16 @@ class SlotRef:
     nbytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseRef:
+    """The version whose payload an update's payload is a delta against, as its worker acked it."""
+
+    #: 0: the payload is whole, and is kept: a delta against it may follow.
+    version: int = 0
+    #: Its digest, 16 bytes; empty if the payload is whole.
+    digest: bytes = b""
+
+
 class WeightsForm(enum.Enum):
     """The type in which the caller passed the weights, so that workers get them in the same type."""
 
@@ -76,7 +86,7 @@ class Update:
     layout: bytes = b""
     #: The digest of the packed tensors and the extra state (`weightsync.weights.tree_digest`); empty: not verified.
     digest: bytes = b""
-    #: Size of the payload in bytes.
+    #: Size of the payload in bytes, as it travels.
     nbytes: int = 0
     #: The modules' extra state, encoded.
     extras: bytes = b""
@@ -86,6 +96,8 @@ class Update:
     slot: SlotRef | None = None
     #: The W3C trace context of the send: a ``traceparent``, or that, a newline and a ``tracestate``. Empty: none.
     trace_context: str = ""
+    #: What the payload is a delta against. None: it is whole, and no delta follows it.
+    base: BaseRef | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +134,15 @@ class Refusal:
     evidence: Evidence = Evidence.ANSWER
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoBase:
+    """The receiver does not hold the base of a delta: the sender sends the version whole. It is no answer to it."""
+
+    model_id: str
+    incarnation: int
+    version: int
+
+
 class Ending(enum.Enum):
     """Why a link ends."""
 
@@ -141,4 +162,4 @@ class Bye:
     ending: Ending = Ending.CLOSED
 
 
-Message = Hello | Update | Ack | Refusal | Bye
+Message = Hello | Update | Ack | Refusal | Bye | NoBase

@@ -106,6 +106,9 @@ class SyncReport:
     nbytes: int = 0
     #: What floating tensors were cast to before they were sent, if theirs was wider; None: nothing was cast.
     wire_dtype: WireDtype | None = None
+    #: With ``delta=True``: worker id to the bytes of payload sent to it. Fewer than the tensors have: a delta.
+    #: More: it did not hold the base of the delta, and was sent the whole weights as well.
+    payload_nbytes: Mapping[int, int] = field(default_factory=dict)
     #: Seconds spent extracting and packing.
     pack_s: float = 0.0
     #: Seconds from the dispatch until every target was connected, or until this report if one still is not.
@@ -135,6 +138,8 @@ class SyncReport:
         items += [f"worker {worker} left: {goodbye}" for worker, goodbye in gone.items()]
         took = self.pack_s + self.transfer_s
         cast = f" ({self.wire_dtype.value})" if self.wire_dtype else ""
+        if self.payload_nbytes:
+            cast += f", {sum(self.payload_nbytes.values())} sent to {len(self.payload_nbytes)} workers,"
         text = f"{sent} {self.model_id!r} [{', '.join(items)}] {self.nbytes} bytes{cast} in {took:.3f} s"
         if self.connect_s:
             text += f", after waiting {self.connect_s:.3f} s for workers to connect"
@@ -156,9 +161,9 @@ class SyncReport:
 
         Returns:
             ``model_id``, ``version``, ``incarnation``, ``ok``, ``nbytes``, ``wire_dtype``, ``pack_s``, ``connect_s``,
-            ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left``, ``previous`` and
-            ``sent_by_rank``, as the attributes of these names. Worker ids are keys, in decimal; enums are given by
-            their values.
+            ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left``, ``previous``,
+            ``sent_by_rank`` and ``payload_nbytes``, as the attributes of these names. Worker ids are keys, in decimal;
+            enums are given by their values.
         """
         return {
             "model_id": self.model_id,
@@ -177,6 +182,7 @@ class SyncReport:
             "left": {str(worker): reason for worker, reason in self.left.items()},
             "previous": None if self.previous is None else self.previous.to_dict(),
             "sent_by_rank": self.sent_by_rank,
+            "payload_nbytes": {str(worker): nbytes for worker, nbytes in self.payload_nbytes.items()},
         }
 
     def of(self, *kinds: OutcomeKind) -> tuple[int, ...]:
@@ -204,7 +210,10 @@ class SyncReport:
     @property
     def ok(self) -> bool:
         """Whether every target applied the version."""
-        return all(_applied(outcome) for outcome in self.outcomes.values())
+        for outcome in self.outcomes.values():
+            if outcome.kind is not OutcomeKind.APPLIED or not (outcome.nested is None or outcome.nested.ok):
+                return False
+        return True
 
     @property
     def failed(self) -> tuple[int, ...]:
@@ -303,10 +312,6 @@ def _workers(workers: Sequence[int]) -> str:
             runs.append([worker])
     ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"worker {ranges}" if len(workers) == 1 else f"workers {ranges}"
-
-
-def _applied(outcome: Outcome) -> bool:
-    return outcome.kind is OutcomeKind.APPLIED and (outcome.nested is None or outcome.nested.ok)
 
 
 _ADVICE = {

@@ -61,6 +61,7 @@ def _told(report: SyncReport, depth: int) -> dict[str, Any]:
         "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
         **{name: getattr(report, name) for name in _SECONDS},
         **({} if report.wire_dtype is None else {"wire_dtype": report.wire_dtype.value}),
+        **({"payload_nbytes": {str(w): n for w, n in report.payload_nbytes.items()}} if report.payload_nbytes else {}),
     }
 
 
@@ -88,6 +89,7 @@ def _read(told: dict[str, Any], depth: int) -> SyncReport:
         incarnation=_number(told["incarnation"], _INCARNATIONS),
         nbytes=_number(told["nbytes"], _NUMBERS),
         wire_dtype=WireDtype(told["wire_dtype"]) if "wire_dtype" in told else None,
+        payload_nbytes={_worker(w): _number(n, _NUMBERS) for w, n in told.get("payload_nbytes", {}).items()},
         outcomes=_read_all(told["outcomes"], depth),
         superseded={
             _worker(worker): tuple(_number(version, _NUMBERS) for version in versions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
 from weightsync.protocol import machine
@@ -30,6 +31,10 @@ class LinkState(enum.Enum):
     LOST = "lost"
     #: The link is closed because its worker refused the handshake.
     REFUSED = "refused"
+
+
+#: The states of a link that is neither lost nor refused. A tuple: hashing a member of an enum is a call of Python.
+OPEN: Final = (LinkState.UP, LinkState.EXPECTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Entry:
     @property
     def open(self) -> bool:
         """Whether its link is neither lost nor refused."""
-        return self.link_state is LinkState.UP or self.link_state is LinkState.EXPECTED
+        return self.link_state in OPEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +231,8 @@ def name(state: State, data: SenderData, event: Event) -> SenderInput | None:
     match event:
         case Answer():
             return _name_answer(state, data, event)
-        case LinkLost(worker, link):
-            if state in (State.UNINITIALIZED, State.CLOSED) or not current(data, worker, link):
-                return None
-            return _settling(state, data, worker, link, SenderInput.LOST)
+        case LinkLost():
+            return _name_loss(state, data, event)
         case Wait():
             settled = data.outstanding is not None and not data.outstanding.owed
             return SenderInput.WAIT_SETTLED if settled else SenderInput.WAIT
@@ -253,26 +256,41 @@ _CALLS = {
 }
 
 
+def _name_loss(state: State, data: SenderData, event: LinkLost) -> SenderInput | None:
+    entry, outstanding = data.workers.get(event.worker), data.outstanding
+    if entry is None or entry.link != event.link or not entry.open or state in (State.UNINITIALIZED, State.CLOSED):
+        return None
+    last = outstanding is not None and len(outstanding.owed) == 1 and outstanding.owed.get(event.worker) == event.link
+    # A caller waits, and this worker is the last that owes an answer.
+    return SenderInput.SETTLED if last and state is State.AWAITING_ACK else SenderInput.LOST
+
+
 def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput | None:
     if state is State.CLOSED:
         return None
-    message = event.message
-    if not current(data, event.worker, event.link) or message.incarnation != data.incarnation:
+    message, entry = event.message, data.workers.get(event.worker)
+    current = entry is not None and entry.link == event.link and entry.link_state in OPEN
+    if entry is None or not current or message.incarnation != data.incarnation:
         return SenderInput.STALE
-    entry = data.workers[event.worker]
+    owed = data.outstanding.owed if data.outstanding is not None else _NOBODY
+    owes = owed.get(event.worker) == event.link
+    last = owes and len(owed) == 1 and state is State.AWAITING_ACK
     match message:
         case Hello():
             return SenderInput.ARRIVED if entry.link_state is LinkState.EXPECTED else SenderInput.STALE
         case Bye():
-            return _settling(state, data, event.worker, event.link, SenderInput.LEFT)
+            return SenderInput.SETTLED if last else SenderInput.LEFT
         case Refusal() if ends_link(message):
-            return _settling(state, data, event.worker, event.link, SenderInput.LOST)
-        case _ if message.version == data.version and owes(data, event.worker, event.link):
-            return _settling(state, data, event.worker, event.link, SenderInput.REPLY)
+            return SenderInput.SETTLED if last else SenderInput.LOST
+        case _ if owes and message.version == data.version:
+            return SenderInput.SETTLED if last else SenderInput.REPLY
         case _ if message.version == entry.catching != 0:
             return SenderInput.CAUGHT_UP
         case _:
             return SenderInput.STALE
+
+
+_NOBODY: Final[Mapping[int, int]] = {}
 
 
 def ends_link(refusal: Refusal) -> bool:
@@ -281,24 +299,6 @@ def ends_link(refusal: Refusal) -> bool:
     It refused the handshake, something failed there, or it has seen a newer sender.
     """
     return refusal.version == 0 or refusal.fence > refusal.incarnation
-
-
-def current(data: SenderData, worker: int, link: int) -> bool:
-    """Whether the link is the worker's newest one and is open."""
-    entry = data.workers.get(worker)
-    return entry is not None and entry.link == link and entry.open
-
-
-def owes(data: SenderData, worker: int, link: int) -> bool:
-    """Whether the worker owes an answer over this link."""
-    return data.outstanding is not None and data.outstanding.owed.get(worker) == link
-
-
-def _settling(state: State, data: SenderData, worker: int, link: int, otherwise: SenderInput) -> SenderInput:
-    """Return SETTLED if a caller waits and this worker is the last that owes an answer, else ``otherwise``."""
-    owed = data.outstanding.owed if data.outstanding is not None else {}
-    last = len(owed) == 1 and owed.get(worker) == link
-    return SenderInput.SETTLED if last and state is State.AWAITING_ACK else otherwise
 
 
 def known(data: SenderData, worker: int) -> Entry:
@@ -327,7 +327,7 @@ def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, E
     if not entries:
         raise _nobody(data, targets)
     for entry in entries.values():
-        if entry.open:
+        if entry.link_state in OPEN:
             return entries
     raise _all_ended(entries)
 
@@ -383,7 +383,8 @@ def step(state: State, data: SenderData, event: Event) -> Step:
     after, effects = _advance(named, data, event)
     if named in _ENDS and after.outstanding is not None:
         effects = (*effects, Conclude(after.outstanding, after.not_caught_up, after.left))
-        after = replace(after, outstanding=None, not_caught_up={}, left={})
+        known = after.incarnation, after.version, after.due_all, after.workers
+        after = SenderData(*known, None, {}, {}, after.stale, after.late)
     return Step(named, to, after, effects)
 
 
@@ -426,19 +427,15 @@ def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[Sender
         workers[worker] = Entry(
             e.link, e.link_state, e.reason, e.remote_traceback, e.fence, e.served, version, e.catching
         )
-        if e.open:
+        if e.link_state in OPEN:
             owed[worker] = e.link
             effects.append(Dispatch(worker, e.link, version))
         else:
             outcomes[worker] = ended(e)
-    after = replace(
-        data,
-        version=version,
-        due_all=version if targets is None else data.due_all,
-        workers=workers,
-        outstanding=Outstanding(version, owed, outcomes),
-    )
-    return after, tuple(effects)
+    due_all = version if targets is None else data.due_all
+    outstanding = Outstanding(version, owed, outcomes)
+    kept = data.not_caught_up, data.left, data.stale, data.late
+    return SenderData(data.incarnation, version, due_all, workers, outstanding, *kept), tuple(effects)
 
 
 def ended(entry: Entry) -> Outcome:
@@ -472,12 +469,9 @@ def _abandon(data: SenderData, reason: str) -> SenderData:
 
 
 def _lose(data: SenderData, worker: int, link: int, entry: Entry) -> tuple[SenderData, tuple[Effect, ...]]:
-    after = replace(data, workers=put(data.workers, worker, replace(entry, catching=0)))
-    return _settle(after, worker, link, ended(entry)), (CloseLink(worker, link),)
-
-
-def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> SenderData:
-    return _with(data, data.workers, _settled(data.outstanding, worker, link, outcome))
+    workers = put(data.workers, worker, replace(entry, catching=0))
+    outstanding = _settled(data.outstanding, worker, link, ended(entry))
+    return replace(data, workers=workers, outstanding=outstanding), (CloseLink(worker, link),)
 
 
 def _settled(outstanding: Outstanding | None, worker: int, link: int, outcome: Outcome) -> Outstanding | None:
@@ -488,46 +482,26 @@ def _settled(outstanding: Outstanding | None, worker: int, link: int, outcome: O
     return Outstanding(outstanding.version, drop(outstanding.owed, worker), outcomes)
 
 
-def _with(data: SenderData, workers: Mapping[int, Entry], outstanding: Outstanding | None) -> SenderData:
-    """The data with these workers, and this outstanding. `replace` would take three calls for each answer."""
-    return SenderData(
-        data.incarnation,
-        data.version,
-        data.due_all,
-        workers,
-        outstanding,
-        data.not_caught_up,
-        data.left,
-        data.stale,
-        data.late,
-    )
-
-
 def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
     message, worker, link = event.message, event.worker, event.link
     if isinstance(message, Bye):
         return _left(data, worker, link, message.reason or "it gave no reason")
     if isinstance(message, Refusal) and ends_link(message):
         return _lose(data, worker, link, _told_to_go(data.workers[worker], message))
-    before = data.workers[worker]
+    e = data.workers[worker]
     if isinstance(message, Hello):
-        entry = replace(before, link_state=LinkState.UP)
-        return replace(data, workers=put(data.workers, worker, entry)), ()
-    entry = _having_answered(before, message)
-    workers, outcome = put(data.workers, worker, entry), _outcome(message)
-    if named is not SenderInput.CAUGHT_UP:
-        return _with(data, workers, _settled(data.outstanding, worker, link, outcome)), ()
-    after = _with(data, workers, data.outstanding)
-    if isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
-        after = replace(after, not_caught_up=put(after.not_caught_up, worker, outcome))
-    return after, ()
-
-
-def _having_answered(e: Entry, message: Ack | Refusal) -> Entry:
-    """The entry of a worker that has answered for a version over its link."""
+        return replace(data, workers=put(data.workers, worker, replace(e, link_state=LinkState.UP))), ()
     served = message.version if isinstance(message, Ack) else e.served
     catching = 0 if message.version >= e.catching else e.catching
-    return Entry(e.link, LinkState.UP, e.reason, e.remote_traceback, e.fence, served, e.due, catching)
+    entry = Entry(e.link, LinkState.UP, e.reason, e.remote_traceback, e.fence, served, e.due, catching)
+    workers, outcome, not_caught_up = put(data.workers, worker, entry), _outcome(message), data.not_caught_up
+    outstanding = data.outstanding
+    if named is not SenderInput.CAUGHT_UP:
+        outstanding = _settled(outstanding, worker, link, outcome)
+    elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
+        not_caught_up = put(not_caught_up, worker, outcome)
+    known = data.incarnation, data.version, data.due_all
+    return SenderData(*known, workers, outstanding, not_caught_up, data.left, data.stale, data.late), ()
 
 
 def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[SenderData, tuple[Effect, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -27,18 +26,16 @@ from weightsync.engine.events import Callback, Events, Subscription, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
-from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure, Verify, WireDtype, switch
-from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.facade_services import LinkTransport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
 from weightsync.schemes.peers.user_transport import user_link
+from weightsync.schemes.receiver_side import ReceiverSide
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
-from weightsync.schemes.relay import is_torchrls, relay_call
-from weightsync.schemes.rendezvous import Rendezvous, Side, await_first_version, require_weights
+from weightsync.schemes.sender_side import SenderSide
 from weightsync.schemes.sources import (
     checked,
     given_or_found,
@@ -48,21 +45,11 @@ from weightsync.schemes.sources import (
     registered,
     weights_of,
 )
-from weightsync.schemes.worker_set import (
-    Groups,
-    WorkerSet,
-    groups_of,
-    has_factories,
-    is_per_worker,
-    per_worker,
-    send_to_groups,
-    worker_set_of,
-)
+from weightsync.schemes.worker_set import Groups, has_factories, worker_set_of
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
-from weightsync.weights.loader import Loader
 from weightsync.weights.meta_device import fill_in, is_on_meta
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.selection import Selection
@@ -71,8 +58,6 @@ from weightsync.weights.target import Mode
 
 #: The base, and what schemes read their arguments with.
 __all__ = ["WeightSyncScheme", "checked", "given_or_found"]
-
-logger = logging.getLogger("weightsync")
 
 _ALWAYS_ON_SENDER = (
     *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
@@ -97,6 +82,12 @@ class WeightSyncScheme(abc.ABC):
             their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
             All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
             is sent. Default: nothing is cast. Only the trainer's scheme reads it.
+        delta: whether a version may travel as what it has other than the version before, to workers that hold that
+            one: for slow links. Trainer and workers then keep one version's packed weights more. Only the trainer's
+            scheme reads it. See the guide.
+
+    Raises:
+        ConfigurationError: ``delta=True`` over links on which it can save nothing, or with ``verify="layout"``.
     """
 
     #: How received weights become live.
@@ -106,14 +97,13 @@ class WeightSyncScheme(abc.ABC):
     sync = True
     #: Whether a send may name weights for some workers only: the others keep theirs.
     per_worker_weights = False
+    #: Whether ``delta=True`` is possible: the bytes of each payload travel, to receivers of ours.
+    _carries_deltas = False
     #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
     _sender_arguments: tuple[str, ...] = ()
     _worker_arguments: tuple[str, ...] = ()
     #: Attributes that a copy is made without; `_begin` sets them anew.
-    _not_copied: tuple[str, ...] = (
-        *("_sender", "_receiver", "_context", "_given", "_worker_set", "_rendezvous", "_worker_idx", "_is_blank"),
-        *("_events", "_sent_selection", "_finite", "applied_selection"),
-    )
+    _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
 
     def __init__(
         self,
@@ -121,28 +111,37 @@ class WeightSyncScheme(abc.ABC):
         *,
         verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
+        delta: bool = False,
     ) -> None:
         self._verify = Verify(verify)
+        self._delta = switch(delta, "delta")
+        if self._delta:
+            self._require_deltas()
         self._wire_dtype = wire_dtype_of(wire_dtype)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
         self._begin()
 
+    def _require_deltas(self) -> None:
+        """Raise ConfigurationError unless this scheme's links carry deltas, and their results are compared."""
+        if not self._carries_deltas:
+            raise ConfigurationError(
+                f"delta=True is not for {type(self).__name__}. It is for weights whose bytes travel over a slow link: "
+                "DistributedWeightSyncScheme, or MultiProcessWeightSyncScheme over connections to other hosts. Shared "
+                "memory is faster than any delta."
+            )
+        if self._verify is Verify.LAYOUT:
+            raise ConfigurationError(
+                "delta=True needs the digest of each version, and verify='layout' sends none: choose 'auto' or "
+                "'digest'."
+            )
+
     def _begin(self) -> None:
         """Become uninitialised on both sides."""
-        self._sender: WeightSender | None = None
-        self._receiver: WeightReceiver | None = None
+        self._sender_side = SenderSide(self)
+        self._receiver_side = ReceiverSide()
         self._context: Callable[[], Any] = held(None)
-        self._given: Mapping[str, Any] = {}
-        self._worker_set = WorkerSet()
-        self._rendezvous = Rendezvous()
-        self._worker_idx: int | None = None
-        #: Whether the worker's model came without weights, and serves nothing before its first version.
-        self._is_blank = False
         #: The events of both sides; None: nobody has asked for them.
         self._events: Events | None = None
-        #: Which weights are sent, and the name of the model if they must be finite: see `packer`.
-        self._sent_selection: Selection | None = None
-        self._finite: str | None = None
         #: In a worker: which weights of its model are received; None: all.
         self.applied_selection: Selection | None = None
         forget_after_fork(self)
@@ -185,7 +184,8 @@ class WeightSyncScheme(abc.ABC):
             StateError: initialised already.
             ConfigurationError: something is missing, unknown or contradictory.
         """
-        if self._sender is not None:
+        side = self._sender_side
+        if side.sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         require_name(model_id, "model_id")
         given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
@@ -197,19 +197,19 @@ class WeightSyncScheme(abc.ABC):
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
         processes = processes_of(given.get("processes"), endpoints)
-        self._sent_selection = Selection(given["names"]) if "names" in given else None
-        self._finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
+        side.selection = Selection(given["names"]) if "names" in given else None
+        side.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
         sender = self.create_sender()
         self._report_events(sender, None)
         self.per_worker_weights = self.per_worker_weights or has_factories(context)
-        self._given, self._context, self._worker_set = given, held(context), workers
+        side.given, self._context, side.worker_set = given, held(context), workers
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
             sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
         if not self._lays_links_at_connect(given, context):
             sender.connect(fence=fence)
         sender.expected_workers = expected
-        self._sender = sender
+        side.sender = sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver and listen for the sender. Never waits for it.
@@ -227,7 +227,7 @@ class WeightSyncScheme(abc.ABC):
             StateError: initialised already.
             ConfigurationError: something is missing or unknown, or there is neither a model nor a context.
         """
-        if self._receiver is not None:
+        if self._receiver_side.receiver is not None:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         require_name(model_id, "model_id")
         given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
@@ -240,7 +240,7 @@ class WeightSyncScheme(abc.ABC):
         receiver.register_model(weights_of(model))
         receiver.register_worker_transport(endpoint)
         self._become_worker(given, context)
-        self._receiver = receiver
+        self._receiver_side.receiver = receiver
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver and listen for the sender: the second generation's name of `init_on_worker`.
@@ -263,13 +263,14 @@ class WeightSyncScheme(abc.ABC):
             )
         is_blank = isinstance(model, nn.Module) and fill_in(model)
         self.init_on_worker(model_id, context, **kwargs)
-        self._is_blank = is_blank
+        self._receiver_side.is_blank = is_blank
 
     def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
         """Keep what the worker's side was given."""
         worker_idx = given_or_found(given, context, "worker_idx")
-        self._worker_idx = self._worker_idx if worker_idx is None else require_worker_id(worker_idx)
-        if self._sender is None:
+        if worker_idx is not None:
+            self._receiver_side.worker_idx = require_worker_id(worker_idx)
+        if self._sender_side.sender is None:
             self._context = held(context)
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
@@ -326,57 +327,46 @@ class WeightSyncScheme(abc.ABC):
                 applied everywhere, or not here.
         """
         deadline = Deadline(timeout)
-        side = self._rendezvous.next_side(self._sender, self._receiver, worker_idx, weights)
-        with self._rendezvous.connecting(side):
-            if side is Side.SENDER:
+        side = self._next_side(worker_idx, weights)
+        with side.rendezvous.connecting():
+            if side is self._sender_side:
                 self._connect_sender(weights, deadline)
             else:
                 self._connect_receiver(worker_idx, deadline)
 
+    def _next_side(self, worker_idx: int | None, weights: Any) -> SenderSide | ReceiverSide:
+        """The side that a call of `connect` means; of an object with both sides the sender's comes first."""
+        sending, receiving = self._sender_side, self._receiver_side
+        if sending.sender is None and receiving.receiver is None:
+            raise StateError("scheme", "uninitialized", "connect", ["init_on_sender", "init_on_receiver"])
+        if receiving.receiver is None and worker_idx is not None:
+            raise ConfigurationError("connect() takes worker_idx= in a worker only: call it without in the trainer.")
+        if sending.sender is None:
+            if weights is not None:
+                raise ConfigurationError("connect() takes weights= in the trainer only: call it without in a worker.")
+            return receiving
+        comes_first = worker_idx is None and (sending.rendezvous.not_connected or weights is not None)
+        return sending if receiving.receiver is None or comes_first else receiving
+
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
-        sender = self.get_sender()
-        sends = self._rendezvous.sends = self._rendezvous.sends or SequentialSends(sender)
-        if weights is None:
-            weights = self._worker_set.weights or None
-        has_weights = weights is not None or self._registered_weights() is not None
-        groups = self._groups(weights, None) if has_weights else []
-        if sender.state is State.UNINITIALIZED:
-            sender.connect(fence=self._given.get("fence"), weights=groups[0][0] if groups else None)
-        if groups:
-            send_to_groups(sends.send, groups, deadline, OnFailure.RAISE)
-        else:
-            sender.await_workers(deadline.remaining)
+        self._sender_side.connect(weights, deadline)
         self._workers_answered()
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
-        receiver = self.get_receiver()
         if worker_idx is not None:
-            self._worker_idx = require_worker_id(worker_idx)
-        background = Background(receiver, self._relay_call)
-        background.start()
-        try:
-            self._await_first(receiver, background, deadline)
-        except BaseException:
-            background.stop()
-            raise
+            self._receiver_side.worker_idx = require_worker_id(worker_idx)
+        self._receiver_side.connect(self._relay_call, self._await_first, deadline)
+
+    def _relay_call(self) -> RelayCall | None:
+        return self._receiver_side.relay_call(self.context, self._strategy)
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
-        await_first_version(receiver, background, deadline)
-        if self._is_blank:
-            require_weights(receiver)
+        """Wait for the worker's first version."""
+        self._receiver_side.await_first(receiver, background, deadline)
 
     def _workers_answered(self) -> None:
         """Called after `connect` and each `send`: a scheme lets go of what it kept for workers until they answer."""
         return
-
-    def _relay_call(self) -> RelayCall | None:
-        """How a version is passed on to this worker's own workers; None: it has none."""
-        receiver = self.get_receiver()
-        relay = relay_call(self.context, receiver.model_id)
-        if relay is None or isinstance(receiver.model, Loader):
-            return None  # a loader has the weights: what it passes on is its own affair
-        form = WeightStrategy("tensordict") if is_torchrls(self.context) else self._strategy
-        return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
     def send(
         self,
@@ -407,31 +397,13 @@ class WeightSyncScheme(abc.ABC):
                 `WeightSender.send`. With ``sync=False`` the outcomes are those of the update before; this one was
                 dispatched all the same.
         """
-        sends = self._rendezvous.connected_sends(self._sender, "send")
-        groups = self._groups(weights, worker_ids_of(worker_ids))
-        send = sends.send if self.sync else sends.dispatch
-        report = send_to_groups(send, groups, Deadline(timeout), OnFailure(on_failure))
+        report = self._sender_side.send(weights, worker_ids_of(worker_ids), Deadline(timeout), OnFailure(on_failure))
         self._workers_answered()
         return report
 
     def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """Weights, and the workers that get them (None: all)."""
-        sender = self.get_sender()
-        if weights is None and self._worker_set.weights and self._registered_weights() is None:
-            own: Mapping[int, Any] | None = self._worker_set.weights
-        else:
-            own = per_worker(weights, "weights") if is_per_worker(weights) else None
-        if own is None:
-            prepared = self.weights_to_send(weights, sender.model_id)
-            return [(prepared, None if worker_ids is None else list(worker_ids))]
-        if worker_ids is None:
-            worker_ids = [each for each in sender.worker_ids if each in own or not self.per_worker_weights]
-        return groups_of(
-            own,
-            worker_ids,
-            sender.worker_ids,
-            lambda each: self.weights_to_send(each, sender.model_id),
-        )
+        return self._sender_side.groups(weights, worker_ids)
 
     def receive(self, timeout: float | None = None) -> Any:
         """Wait for the next version to go live.
@@ -448,11 +420,7 @@ class WeightSyncScheme(abc.ABC):
             TransportError: the sender is gone.
             WeightSyncError: what happened in the background since the last call; raised once.
         """
-        receiver = self._rendezvous.connected_receiver(self._receiver, "receive")
-        if not receiver.receive(timeout):
-            return None
-        held = receiver.target().destination
-        return receiver.version if isinstance(held, Loader) else self._strategy.extract_weights(held)
+        return self._receiver_side.receive(timeout, self._strategy)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights by hand: see `WeightReceiver.apply_weights`.
@@ -494,7 +462,7 @@ class WeightSyncScheme(abc.ABC):
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
         """What `prepare_weights` takes the weights of."""
         if is_weightless(weights) and any(
-            weights is known for known in (self._given.get("model"), optional(self.context, "policy"))
+            weights is known for known in (self._sender_side.given.get("model"), optional(self.context, "policy"))
         ):
             return {}
         found = weights
@@ -509,12 +477,9 @@ class WeightSyncScheme(abc.ABC):
             )
         return found
 
-    def _registered_weights(self) -> Any:
-        return self._found(self.get_sender().model_id, self._context())
-
     def _found(self, model_id: str, context: Any) -> Any:
         """What a send without weights sends; None: nothing is registered."""
-        return registered(self._given, context, model_id)
+        return registered(self._sender_side.given, context, model_id)
 
     def get_sender(self) -> WeightSender:
         """The sender.
@@ -522,9 +487,7 @@ class WeightSyncScheme(abc.ABC):
         Raises:
             StateError: `init_on_sender` was not called in this process.
         """
-        if self._sender is None:
-            raise StateError("scheme", "uninitialized on the sender", "get_sender", ["init_on_sender"])
-        return self._sender
+        return self._sender_side.require_sender("get_sender")
 
     def get_receiver(self) -> WeightReceiver:
         """The receiver.
@@ -532,9 +495,7 @@ class WeightSyncScheme(abc.ABC):
         Raises:
             StateError: `init_on_worker` was not called in this process.
         """
-        if self._receiver is None:
-            raise StateError("scheme", "uninitialized on the worker", "get_receiver", ["init_on_worker"])
-        return self._receiver
+        return self._receiver_side.require_receiver("get_receiver")
 
     def create_sender(self) -> WeightSender:
         """A sender without workers: `register_worker` adds them."""
@@ -566,7 +527,7 @@ class WeightSyncScheme(abc.ABC):
         subscription = events.subscribe(callback)
         if self._events is None:
             self._events = events
-            self._report_events(self._sender, self._receiver)
+            self._report_events(*self._participants)
         events.tracer = events.tracer if tracer is None else tracer
         return subscription
 
@@ -575,13 +536,13 @@ class WeightSyncScheme(abc.ABC):
         if self._events is not None and sender is not None:
             sender.report_to(self._events)
         if self._events is not None and receiver is not None:
-            receiver.report_to(self._events, lambda: self._worker_idx)
+            receiver.report_to(self._events, lambda: self.worker_idx)
 
     def close(self) -> None:
         """Close whichever sides were initialised. Closing twice is allowed."""
-        for side in (self._sender, self._receiver):
-            if side is not None:
-                side.close()
+        for participant in self._participants:
+            if participant is not None:
+                participant.close()
         if self._events is not None:
             self._events.close()
 
@@ -591,12 +552,12 @@ class WeightSyncScheme(abc.ABC):
         An update whose outcome was not reported yet is waited for first (at most 60 s or `WEIGHTSYNC_TIMEOUT`); if it
         failed, that is logged, since nothing is raised here.
         """
-        sends = self._rendezvous.sends
-        if sends is not None and self._sender is not None and self._sender.state is State.PENDING_ASYNC:
-            report = sends.settle()
-            if report is not None and report.failed:
-                logger.warning("at shutdown: %s", report.error())
+        self._sender_side.settle()
         self.close()
+
+    @property
+    def _participants(self) -> tuple[WeightSender | None, WeightReceiver | None]:
+        return self._sender_side.sender, self._receiver_side.receiver
 
     def __enter__(self) -> Self:
         return self
@@ -605,9 +566,9 @@ class WeightSyncScheme(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not is_clean(error):
-            for side in (self._sender, self._receiver):
-                if side is not None:
-                    side.fail(error)  # the other ends are told
+            for participant in self._participants:
+                if participant is not None:
+                    participant.fail(error)  # the other ends are notified
         self.close()
 
     @abc.abstractmethod
@@ -617,7 +578,9 @@ class WeightSyncScheme(abc.ABC):
     @property
     def packer(self) -> Packer:
         """A new packer with buffers of the kind that this scheme's links carry best."""
-        return Packer(self._verify, self._wire_dtype, self._sent_selection, self._finite)
+        return Packer(
+            self._verify, self._wire_dtype, self._sender_side.selection, self._sender_side.finite, self._delta
+        )
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.
@@ -705,12 +668,12 @@ class WeightSyncScheme(abc.ABC):
     @property
     def initialized_on_sender(self) -> bool:
         """Whether `init_on_sender` was called in this process."""
-        return self._sender is not None
+        return self._sender_side.sender is not None
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether `init_on_receiver` was called in this process."""
-        return self._receiver is not None
+        return self._receiver_side.receiver is not None
 
     #: Names that programs written for TorchRL read; setting them raises.
     _initialized_on_sender = initialized_on_sender
@@ -720,29 +683,30 @@ class WeightSyncScheme(abc.ABC):
     @property
     def synchronized_on_sender(self) -> bool:
         """Whether the trainer has connected."""
-        return self._rendezvous.is_connected(Side.SENDER)
+        return self._sender_side.rendezvous.is_connected
 
     @property
     def synchronized_on_receiver(self) -> bool:
         """Whether this worker has connected."""
-        return self._rendezvous.is_connected(Side.RECEIVER)
+        return self._receiver_side.rendezvous.is_connected
 
     @property
     def model_id(self) -> str | None:
         """The name of the model; None before an init."""
-        side = self._sender or self._receiver
-        return None if side is None else side.model_id
+        sender, receiver = self._participants
+        participant = sender or receiver
+        return None if participant is None else participant.model_id
 
     @property
     def worker_idx(self) -> int | None:
         """This worker's id; None in the trainer, and if it was not given."""
-        return self._worker_idx
+        return self._receiver_side.worker_idx
 
     @worker_idx.setter
     def worker_idx(self, worker_idx: int | None) -> None:
-        if self._sender is not None and self._receiver is None and worker_idx is not None:
+        if self.initialized_on_sender and not self.initialized_on_receiver and worker_idx is not None:
             raise StateError("scheme", "initialised on the sender", "worker_idx =", ["init_on_receiver"])
-        self._worker_idx = None if worker_idx is None else require_worker_id(worker_idx)
+        self._receiver_side.worker_idx = None if worker_idx is None else require_worker_id(worker_idx)
 
     @property
     def context(self) -> Any:
@@ -755,9 +719,9 @@ class WeightSyncScheme(abc.ABC):
     @context.setter
     def context(self, context: Any) -> None:
         self._context = held(context)
-        for side in (self._sender, self._receiver):
-            if side is not None:
-                side.set_context(context)
+        for participant in self._participants:
+            if participant is not None:
+                participant.set_context(context)
 
     @property
     def model(self) -> Any:
@@ -766,19 +730,18 @@ class WeightSyncScheme(abc.ABC):
         Raises (reading):
             ModelPathError: (an AttributeError) the model's path does not resolve on the context.
         """
-        if self._receiver is not None:
-            model = self._receiver.model
-            return _resolve_model(self.context, model) if isinstance(model, str) else model
-        if self._sender is None:
-            return None
-        return self._found(self._sender.model_id, self.context)
+        sender, receiver = self._participants
+        if receiver is not None:
+            return _resolve_model(self.context, receiver.model) if isinstance(receiver.model, str) else receiver.model
+        return None if sender is None else self._found(sender.model_id, self.context)
 
     @model.setter
     def model(self, model: Any) -> None:
-        if self._receiver is not None:
-            self._receiver.register_model(weights_of(model))
+        receiver = self._receiver_side.receiver
+        if receiver is not None:
+            receiver.register_model(weights_of(model))
         else:
-            self._given = {**self._given, "model": model}
+            self._sender_side.given = {**self._sender_side.given, "model": model}
 
     @property
     def weights(self) -> Any:
@@ -789,12 +752,14 @@ class WeightSyncScheme(abc.ABC):
     @property
     def sender_transports(self) -> dict[int, Link]:
         """Each worker's link, by its id; empty in a worker, and before the links are laid."""
-        return {} if self._sender is None else self._sender.transports()
+        sender = self._sender_side.sender
+        return {} if sender is None else sender.transports()
 
     @property
     def receiver_transport(self) -> Link | None:
         """This worker's link to the sender, once the handshake was made."""
-        return None if self._receiver is None else self._receiver.driver.in_force()
+        receiver = self._receiver_side.receiver
+        return None if receiver is None else receiver.driver.in_force()
 
     @property
     def shared_transport(self) -> None:

@@ -51,6 +51,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
+        delta: whether a version may travel as a delta, for slow links: see `WeightSyncScheme`.
         key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
             ``WEIGHTSYNC_KEY``, if it is set. Messages without the same key are rejected. It is pickled with the scheme.
 
@@ -58,6 +59,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         ConfigurationError: another backend, or one that is not available here; or an empty key.
     """
 
+    _carries_deltas = True
     _sender_arguments = ("store", "processes")
     _worker_arguments = ("store", "rank", "store_info", "worker_idx")
 
@@ -70,6 +72,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         *,
         verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
+        delta: bool = False,
         key: bytes | str | None = None,
     ) -> None:
         require_backend(backend)
@@ -79,7 +82,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         #: The address of the store that this scheme made; pickled with the scheme.
         self._store_info: dict[str, Any] | None = None
         self._store: Store | None = None
-        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
+        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype, delta=delta)
         self.sync = switch(sync, "sync")
 
     _not_copied = (*WeightSyncScheme._not_copied, "_hints")
@@ -229,7 +232,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._hints.withhold_next()
         super()._connect_receiver(worker_idx, deadline)
         if self.get_receiver().version is None:
-            self._hints.tell()
+            self._hints.write_all()
 
     def close(self) -> None:
         """Close whichever sides were initialised, and the store if it was made here."""
@@ -238,7 +241,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def forget(self) -> None:
         """Become a copy: called in a forked child."""
-        keep_in_child(self._store, self._given)
+        keep_in_child(self._store, self._sender_side.given)
         self._store = None
         super().forget()
 

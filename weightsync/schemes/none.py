@@ -10,7 +10,6 @@ from torch import nn
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
-from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
@@ -68,7 +67,7 @@ class NoReceiver(WeightReceiver):
         inplace: bool = True,
         timeout: float | Timeout | None = Timeout.DEFAULT,
     ) -> None:
-        """Write weights into the registered model; no sender is told."""
+        """Write weights into the registered model; no sender is notified."""
         if self.model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")
         self._scheme.strategy.apply_weights(self.model, weights, inplace)
@@ -79,12 +78,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make a sender that needs nothing; all other arguments are ignored."""
-        if self._sender is not None:
+        if self.initialized_on_sender:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
-        self._sender = self.create_sender()
-        self._report_events(self._sender, None)
-        self._sender.set_context(None, model_id)
-        self._sender.connect()
+        sender = self._sender_side.sender = self.create_sender()
+        self._report_events(sender, None)
+        sender.set_context(None, model_id)
+        sender.connect()
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make a receiver that needs nothing: see `init_on_worker`.
@@ -104,18 +103,18 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make a receiver that needs nothing; a model is kept, all other arguments are ignored."""
-        if self._receiver is not None:
+        if self.initialized_on_receiver:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
-        self._receiver = self.create_receiver()
-        self._report_events(None, self._receiver)
-        self._receiver.set_context(None, model_id)
+        receiver = self._receiver_side.receiver = self.create_receiver()
+        self._report_events(None, receiver)
+        receiver.set_context(None, model_id)
         if kwargs.get("model") is not None:
-            self._receiver.register_model(weights_of(kwargs["model"]))
+            receiver.register_model(weights_of(kwargs["model"]))
         self._become_worker({}, None)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         """Wait for nobody."""
-        self._rendezvous.sends = SequentialSends(self.get_sender())
+        self._sender_side.begin_sends()
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
         """Wait for nobody, and receive nothing in the background."""
@@ -130,8 +129,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Raises:
             StateError: the receiver is closed.
         """
-        if self._receiver is not None:
-            self._receiver.receive(timeout)
+        receiver = self._receiver_side.receiver
+        if receiver is not None:
+            receiver.receive(timeout)
 
     def create_sender(self) -> WeightSender:
         """A sender that sends nothing."""

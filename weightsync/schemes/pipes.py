@@ -20,7 +20,7 @@ from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.facade_services import LinkTransport, connection_of, torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.sources import given_or_found
-from weightsync.transports.base import Link
+from weightsync.transports.base import Link, Payloads
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.user_messages import UserMessages
@@ -44,6 +44,7 @@ class PipeScheme(WeightSyncScheme):
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
+        delta: whether a version may travel as a delta: see `WeightSyncScheme`.
     """
 
     _sender_arguments = ("pipes", "processes")
@@ -60,10 +61,11 @@ class PipeScheme(WeightSyncScheme):
         per_worker_weights: bool = False,
         verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
+        delta: bool = False,
     ) -> None:
         #: The workers' ends of the pipes that we made, until the workers take them.
         self._ends: dict[int, Connection[Any, Any]] = {}
-        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
+        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype, delta=delta)
         self.sync = switch(sync, "sync")
         self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
 
@@ -113,11 +115,11 @@ class PipeScheme(WeightSyncScheme):
         return pipe
 
     def _own_end(self, worker_idx: Any) -> Any:
-        if worker_idx is None and self._worker_idx is None and len(self._ends) > 1:
+        if worker_idx is None and self.worker_idx is None and len(self._ends) > 1:
             raise ConfigurationError(
                 f"init_on_receiver() needs worker_idx=, or a context with .worker_idx: which of {sorted(self._ends)}."
             )
-        given = self._worker_idx if worker_idx is None else worker_idx
+        given = self.worker_idx if worker_idx is None else worker_idx
         worker = next(iter(self._ends)) if given is None else require_worker_id(given)
         if worker not in self._ends:
             raise ConfigurationError(
@@ -135,7 +137,7 @@ class PipeScheme(WeightSyncScheme):
     def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
         """Close other workers' ends, unless this is the trainer's process too."""
         super()._become_worker(given, context)
-        if self._sender is None:
+        if not self.initialized_on_sender:
             for end in self._ends.values():
                 if end is not self._own:
                     end.close()
@@ -143,7 +145,7 @@ class PipeScheme(WeightSyncScheme):
 
     def _workers_answered(self) -> None:
         """Close our copies of the ends that workers have taken."""
-        if self._receiver is None:
+        if not self.initialized_on_receiver:
             up = {worker for worker, entry in self.get_sender().workers.items() if entry.link_state is LinkState.UP}
             for worker in up & self._ends.keys():
                 self._ends.pop(worker).close()
@@ -179,7 +181,8 @@ class PipeScheme(WeightSyncScheme):
         """A link over a pipe's end, or an object whose ``.pipe`` is that: see `WeightSyncScheme.lay_link`."""
         if self._goes_by_transport(endpoint):
             return super().lay_link(endpoint, model_id, peer)
-        return PipeLink(connection_of(endpoint), model_id, peer=peer, opener=open_slot)
+        payloads = Payloads.INLINE if self._delta else Payloads.SHARED
+        return PipeLink(connection_of(endpoint), model_id, peer=peer, payloads=payloads, opener=open_slot)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` the one link of this worker's pipe: see `WeightSyncScheme.listen`."""
@@ -211,7 +214,11 @@ class MultiProcessWeightSyncScheme(PipeScheme):
             Always so for a TorchRL collector with several policy factories.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
+        delta: whether a version may travel as a delta: see `WeightSyncScheme`. Payloads then travel through the pipe,
+            not by shared memory, which is faster within a host: it is for connections to other hosts.
     """
+
+    _carries_deltas = True
 
 
 def _listed(pipes: Any) -> list[Any]:

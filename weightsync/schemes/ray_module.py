@@ -159,7 +159,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Raises:
             ConfigurationError: (a ValueError) there is none, or there are several.
         """
-        for found in (self._transform, self._given.get("ray_transform"), context, _at(context, model_id)):
+        for found in (self._transform, self._sender_side.given.get("ray_transform"), context, _at(context, model_id)):
             actor = self._actor_behind(found)
             if actor is not None:
                 return actor
@@ -170,7 +170,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     def _single(self, context: Any, model_id: str) -> list[Any]:
         try:
-            return self._actors(self._given, context)
+            return self._actors(self._sender_side.given, context)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"no actor is found for {model_id!r}, neither as the context nor at that path on it. Give "
@@ -187,7 +187,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     def _found(self, model_id: str, context: Any) -> Any:
         """What a send without weights sends; never the actor that the weights are for."""
-        return registered(self._given, context, model_id, lambda found: self._actor_behind(found) is not None)
+        return registered(
+            self._sender_side.given, context, model_id, lambda found: self._actor_behind(found) is not None
+        )
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Empty: the actor is found when it is first needed."""

@@ -61,7 +61,7 @@ def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> Syn
         found = call()
     except SyncError as error:
         return error.report if isinstance(error.report, SyncReport) else _unknown(model_id, version, error)
-    except Exception as error:  # noqa: BLE001 - a user's method may raise anything, and the sender is told
+    except Exception as error:  # noqa: BLE001 - a user's method may raise anything, and the sender is notified
         return _unknown(model_id, version, error)
     return found if isinstance(found, SyncReport) else None
 

@@ -79,7 +79,7 @@ def send_sharded(
     weights, root = _agreed(ranks, model, sends)
     whole = _gathered(ranks, weights, sends)
     if scheme is None or not sends:
-        return _learned(ranks.told_by(root), root, failing)
+        return _learned(ranks.result_of(root), root, failing)
     try:
         given = scheme.strategy.extract_weights(whole)
         report = scheme.send(given, worker_ids, timeout=ranks.deadline.remaining, on_failure=OnFailure.REPORT)
@@ -101,7 +101,7 @@ def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int
         fingerprint = weights.fingerprint
     except WeightSyncError as error:
         failure = error
-    found = ranks.all_told(bytes([sends, failure is not None]) + fingerprint)
+    found = ranks.exchanged(bytes([sends, failure is not None]) + fingerprint)
     if failure is not None:
         raise failure
     unreadable = [rank for rank, each in enumerate(found) if each[1]]
@@ -176,7 +176,7 @@ class _Ranks:
         on_host = "cpu:" in dist.get_backend_config(self._group)
         self._device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
 
-    def all_told(self, own: bytes) -> list[bytes]:
+    def exchanged(self, own: bytes) -> list[bytes]:
         """What each rank sent, in the order of the ranks; all send the same number of bytes."""
         mine = self._tensor(own)
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
@@ -194,7 +194,7 @@ class _Ranks:
         except TransportError as error:
             logger.warning("%s The workers' outcomes are known on this rank only.", error)
 
-    def told_by(self, root: int) -> dict[str, str]:
+    def result_of(self, root: int) -> dict[str, str]:
         """The result of the rank that sends."""
         header = self._broadcast(self._tensor(bytes(8)), root)
         size = int.from_bytes(bytes(header.cpu().numpy()))

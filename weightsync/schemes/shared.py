@@ -52,6 +52,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
             are copied out of it. Not for models that `torch.cuda.graph` has captured: a graph reads the old addresses.
             A worker that writes into such parameters writes into those of every worker on that GPU. Modules that torch
             has compiled are copied into in any case.
+        delta: refused: nothing travels that a delta could make smaller.
     """
 
     apply_mode = Mode.MAP
@@ -67,14 +68,14 @@ class SharedMemWeightSyncScheme(PipeScheme):
         verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
         map_on_device: bool = False,
+        delta: bool = False,
     ) -> None:
         second = isinstance(policy_weights, str | WeightStrategy)
         chosen = policy_weights if isinstance(policy_weights, str | WeightStrategy) else strategy
         if isinstance(chosen, bool):
             raise ConfigurationError(f"strategy is {chosen}: choose 'tensordict' or 'state_dict'.")
-        super().__init__(
-            chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify, wire_dtype=wire_dtype
-        )
+        waits = strategy if second and isinstance(strategy, bool) else sync
+        super().__init__(chosen, waits, verify=verify, wire_dtype=wire_dtype, delta=delta)
         self.apply_mode = Mode.MAP_ON_DEVICE if switch(map_on_device, "map_on_device") else Mode.MAP
         self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
         #: Whether a model may be sent that was not registered.

@@ -1,4 +1,4 @@
-"""How the soak's trainer starts workers and reaches them: over pipes, over a store, or as Ray actors."""
+"""How the soak's trainer starts workers and reaches them: over pipes, a store or RPC, or as Ray actors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,10 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weightsync import MissingExtraError
-from weightsync.soak.worker import Look, Request, SchemeName, SoakActor, work
+from weightsync.soak.worker import Look, Request, SchemeName, SoakActor, join_rpc, leave_rpc, rpc_name, work
 
 #: Seconds in which an actor must have started: it imports torch first, on a machine that may be busy.
 _START_S = 300.0
+#: Seconds in which a process must have ended that was told to.
+_PROCESS_S = 60.0
+#: How many workers over RPC can be killed: nobody joins its world later, so those that take their places wait in it.
+_SPARES = 2
 
 
 class Process(Protocol):
@@ -76,16 +81,22 @@ class PipeMembers:
         scheme: the scheme to soak.
         nbytes: the size of the weights.
         context: starts the processes.
+        workers: how many work at once.
     """
 
-    def __init__(self, scheme: SchemeName, nbytes: int, context: ForkServerContext) -> None:
-        self._scheme, self._nbytes, self._context = scheme, nbytes, context
+    def __init__(self, scheme: SchemeName, nbytes: int, context: ForkServerContext, workers: int) -> None:
+        self._scheme, self._nbytes, self._context, self._workers = scheme, nbytes, context, workers
 
     def open(self) -> None:
         """Make what all workers need."""
 
     def close(self) -> None:
         """Release it."""
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a worker that is killed can be replaced."""
+        return True
 
     def start(self, index: int) -> tuple[Member, Any]:
         """Start a worker; returns it, and how the trainer reaches it: what `add_worker` takes."""
@@ -119,7 +130,7 @@ class PipeMembers:
         return {"pipes": list(endpoints), "processes": list(processes)}
 
     def watched(self, member: Member) -> Process | None:
-        """The process whose death the sender shall notice by itself; None: its link tells."""
+        """The process whose death the sender shall notice by itself; None: its link notices."""
         return member.process
 
     def _link(self, index: int) -> tuple[Any, Any]:
@@ -154,11 +165,66 @@ class StoreMembers(PipeMembers):
         return (self._store, index + 1), self._store.port
 
 
+class RpcMembers(PipeMembers):
+    """Workers as processes of one world of torch's RPC. All are started at once, with spares for those that die."""
+
+    def open(self) -> None:
+        """Start all processes."""
+        self._cleanup = contextlib.ExitStack()
+        folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-soak-"))
+        world = f"file://{folder}/rendezvous", 1 + self._workers + _SPARES
+        self._waiting: deque[tuple[int, Member]] = deque()
+        self._cleanup.callback(self._dismiss_waiting)
+        for rank in range(1, world[1]):
+            control, far = self._context.Pipe()
+            arguments = self._scheme, rank - 1, self._nbytes, far, world
+            process = self._context.Process(target=work, args=arguments, name=rpc_name(rank), daemon=True)
+            process.start()
+            far.close()
+            self._waiting.append((rank, Member(process, control)))
+        self._names: dict[int, str] = {}
+        join_rpc(0, *world)
+        self._cleanup.callback(leave_rpc)
+
+    def close(self) -> None:
+        """End the world, and those that wait in it."""
+        self._cleanup.close()
+
+    def _dismiss_waiting(self) -> None:
+        for _, member in self._waiting:
+            self.dismiss(member)
+        for _, member in self._waiting:
+            member.control.close()
+            member.process.join(_PROCESS_S)
+            member.process.kill()
+            member.process.join()
+            member.process.close()
+
+    @property
+    def can_start(self) -> bool:
+        """Whether somebody still waits."""
+        return bool(self._waiting)
+
+    def start(self, index: int) -> tuple[Member, Any]:
+        """The next that waits."""
+        rank, member = self._waiting.popleft()
+        self._names[index] = rpc_name(rank)
+        return member, self._names[index]
+
+    def relink(self, index: int, member: Member) -> Any:
+        """A link is a series of calls: the same process takes another."""
+        return self._names[index]
+
+    def reached(self, endpoints: Sequence[Any], processes: Sequence[Process]) -> Mapping[str, Any]:
+        """Their names."""
+        return {"collector_infos": list(endpoints)}
+
+
 class RayMembers(PipeMembers):
     """Workers as Ray actors. Ray is started for them unless it runs in this process already."""
 
-    def __init__(self, scheme: SchemeName, nbytes: int, context: ForkServerContext) -> None:
-        super().__init__(scheme, nbytes, context)
+    def __init__(self, scheme: SchemeName, nbytes: int, context: ForkServerContext, workers: int) -> None:
+        super().__init__(scheme, nbytes, context, workers)
         try:
             import ray  # noqa: PLC0415 - an extra that takes seconds to import
             import ray.exceptions  # noqa: PLC0415
@@ -178,8 +244,8 @@ class RayMembers(PipeMembers):
         folder = tempfile.TemporaryDirectory(prefix="ws", dir="/tmp", ignore_cleanup_errors=True)
         self._cleanup.enter_context(folder)
         self._cleanup.callback(self._ray.shutdown)
-        told: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-        self._ray.init(address="local", object_store_memory=200 * 2**20, _temp_dir=folder.name, **told)
+        settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+        self._ray.init(address="local", object_store_memory=200 * 2**20, _temp_dir=folder.name, **settings)
 
     def close(self) -> None:
         """End the actors, and Ray if it was started here."""
@@ -209,7 +275,7 @@ class RayMembers(PipeMembers):
         return {"remote_collectors": list(endpoints)}
 
     def watched(self, member: Member) -> None:
-        """Ray tells of a dead actor."""
+        """Ray reports a dead actor."""
 
 
 class _ActorProcess:
@@ -266,5 +332,6 @@ MEMBERS: Mapping[SchemeName, type[PipeMembers]] = {
     SchemeName.SHARED: PipeMembers,
     SchemeName.PROCESS: PipeMembers,
     SchemeName.DISTRIBUTED: StoreMembers,
+    SchemeName.RPC: RpcMembers,
     SchemeName.RAY: RayMembers,
 }

@@ -154,7 +154,7 @@ class Soak:
         self._random = random.Random(seed)
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._members: dict[int, Member] = {}
-        self._setup = MEMBERS[scheme](scheme, nbytes, self._context)
+        self._setup = MEMBERS[scheme](scheme, nbytes, self._context, workers)
         self._values: dict[int, float] = {}
         self._sender: Any = None
         self._model = SoakModel(nbytes)
@@ -185,7 +185,7 @@ class Soak:
             self._begin()
             started = time.monotonic()
             while time.monotonic() - started < seconds and not self.tally.findings:
-                [action] = self._random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+                action = self._next_action()
                 self.tally.actions[action] += 1
                 self._does[action]()
                 progress(self.tally)
@@ -195,6 +195,11 @@ class Soak:
             self._end()
             self.tally.seconds = time.monotonic() - started
         return self.tally
+
+    def _next_action(self) -> Action:
+        weights = {each: WEIGHTS[each] for each in WEIGHTS if each is not Action.KILL or self._setup.can_start}
+        [action] = self._random.choices(list(weights), list(weights.values()))
+        return action
 
     # ------------------------------------------------------------------------------------------ both sides
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from weightsync import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     TransportError,
     WeightReceiver,
@@ -40,6 +42,7 @@ class SchemeName(enum.Enum):
     SHARED = "shared"
     PROCESS = "process"
     DISTRIBUTED = "distributed"
+    RPC = "rpc"
     RAY = "ray"
 
     def make(self) -> WeightSyncScheme:
@@ -51,6 +54,7 @@ _CLASSES: dict[SchemeName, Callable[[], WeightSyncScheme]] = {
     SchemeName.SHARED: SharedMemWeightSyncScheme,
     SchemeName.PROCESS: MultiProcessWeightSyncScheme,
     SchemeName.DISTRIBUTED: DistributedWeightSyncScheme,
+    SchemeName.RPC: RPCWeightSyncScheme,
     SchemeName.RAY: RayWeightSyncScheme,
 }
 
@@ -129,19 +133,50 @@ def work(scheme: SchemeName, index: int, nbytes: int, control: Connection, endpo
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then stops the workers
     torch.set_num_threads(1)
     model = SoakModel(nbytes)
+    if scheme is SchemeName.RPC:
+        join_rpc(index + 1, *endpoint)
     with contextlib.suppress(EOFError, OSError), scheme.make() as made:
         made.init_on_worker(MODEL_ID, model=model, **reached(scheme, index, endpoint))
         _Worker(made.get_receiver(), model, control).run()
+    if scheme is SchemeName.RPC:
+        leave_rpc()
 
 
 def reached(scheme: SchemeName, index: int, endpoint: Any) -> dict[str, Any]:
-    """The arguments with which a worker finds its trainer: a pipe, or the port of its store."""
+    """The arguments with which a worker finds its trainer: a pipe, the port of its store, or nothing: it is called."""
+    if scheme is SchemeName.RPC:
+        return {}
     if scheme is not SchemeName.DISTRIBUTED:
         return {"pipe": endpoint}
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - only this scheme needs it
 
     store = TCPStore("127.0.0.1", endpoint, None, False, timedelta(seconds=60), wait_for_workers=False)
     return {"store": store, "rank": index + 1}
+
+
+def rpc_name(rank: int) -> str:
+    """The name of a process in the world of RPC; the trainer is rank 0."""
+    return f"soak-{rank}"
+
+
+def join_rpc(rank: int, address: str, world_size: int) -> None:
+    """Join torch's RPC, and wait until all others have joined."""
+    from torch.distributed import rpc  # noqa: PLC0415 - only this scheme needs it
+
+    # Over TCP: its shared memory has a thread in each process that polls without a pause.
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=address, rpc_timeout=60.0, _transports=["uv"], _channels=["basic"]
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # from torch itself
+        rpc.init_rpc(rpc_name(rank), rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+
+
+def leave_rpc() -> None:
+    """Leave it, without waiting for the others: some may be dead."""
+    from torch.distributed import rpc  # noqa: PLC0415
+
+    rpc.shutdown(graceful=False)
 
 
 class _Worker:

@@ -128,6 +128,31 @@ class SharesMemory(ABC):
         """Whether the worker maps it; no: the bytes of the payload travel. The answer for a payload never changes."""
 
 
+class CarriesDeltas(ABC):
+    """A link whose worker has a receiver of ours, which may be sent deltas."""
+
+    @property
+    @abstractmethod
+    def carries_deltas(self) -> bool:
+        """Whether the bytes of each payload travel over it."""
+
+
+class Outlet(Protocol):
+    """Where a link writes."""
+
+    #: Whether nothing is left to be written, and nothing that `Link.flush` would raise has happened.
+    idle: bool
+
+
+class Steady(ABC):
+    """A link whose descriptors change only with `Link.watch` and `Link.close`, or once another than the first is ready.
+
+    It need not be flushed while its outlet is idle, and does not want to write then.
+    """
+
+    outlet: Outlet
+
+
 class Remarks(ABC):
     """A link that can explain why its worker does not answer although nothing has failed."""
 
@@ -174,6 +199,14 @@ class Waker:
             if self.fd >= 0 and self._pid == os.getpid():
                 self.fired += 1
                 os.eventfd_write(self.fd, 1)
+
+    def nudge(self) -> None:
+        """Wake the current waits. A later one that was given `fired` from before does not block either."""
+        with self._lock:
+            if self._waiting:
+                self.fire()
+            else:
+                self.fired += 1
 
     def clear(self) -> None:
         """Clear it, unless other waits have not seen it yet."""
@@ -274,8 +307,9 @@ def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: i
 class Waits(Generic[_Waited]):
     """Waits of one thread for the same links, one after another.
 
-    A link is asked for its descriptors at the first wait, and again once its id is in `changed`. All are asked again
-    after a wait that the waker or the time ended, when other links are waited for, and now and then.
+    A link is asked for its descriptors at the first wait, and again once its id is in `changed`, it could be written,
+    or another of its descriptors than the first was ready. All are asked again when other links are waited for, and
+    after a wait that the waker ended; unless all are `Steady`, also after one that the time ended, and now and then.
 
     Args:
         waker: ends a wait from another thread.
@@ -288,21 +322,23 @@ class Waits(Generic[_Waited]):
         self._forget()
 
     def _forget(self) -> None:
-        self._links: list[_Waited] = []
+        self._links: Sequence[_Waited] = ()
         self._places: dict[int, int] = {}
         self._wanted: list[dict[int, int]] = []
         self._owners: dict[int, dict[int, int]] = {}
         self._poller = select.poll()
+        #: How many waits may follow until all links are asked again.
         self._left = 0
+        self._steady = False
 
     def wait(self, links: Sequence[_Waited], timeout: float | None, since: int | None = None) -> list[_Waited]:
-        """Wait: see the function `wait`."""
+        """Wait: see the function `wait`. ``links`` must not change afterwards."""
         fd = self._waker.enter()
         if fd is None:
             return []
         try:
-            self._ask(links)
-            self._poller.register(fd, select.POLLIN)
+            if self._left <= 0 or self.changed or links is not self._links:
+                self._ask(links, fd)
             if since is not None and self._waker.fired != since:
                 timeout = 0.0
             ready = self._poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)
@@ -311,21 +347,28 @@ class Waits(Generic[_Waited]):
             raise
         finally:
             self._waker.leave()
+        if not self._steady:
+            self._left = self._left - 1 if ready else 0
+        return self._found(links, ready, fd) if ready else []
+
+    def _found(self, links: Sequence[_Waited], ready: list[tuple[int, int]], waker: int) -> list[_Waited]:
+        """The links behind the descriptors that are ready."""
         found: set[int] = set()
-        self._left -= 1
         for known, event in ready:
-            found.update(self._owners.get(known, ()))
-            if known == fd:
+            if known == waker:
                 self._waker.clear()
-            if known == fd or event & select.POLLNVAL:
+            if known == waker or event & select.POLLNVAL:
                 self._left = 0
-        if not ready:
-            self._left = 0
+            for place in self._owners.get(known, ()):
+                found.add(place)
+                if event & select.POLLOUT or known != next(iter(self._wanted[place])):
+                    self.changed.add(id(links[place]))
         return list(map(links.__getitem__, sorted(found)))
 
-    def _ask(self, links: Sequence[_Waited]) -> None:
+    def _ask(self, links: Sequence[_Waited], waker: int) -> None:
         """Ask for descriptors: those links that may have others now, or all."""
         if self._left > 0 and len(links) == len(self._links) and all(map(operator.is_, links, self._links)):
+            self._links = links
             while self.changed:
                 place = self._places.get(self.changed.pop())
                 if place is not None:
@@ -333,9 +376,11 @@ class Waits(Generic[_Waited]):
             return
         self.changed.clear()
         self._forget()
-        self._links, self._wanted = list(links), [{} for _ in links]
+        self._links, self._wanted = links, [{} for _ in links]
         self._places = {id(link): place for place, link in enumerate(links)}
         self._left = len(links)
+        self._steady = all(isinstance(link, Steady) for link in links)
+        self._poller.register(waker, select.POLLIN)
         for place in range(len(links)):
             self._ask_one(place)
 

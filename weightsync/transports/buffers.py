@@ -27,6 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
+from weakref import ref as weakref
 
 import numpy
 
@@ -283,6 +284,26 @@ class Mapping:
         with contextlib.suppress(OSError):  # the kernel is older than this advice, or has no memory for the tables
             self._map.madvise(_MADV_POPULATE_READ)
         self.view = memoryview(self._map)[:-SEAL_NBYTES]
+        #: What `lend` has returned, each until nobody has it any more.
+        self._lent: list[weakref[memoryview]] = []
+        #: Whether this process has written nothing here, and nobody has memory to write to.
+        self._untouched = False
+
+    def lend(self, nbytes: int) -> memoryview:
+        """The first bytes, for an update that has arrived. A tensor over them keeps the very object that is returned.
+
+        Nobody may write to it before `remap`.
+        """
+        lent = self.view[:nbytes]
+        self._lent = [each for each in self._lent if each() is not None]
+        self._lent.append(weakref(lent))
+        return lent
+
+    def tidy(self) -> None:
+        """Do now what the next `remap` would have to do, once nobody has memory of it any more."""
+        if not self._untouched and all(each() is None for each in self._lent):
+            self._drop_own_pages()
+            self._untouched = True
 
     @property
     def seal(self) -> bytes:
@@ -294,6 +315,11 @@ class Mapping:
 
         If it has written none, all stay mapped: mapping them anew costs a fault for each.
         """
+        if not self._untouched:
+            self._drop_own_pages()
+        self._untouched = False
+
+    def _drop_own_pages(self) -> None:
         address = int(numpy.frombuffer(self._map, dtype=numpy.uint8).ctypes.data)
         if _has_own_pages(address, len(self._map)):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -312,7 +338,10 @@ class Slot(Protocol):
         """The seal that lies in it now."""
 
     def remap(self) -> None:
-        """Undo what this process has written there."""
+        """Undo what this process has written there. From now on it may write there again."""
+
+    def tidy(self) -> None:
+        """Undo it now, while there is time, if nobody can write there before the next update lies in it."""
 
 
 def _has_own_pages(address: int, nbytes: int) -> bool:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import xxhash
 
+from weightsync.clock import clock_id
 from weightsync.errors import TransportError
 
 
@@ -58,36 +59,34 @@ def own_host() -> bytes:
     Raises TransportError: the kernel does not say, since no descriptor is left. A later call may succeed.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = os.readlink("/proc/self/ns/pid")
+        identity = f"{clock_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError as error:
         raise TransportError(f"This host's identity cannot be read: {error.strerror}.") from error
-    return xxhash.xxh3_128_digest(f"{boot} {namespace}".encode())
+    return xxhash.xxh3_128_digest(identity.encode())
 
 
 @lru_cache(maxsize=1)
 def own_network() -> str:
     """Identifies this machine and network namespace. Within them, processes reach each other over the loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return xxhash.xxh3_128_hexdigest(f"{boot} {os.readlink('/proc/self/ns/net')}".encode())
+    return xxhash.xxh3_128_hexdigest(f"{clock_id()} {os.readlink('/proc/self/ns/net')}".encode())
 
 
 @lru_cache(maxsize=1)
 def _own_start(pid: int) -> int:
     started = started_at(pid)
     if started is None:
-        raise ProcessLookupError(pid)  # not cached: a later read may succeed
+        raise ProcessLookupError  # not cached: a later read may succeed
     return started
 
 
 def started_at(pid: int) -> int | None:
     """When process ``pid`` started, in clock ticks since boot; None if that cannot be read."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     # The second field is the program's name in parentheses, and may contain spaces and parentheses itself.
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(stat.rpartition(b")")[2].split()[19])
 
 
 class ProcessWatch:
@@ -104,15 +103,18 @@ class ProcessWatch:
         self._started = started
         #: Readable once the process is dead; -1 if there is nothing to wait for.
         self.fd = -1
-        self._dead = False
+        #: Whether it was found dead: `dead` looks again.
+        self.found_dead = False
+        self._poller = select.poll()
         try:
             self.fd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._dead = True
+            self.found_dead = True
         else:
+            self._poller.register(self.fd, select.POLLIN)
             # Read after the pidfd was opened: from here on the number can no longer name another process.
             found = started_at(pid)
-            self._dead = bool(started) and found is not None and found != started
+            self.found_dead = bool(started) and found is not None and found != started
             forget_after_fork(self)
 
     def fileno(self) -> int:
@@ -122,11 +124,9 @@ class ProcessWatch:
     @property
     def dead(self) -> bool:
         """Whether the process has died."""
-        if not self._dead and self.fd >= 0:
-            poller = select.poll()
-            poller.register(self.fd, select.POLLIN)
-            self._dead = bool(poller.poll(0))
-        return self._dead
+        if not self.found_dead and self.fd >= 0:
+            self.found_dead = bool(self._poller.poll(0))
+        return self.found_dead
 
     def names(self, pid: int, started: int) -> bool:
         """Whether it watches exactly this process."""
@@ -134,7 +134,7 @@ class ProcessWatch:
 
     def close(self) -> None:
         """Stop watching. Closing twice is allowed."""
-        if self.fd >= 0:
+        if self.fd != -1:
             os.close(self.fd)
             self.fd = -1
 

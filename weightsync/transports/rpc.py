@@ -19,6 +19,7 @@ from torch.distributed.rpc.functions import async_execution
 from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Bye, Message, Update
+from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
 from weightsync.transports.calls.forwarding import complete_like
@@ -274,7 +275,7 @@ def _follow(
         answers.set_exception(error)
 
 
-class RpcCallClient:
+class RpcCallClient(SharesMemory):
     """Carries messages to a process with our receiver, and returns the receiver's own answers.
 
     Args:
@@ -293,14 +294,18 @@ class RpcCallClient:
         #: Why the worker does not answer the handshake, as far as is known; empty: it has, or nothing is known.
         self.remark = ""
 
+    def shares(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - a segment is mapped whole
+        """Whether the worker maps the payload's memory: see `SharesMemory.shares`."""
+        return self._shared.shares(payload)
+
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message: see `weightsync.transports.calls.client.CallClient.start`."""
         number = self._next
+        message, carried = self._carried(message, payload)
         frame = self._seal.frame(number, message, payload)
         if isinstance(message, Bye):
             answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
         else:
-            carried = self._carried(message, payload)
             answers = begin(
                 self._peer,
                 lambda: self._call(_deliver, number, frame, carried),
@@ -351,14 +356,17 @@ class RpcCallClient:
         self._closed = True
         self._shared.close()
 
-    def _carried(self, message: Message, payload: Buffer | None) -> torch.Tensor | tuple[int, ...] | None:
+    def _carried(
+        self, message: Message, payload: Buffer | None
+    ) -> tuple[Message, torch.Tensor | tuple[int, ...] | None]:
+        """The message, with its slot if the worker maps its payload, and what the call carries beside it."""
         if not isinstance(message, Update) or not message.nbytes or payload is None:
-            return None
-        place = self._shared.place(message, payload)
+            return message, None
+        message, place = self._shared.place(message, payload)
         if place is not None:
-            return tuple(place)
+            return message, tuple(place)
         # A view: RPC reads the buffer itself, which stays pinned until the call ends.
-        return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
+        return message, torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
 
 
 def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequence[str]]:

@@ -64,7 +64,7 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
 
 
 def _named(update: Update) -> bytes:
-    """What an ack of the update must name; empty: that cannot be told."""
+    """What an ack of the update must name; empty: it is not known."""
     if update.digest or update.slot is None or update.extras:  # long extra state is recorded as a hash of it
         return update.digest
     return slot_digest(update.slot.seal, update.incarnation, update.version, update.layout_digest, b"")
@@ -139,7 +139,7 @@ def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[
             out = effect.outstanding
             if out.owed or set(out.outcomes) != set(targets.get(out.version, ())):
                 what = f"version {out.version} is over, but its outcomes are those of {sorted(out.outcomes)}"
-                yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
+                yield _broken(moment, "G11 OutcomesAreTrue", what)
 
 
 def _reports(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
@@ -148,7 +148,7 @@ def _reports(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Fi
     reported = {int(worker) for worker in moment.line.fields["outcomes"]} if version else set()
     if version and reported != set(targets.get(version, ())):
         what = f"the report of version {version} names workers {sorted(reported)}, but its targets are others"
-        yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
+        yield _broken(moment, "G11 OutcomesAreTrue", what)
 
 
 def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:

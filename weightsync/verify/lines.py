@@ -63,7 +63,7 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         """The whole finding, as JSON."""
-        where = {"file": str(self.line.path), "line": self.line.number, "told": dict(self.line.fields)}
+        where = {"file": str(self.line.path), "line": self.line.number, "fields": dict(self.line.fields)}
         return {**where, "rule": self.rule, "what": self.what, "allowed": list(self.allowed)}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from weightsync.engine.recorder import What, plain
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.verify.lines import Finding, Line
 from weightsync.verify.replaying import Machine, Moment
@@ -236,6 +236,8 @@ class Network:
 
 #: The fields that adapters add to a message in flight, or express differently.
 _THEIRS = frozenset({"layout", "slot", "extras", "form"})
+#: How a payload travels, if its sender sends deltas: one whose base is not held is followed by the whole weights.
+_OF_DELTAS = frozenset({"nbytes", "base"})
 
 
 def _key(message: Message) -> str:
@@ -248,7 +250,8 @@ def _key(message: Message) -> str:
             texts = message.reason, message.remote_traceback
             reason, trace = (text.encode(errors="backslashreplace").decode() for text in texts)
             message = replace(message, reason=reason, remote_traceback=trace)
-    return json.dumps({name: value for name, value in plain(message).items() if name not in _THEIRS})
+    theirs = _THEIRS | _OF_DELTAS if isinstance(message, Update) and message.base is not None else _THEIRS
+    return json.dumps({name: value for name, value in plain(message).items() if name not in theirs})
 
 
 def _connected(sender: Machine) -> int:

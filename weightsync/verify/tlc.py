@@ -35,7 +35,7 @@ _PROPERTIES = (
     "ServedChangesByApplied",
     "OnlyTargetsChange",
     "ClosedIsFinal",
-    "EverybodyIsToldTheTruth",
+    "OutcomesAreTrue",
 )
 #: Checks the wrapper and not the runs, and costs more than all others: only the first batch has it, one run an action.
 _OF_FOLLOWING = "OnlyTheModels"

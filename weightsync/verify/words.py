@@ -83,8 +83,10 @@ def possible(role: str, state: State) -> str:
 
 def differences(recorded: Any, wanted: Any, where: str = "") -> Iterator[str]:
     """The innermost differences between a recorded value and the expected one."""
+    if recorded == wanted:
+        return
     if isinstance(recorded, dict) and isinstance(wanted, dict):
         for name in {**recorded, **wanted}:
             yield from differences(recorded.get(name), wanted.get(name), f"{where}.{name}" if where else name)
-    elif recorded != wanted:
+    else:
         yield f"{where or 'it'} is {value(recorded)}, but must be {value(wanted)}"

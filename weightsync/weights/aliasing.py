@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightsync.weights.tensors import bits_of
 
@@ -44,6 +44,28 @@ def shared_with(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[in
         if cluster[0] < len(tensors) <= cluster[-1]:
             return cluster[0], cluster[-1] - len(tensors)
     return None
+
+
+def mappable(tensors: Sequence[Tensor], sharing: Sharing) -> dict[int, int]:
+    """The parameters that may become views of other memory, each with the index of the first that it is tied to."""
+    shared = {index for overlap in sharing.overlaps for index in overlap}
+    places = {tensor.device for tensor in tensors}
+    place = places.pop() if len(places) == 1 else torch.device("cpu")
+    able = {index for index, tensor in enumerate(tensors) if index not in shared and _may_share_memory(tensor, place)}
+    sources = {index: index for index in able}
+    for tie in sharing.ties:
+        for index in tie:
+            # All tensors of a tie are mapped or none is: otherwise the copied ones would no longer share their memory.
+            sources.pop(index, None)
+            if able.issuperset(tie):
+                sources[index] = tie[0]
+    return sources
+
+
+def _may_share_memory(tensor: Tensor, place: torch.device) -> bool:
+    # A parameter created in inference mode cannot be given normal data.
+    plain = type(tensor) is nn.Parameter and tensor.device == place and not tensor.is_inference()
+    return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:

@@ -229,9 +229,10 @@ class Layout:
 
         If nothing but a dtype differs, or one is a part of the other, it names the option that chooses what is sent.
         """
-        error, pairs = self.difference(sent), set(self.other_dtypes(sent).values())
+        error = self.difference(sent)
         if error is None:
             return None
+        pairs = set(self.other_dtypes(sent).values())
         if not error.mismatched and bool(error.missing) != bool(error.unexpected):
             hint = "To sync a part of a model, give init_on_sender() and init_on_worker() the same names=."
             return LayoutError(f"{error} {hint}", error.missing, error.unexpected)

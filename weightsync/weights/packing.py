@@ -9,18 +9,22 @@ transferred once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.options import WireDtype
+from weightsync.weights.casting import sent_layout
 from weightsync.weights.extra_state import encode_extras
-from weightsync.weights.layout import Layout
+from weightsync.weights.layout import Entry, Layout
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
-from weightsync.weights.tensors import DTYPES, PLAIN, address_of, borrowed, why_uncopied
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, Form, address_of, borrowed, why_uncopied
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
 from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, in_threads, shares
 
@@ -30,28 +34,34 @@ CHUNK = 64 << 20
 #: by torch, which uses no threads of its own for them.
 LARGE: Final = 32 << 10
 
+_IS_CPU: Final = attrgetter("is_cpu")
 #: Called with the bytes of a buffer that have just been written.
 Behind = Callable[[int, int], None]
 
 
-def pack(weights: Weights, layout: Layout, view: memoryview) -> None:
+def pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None = None) -> None:
     """Write the tensors into ``view[: layout.nbytes]``, bit for bit; bools as 0 or 1, gaps between groups as 0.
 
-    The weights must have this layout (see `weightsync.weights.reading.layout_of`). When this returns, everything is
-    written, including tensors from devices.
+    The weights must have the names and shapes of this layout (see `weightsync.weights.reading.layout_of`). What has
+    another dtype is cast. When this returns, everything is written, including tensors from devices.
+
+    Args:
+        pieces: how these tensors are copied, if that is planned already.
 
     Raises:
         ConfigurationError: the view is too small, read-only or not contiguous; nothing was written.
         LayoutError: a tensor, which the error names, cannot be copied (sparse, meta, a subclass that raises). The
             contents of the buffer are then undefined.
     """
-    _pack(weights, layout, view, _nothing)
+    _pack(weights, layout, view, pieces, _nothing)
 
 
-def pack_digested(weights: Weights, layout: Layout, view: memoryview, extras: bytes) -> bytes:
+def pack_digested(
+    weights: Weights, layout: Layout, view: memoryview, extras: bytes, pieces: Pieces | None = None
+) -> bytes:
     """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy."""
     hashes = ChunkHashes(view[: layout.nbytes])
-    _pack(weights, layout, view, hashes.reach)
+    _pack(weights, layout, view, pieces, hashes.reach)
     return hashes.combined(extras)
 
 
@@ -59,17 +69,18 @@ def _nothing(_start: int, _end: int) -> None:
     """What follows a copy if nothing is to be hashed."""
 
 
-def _pack(weights: Weights, layout: Layout, view: memoryview, behind: Behind) -> None:
+def _pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None, behind: Behind) -> None:
     if view.readonly or not view.c_contiguous or view.nbytes < layout.nbytes:
         raise ConfigurationError(f"Packing {layout!r} needs {layout.nbytes} contiguous, writable bytes.")
     tensors, base = ordered(weights, layout), address_of(view)
     for start, end in _gaps(layout):
         borrowed(base + start, end - start).zero_()
-    if _on_one_device(tensors):
+    if pieces is None and _on_one_device(tensors):
         for first, last in _chunks(layout):
             _fill(layout, first, last, tensors, base)
     else:
-        Pieces(layout, tensors, base).fill(behind)
+        pieces = pieces or Pieces(layout, movable(layout, tensors))
+        pieces.fill(tensors, base, behind)
 
 
 def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: int) -> None:
@@ -85,42 +96,60 @@ def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: 
                 flat = _span(layout, first, last, base).to(tensors[0].device)
                 torch._foreach_copy_(tensors[first:last], views(layout, flat, first, last))
         return
-    Pieces(layout, tensors, base).empty_into(chosen)
+    Pieces(layout, movable(layout, tensors)).empty_into(tensors, base, chosen)
+
+
+class Move(Enum):
+    """How a part of a buffer is copied."""
+
+    #: One large tensor, as bytes.
+    BYTES = "bytes"
+    #: A run of small tensors, as bytes, in one call. They are moved so if that was planned.
+    JOINED = "joined"
+    #: One tensor or a run of them, by torch: what is no plain memory, is cast, or is a bool, which arrives as 0 or 1.
+    BY_TORCH = "by torch"
 
 
 class Step(NamedTuple):
-    """A part of a buffer that is copied in one go: one large tensor, or a run of small ones."""
+    """A part of a buffer that is copied in one go, without gaps."""
 
     start: int
     end: int
     first: int
     last: int
-    #: Whether it is one large tensor, whose bytes can be moved. A bool's cannot: they arrive as 0 or 1.
-    moved: bool
+    move: Move
 
 
 @lru_cache(maxsize=8)
-def _steps(layout: Layout) -> tuple[Step, ...]:
-    """All entries, in the order of the buffer."""
+def _steps(layout: Layout, movable: frozenset[int]) -> tuple[Step, ...]:
+    """All entries, in the order of the buffer; `movable`: those whose bytes are moved."""
     steps: list[Step] = []
     for index, entry in enumerate(layout.entries):
         end, before = entry.offset + entry.nbytes, steps[-1] if steps else None
-        if entry.nbytes >= LARGE and entry.dtype != "bool":
-            steps.append(Step(entry.offset, end, index, index + 1, True))
-        elif before is not None and not before.moved and end - before.start <= DIGEST_CHUNK:
-            steps[-1] = before._replace(end=end, last=index + 1)
+        move = Move.BY_TORCH if index not in movable else Move.BYTES if entry.nbytes >= LARGE else Move.JOINED
+        alone = entry.nbytes >= LARGE and entry.dtype != "bool"
+        if alone or before is None or not _continues(before, entry, move):
+            steps.append(Step(entry.offset, end, index, index + 1, move))
         else:
-            steps.append(Step(entry.offset, end, index, index + 1, False))
+            steps[-1] = before._replace(end=end, last=index + 1)
     return tuple(steps)
 
 
+def _continues(run: Step, entry: Entry, move: Move) -> bool:
+    """Whether an entry can be copied together with the run of small ones before it."""
+    small = run.last - run.first > 1 or run.end - run.start < LARGE
+    touches = move is Move.BY_TORCH or run.end == entry.offset
+    return small and run.move is move and touches and entry.offset + entry.nbytes - run.start <= DIGEST_CHUNK
+
+
 @lru_cache(maxsize=8)
-def _parts(layout: Layout, threads: int) -> tuple[Part, ...]:
-    """The parts of a buffer for that many threads. None ends within a run of small tensors."""
+def _parts(layout: Layout, movable: frozenset[int], threads: int) -> tuple[Part, ...]:
+    """The parts of a buffer for that many threads. Only what is moved as bytes is cut anywhere."""
     parts: list[Part] = []
     at = 0
     for _, cut in shares(layout.nbytes, DIGEST_CHUNK, threads):
-        run = next((step for step in _steps(layout) if not step.moved and step.start < cut < step.end), None)
+        runs = (step for step in _steps(layout, movable) if step.move is not Move.BYTES)
+        run = next((step for step in runs if step.start < cut < step.end), None)
         end = cut if run is None else run.end
         if at < end or not parts:
             parts.append((at, end))
@@ -128,88 +157,165 @@ def _parts(layout: Layout, threads: int) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def movable(layout: Layout, tensors: Sequence[Tensor], least: int = LARGE) -> dict[int, int]:
+    """The addresses of the tensors of at least so many bytes whose bytes can be moved, by index."""
+    return {
+        index: tensor.data_ptr()
+        for index, (entry, tensor) in enumerate(zip(layout.entries, tensors, strict=True))
+        if entry.nbytes >= least and _is_movable(tensor, entry.dtype)
+    }
+
+
 class Pieces:
-    """Copies between tensors and a flat buffer in the memory of this process.
+    """Copies between tensors and flat buffers in the memory of this process.
+
+    It keeps addresses and no tensors: it is good for as long as the tensors are where they are.
 
     Args:
         layout: of the tensors.
-        tensors: in the layout's order, with its shapes and dtypes.
-        base: the address of the buffer, which the caller holds.
+        places: the addresses of those whose bytes are moved: see `movable`.
     """
 
-    def __init__(self, layout: Layout, tensors: list[Tensor], base: int) -> None:
+    def __init__(self, layout: Layout, places: Mapping[int, int]) -> None:
+        chosen = frozenset(places)
         self._layout = layout
-        self._tensors = tensors
-        self._base = base
-        self._steps = _steps(layout)
-        #: The addresses of the tensors whose bytes are moved, by index.
-        self._movable = {
-            step.first: tensors[step.first].data_ptr()
+        self._places = places
+        steps = _steps(layout, chosen)
+        #: The large tensors that only torch can copy: it uses its own threads.
+        self._alone = [step for step in steps if self._is_alone(step)]
+        self._steps = [step for step in steps if not self._is_alone(step)]
+        self._joined = {
+            step.first: [
+                borrowed(places[index], layout.entries[index].nbytes) for index in range(step.first, step.last)
+            ]
             for step in self._steps
-            if step.moved and _is_movable(tensors[step.first])
+            if step.move is Move.JOINED
         }
-        self._parts = _parts(layout, torch.get_num_threads())
+        self._parts = _parts(layout, chosen, torch.get_num_threads())
 
-    def fill(self, behind: Behind) -> None:
-        """Copy all tensors into the buffer; call ``behind`` with each range of bytes once it is written."""
-        for step in self._odd():
-            self._fill_run(step)
-        in_threads(partial(self._fill_part, behind), self._parts)
+    def fill(self, tensors: list[Tensor], base: int, behind: Behind) -> None:
+        """Copy all tensors into the buffer at `base`; call ``behind`` with each range of bytes once it is written."""
+        for step in self._alone:
+            self._fill_run(tensors, base, step)
+        in_threads(partial(self._fill_part, tensors, base, behind), self._parts)
 
-    def empty_into(self, chosen: Sequence[int]) -> None:
-        """Copy the `chosen` tensors out of the buffer."""
+    def empty_into(self, tensors: list[Tensor], base: int, chosen: Sequence[int]) -> None:
+        """Copy the `chosen` tensors out of the buffer at `base`."""
         wanted = frozenset(chosen)
-        for step in self._odd():
-            self._empty_run(wanted, step)
-        in_threads(partial(self._empty_part, wanted), self._parts)
-        moved = [self._tensors[index] for index in self._movable if index in wanted]
+        for step in self._alone:
+            self._empty_run(tensors, base, wanted, step)
+        in_threads(partial(self._empty_part, tensors, base, wanted), self._parts)
+        moved = [tensors[index] for index in self._places if index in wanted]
         with torch.inference_mode(False):
             torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
 
-    def _odd(self) -> list[Step]:
-        """The large tensors that only torch can copy: strided, on a device, of a subclass. It uses its threads."""
-        return [step for step in self._steps if step.moved and step.first not in self._movable]
+    def _is_alone(self, step: Step) -> bool:
+        entry = self._layout.entries[step.first]
+        return step.move is Move.BY_TORCH and entry.nbytes >= LARGE and entry.dtype != "bool"
 
-    def _fill_part(self, behind: Behind, start: int, end: int) -> None:
+    def _fill_part(self, tensors: list[Tensor], base: int, behind: Behind, start: int, end: int) -> None:
         followed = start
         for step in self._steps:
-            if not step.moved and start <= step.start < end:
-                self._fill_run(step)
+            if step.move is not Move.BYTES and start <= step.start < end:
+                self._fill_run(tensors, base, step)
             for low, high in _cut(max(step.start, start), min(step.end, end), behind):
-                if step.first in self._movable:
-                    ctypes.memmove(self._base + low, self._movable[step.first] - step.start + low, high - low)
+                if step.move is Move.BYTES:
+                    ctypes.memmove(base + low, self._places[step.first] - step.start + low, high - low)
                 if high - followed >= DIGEST_CHUNK:
                     behind(followed, high)
                     followed = high // DIGEST_CHUNK * DIGEST_CHUNK
         behind(followed, end)
 
-    def _empty_part(self, wanted: frozenset[int], start: int, end: int) -> None:
+    def _empty_part(self, tensors: list[Tensor], base: int, wanted: frozenset[int], start: int, end: int) -> None:
         for step in self._steps:
-            if not step.moved:
+            if step.move is not Move.BYTES:
                 if start <= step.start < end:
-                    self._empty_run(wanted, step)
-            elif step.first in self._movable and step.first in wanted:
+                    self._empty_run(tensors, base, wanted, step)
+            elif step.first in wanted:
                 low, high = max(step.start, start), min(step.end, end)
                 if low < high:
-                    ctypes.memmove(self._movable[step.first] - step.start + low, self._base + low, high - low)
+                    ctypes.memmove(self._places[step.first] - step.start + low, base + low, high - low)
 
-    def _fill_run(self, step: Step) -> None:
-        into = kept_views(self._layout, self._base)[step.first : step.last]
-        _copy(self._layout, step.first, into, self._tensors[step.first : step.last])
+    def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
+        if step.move is Move.JOINED:
+            with torch.inference_mode():
+                torch.cat(self._joined[step.first], out=borrowed(base + step.start, step.end - step.start))
+            return
+        into = kept_views(self._layout, base)[step.first : step.last]
+        _copy(self._layout, step.first, into, tensors[step.first : step.last])
 
-    def _empty_run(self, wanted: frozenset[int], step: Step) -> None:
-        found = kept_views(self._layout, self._base)
+    def _empty_run(self, tensors: list[Tensor], base: int, wanted: frozenset[int], step: Step) -> None:
+        found = kept_views(self._layout, base)
         indices = [index for index in range(step.first, step.last) if index in wanted]
         if not indices:
             return
         with torch.inference_mode():
-            torch._foreach_copy_([self._tensors[index] for index in indices], [found[index] for index in indices])
+            torch._foreach_copy_([tensors[index] for index in indices], [found[index] for index in indices])
 
 
-def _is_movable(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes are its elements, in row-major order."""
-    plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
-    return plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+def _is_movable(tensor: Tensor, dtype: str) -> bool:
+    """Whether the tensor's bytes are its elements as the buffer has them, in row-major order."""
+    plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and dtype != "bool"
+    own = plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return own and DTYPE_NAMES.get(tensor.dtype) == dtype
+
+
+class SendPlan:
+    """How weights are sent for as long as they stay where they are. It refers to none of their tensors.
+
+    Args:
+        weights: as they are read now.
+        before: the plan before; None: there is none.
+        wire_dtype: what wider floating tensors are cast to; None: nothing is cast.
+
+    Raises:
+        LayoutError: a tensor, which the error names, cannot be sent.
+    """
+
+    def __init__(self, weights: Weights, before: SendPlan | None, wire_dtype: WireDtype | None) -> None:
+        #: The layout of the weights.
+        self.layout: Layout = layout_of(weights, before.layout if before else None)
+        #: The layout in which they are sent.
+        self.sent: Layout = sent_layout(self.layout, wire_dtype)
+        self._names = list(weights.tensors)
+        self._slots = list(weights.slots)
+        self._plain = _are_plain(weights)
+        self._form = Form(weights.tensors.values() if self._plain else ())
+        self._held = _held(weights) if self._plain else []
+        self._pieces: Pieces | None = None
+        #: Whether they were found where they had been: only then is it worth planning how they are copied.
+        self._stay = False
+
+    def fits(self, weights: Weights) -> bool:
+        """Whether these weights are the planned ones, where they were. Their values may be others."""
+        fits = (
+            self._plain
+            and list(weights.tensors) == self._names
+            and list(weights.slots) == self._slots
+            and PLAIN.issuperset(map(type, weights.tensors.values()))
+            and self._form.fits(weights.tensors.values())
+            # One whose storage was freed or shrunk may be where it was, if that happened twice.
+            and _held(weights) == self._held
+        )
+        self._stay = self._stay or fits
+        return fits
+
+    def pieces(self, weights: Weights) -> Pieces | None:
+        """How these weights, which fit, are copied; None: it is not planned."""
+        if self._stay and self._pieces is None:
+            self._pieces = Pieces(self.sent, movable(self.sent, ordered(weights, self.sent), least=0))
+        return self._pieces
+
+
+def _are_plain(weights: Weights) -> bool:
+    """Whether these are tensors in the memory of this process."""
+    tensors = weights.tensors.values()
+    return PLAIN.issuperset(map(type, tensors)) and all(map(_IS_CPU, tensors))
+
+
+def _held(weights: Weights) -> list[int]:
+    """The sizes of the tensors' storages, in bytes."""
+    return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, weights.tensors.values())))
 
 
 def _cut(start: int, end: int, behind: Behind) -> Iterator[Part]:

@@ -8,25 +8,54 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import is_
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError, ProtocolError, WeightSyncError
-from weightsync.weights.aliasing import Sharing, agrees, same_bits, shared_with, sharing_of
+from weightsync.weights.aliasing import Sharing, agrees, mappable, same_bits, shared_with, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory
 from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import digest_of, kept_views, pack, scatter, views
-from weightsync.weights.reading import ExtraSlot, Weights, are_formed, layout_of, ordered, read_live, read_weights
-from weightsync.weights.tensors import PLAIN, address_of, borrowed, owning, why_unsupported
+from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
+from weightsync.weights.tensors import PLAIN, Form, address_of, borrowed, owning, why_unsupported
 
-Places = tuple[list[int], list[tuple[int, ...]]]
 Read = Callable[[object], Weights]
+
+#: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made anew each time,
+#: which costs less than to look for pages that this process has written through views that somebody may still have.
+KEPT_BELOW_NBYTES: Final = 256 << 10
+
+
+class _Mapped:
+    """A payload as the memory of mapped parameters."""
+
+    def __init__(self, views: list[Tensor]) -> None:
+        self.views = views
+        self._family: object = None
+        self.memory: list[Tensor] = []
+        #: The tensors that are copied beside the mapped ones.
+        self.copied: Sequence[int] = ()
+        self._form: Form | None = None
+
+    def prepare(self, plan: DestinationPlan) -> None:
+        """Choose the parameters' memory."""
+        if self._family is not plan.family:
+            self._family, self._form = plan.family, None
+            self.memory = [self.views[source] for source in plan.mappable.values()]
+            self.copied = [index for index in plan.copied() if index not in plan.mappable]
+
+    def form(self, plan: DestinationPlan) -> Form:
+        """What the destination's tensors are known by, once the parameters have that memory."""
+        if self._form is None:
+            self._form = Form(plan.weights.tensors.values())
+        return self._form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,29 +66,31 @@ class DestinationPlan:
         weights: the weights that were read, with the owners of the extra state.
         layout: their layout.
         tensors: in the layout's order.
-        places: addresses and strides of the tensors in memory.
+        form: what the weights' tensors, in the order in which they were read, are known by.
         sharing: which tensors share memory.
         mappable: parameters that may become views of other memory, each with the index of the entry that it is to
             view: its own, or that of the first parameter it is tied to.
         devices: the devices whose kernels read or write the tensors; empty: they are on the host.
-        mapped_memory: the memory of the mapped parameters, in the order of `mappable`, if a swap has mapped them.
+        mapped: the memory of the mapped parameters, if a swap has mapped them.
+        family: the same for all plans of tensors that have not changed but by swaps.
     """
 
     weights: Weights
     layout: Layout
     tensors: list[Tensor]
-    places: Places
+    form: Form
     sharing: Sharing
     mappable: dict[int, int]
     devices: tuple[Device, ...] = ()
-    mapped_memory: list[Tensor] | None = None
+    mapped: _Mapped | None = None
+    family: object = field(default_factory=object)
 
-    def copied(self, mapped: dict[int, int]) -> Sequence[int]:
-        """The tensors to copy if `mapped` are mapped; tied tensors are copied once."""
-        if not mapped and not self.sharing.ties:
+    def copied(self) -> Sequence[int]:
+        """The tensors to copy if none is mapped; tied tensors are copied once."""
+        if not self.sharing.ties:
             return range(len(self.tensors))
         twins = {index for tie in self.sharing.ties for index in tie[1:]}
-        return [index for index in range(len(self.tensors)) if index not in mapped and index not in twins]
+        return [index for index in range(len(self.tensors)) if index not in twins]
 
     def refuse_unwritable(self) -> None:
         """Raise LayoutError for a tensor in which several elements share one place in memory."""
@@ -110,36 +141,25 @@ def plan_for(destination: object, before: DestinationPlan | None = None, read: R
     sharing = sharing_of(tensors)
     _refuse_raising(layout, tensors, sharing)
     _refuse_shared_with_others(weights, layout, tensors)
-    mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
-    return DestinationPlan(weights, layout, tensors, places_of(tensors), sharing, mappable, devices_of(tensors))
-
-
-def places_of(tensors: Sequence[Tensor]) -> Places:
-    """The addresses and the strides of tensors."""
-    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
-
-
-def plan_if_unchanged(destination: object, before: DestinationPlan, read: Read = read_live) -> DestinationPlan | None:
-    """Read the destination again; return None if its tensors or their places have changed."""
-    return _if_unchanged(read(destination), before)
+    may_be_mapped = mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
+    form = Form(weights.tensors.values())
+    return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, devices_of(tensors))
 
 
 def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
-    if weights.tensors.keys() != before.weights.tensors.keys() or weights.slots.keys() != before.weights.slots.keys():
-        return None
+    known, found = before.weights.tensors, weights.tensors
+    same = list(found) == list(known) and weights.slots.keys() == before.weights.slots.keys()
     # A storage that was freed or shrunk is noticed too, because its address changes.
-    tensors = ordered(weights, before.layout)
-    same = all(map(is_, tensors, before.tensors)) and are_formed(tensors, before.layout)
-    if same and places_of(tensors) == before.places:
-        return replace(before, weights=weights)
+    if same and all(map(is_, found.values(), known.values())) and before.form.fits(found.values()):
+        return replace(before, weights=weights) if weights.slots else before
     return None
 
 
 def refuse_temporary_tensors(destination: object, plan: DestinationPlan, read: Read = read_live) -> None:
     """Raise ConfigurationError if the destination creates new tensors on each read, so that writes would be lost."""
     tensors = ordered(read(destination), plan.layout)
-    for entry, tensor, address in zip(plan.layout.entries, tensors, plan.places[0], strict=True):
-        if tensor.data_ptr() != address:
+    for entry, tensor, before in zip(plan.layout.entries, tensors, plan.tensors, strict=True):
+        if tensor.data_ptr() != before.data_ptr():
             raise ConfigurationError(
                 f"The {type(destination).__name__} creates a new tensor for '{entry.name}' on each read, so weights "
                 "written into it would be lost: use a dict of tensors."
@@ -173,27 +193,6 @@ def _refuse_shared_with_others(weights: Weights, layout: Layout, tensors: list[T
             f"too: add '{other}' to names= on both sides.",
             missing=[other],
         )
-
-
-def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
-    shared = {index for overlap in sharing.overlaps for index in overlap}
-    places = {tensor.device for tensor in tensors}
-    place = places.pop() if len(places) == 1 else torch.device("cpu")
-    able = {index for index, tensor in enumerate(tensors) if index not in shared and _may_share_memory(tensor, place)}
-    sources = {index: index for index in able}
-    for tie in sharing.ties:
-        for index in tie:
-            # All tensors of a tie are mapped or none is: otherwise the copied ones would no longer share their memory.
-            sources.pop(index, None)
-            if able.issuperset(tie):
-                sources[index] = tie[0]
-    return sources
-
-
-def _may_share_memory(tensor: Tensor, place: torch.device) -> bool:
-    # A parameter created in inference mode cannot be given normal data.
-    plain = type(tensor) is nn.Parameter and tensor.device == place and not tensor.is_inference()
-    return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Mode(Enum):
@@ -253,7 +252,7 @@ class Target:
         self._plan = plan_for(destination, None, read)
         if not isinstance(destination, nn.Module):
             refuse_temporary_tensors(destination, self._plan, read)
-        self._mapped: OrderedDict[tuple[int, Layout], list[Tensor] | None] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, Layout], _Mapped | None] = OrderedDict()
         #: The slot on a device that parameters view; None: they view none.
         self._slot: DeviceMemory | None = None
 
@@ -274,7 +273,9 @@ class Target:
         return self.layout
 
     def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
-        """Validate an update completely. Nothing is changed, even if this raises.
+        """Validate an update against the destination as it was read last. Nothing is changed, even if this raises.
+
+        That is read again if the update does not fit it, and once more by `swap`.
 
         Args:
             payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or at least so many on a device. It must not
@@ -286,7 +287,8 @@ class Target:
             ProtocolError: payload or extras do not match the layout.
         """
         decoded = self._decoded(layout, payload, extras)
-        return Staged(layout, payload, decoded, self._validated(layout, payload))
+        plan = self._plan if self._plan.layout == layout else self._refreshed_plan()
+        return Staged(layout, payload, decoded, self._validated(plan, layout, payload))
 
     def swap(self, staged: Staged) -> None:
         """Make a staged update live: first the extra state, which is restored if anything fails, then the tensors.
@@ -308,18 +310,19 @@ class Target:
                 plan = self._revalidated(staged)
             for device in plan.devices:
                 device.synchronize()
-            memory = self._map(plan, staged, undo)
+            mapped = self._map(plan, staged, undo)
         except BaseException as error:
             undo.all(error)
             raise
         try:
-            mapped = plan.mappable if memory else {}
-            _copy_out(plan, staged.payload, plan.copied(mapped))
+            _copy_out(plan, staged.payload, mapped.copied if mapped else plan.copied())
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
-        if memory or self._slot is not None:
-            plan = replace(plan, places=places_of(plan.tensors), mapped_memory=memory)
-        self._slot = staged.payload if memory and isinstance(staged.payload, DeviceMemory) else None
+        if mapped:
+            plan = replace(plan, form=mapped.form(plan), mapped=mapped)
+        elif self._slot is not None:
+            plan = replace(plan, form=Form(plan.weights.tensors.values()), mapped=None)
+        self._slot = staged.payload if mapped and isinstance(staged.payload, DeviceMemory) else None
         self._plan = plan
 
     def apply(self, weights: object) -> None:
@@ -364,8 +367,8 @@ class Target:
         self._plan = plan_for(self.destination, self._plan, self._read)
         return self._plan
 
-    def _validated(self, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
-        plan = self._refreshed_plan()
+    @staticmethod
+    def _validated(plan: DestinationPlan, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
         misfit = plan.layout.misfit(layout)
         if misfit is not None:
             raise misfit
@@ -380,10 +383,10 @@ class Target:
 
     def _revalidated(self, staged: Staged) -> DestinationPlan:
         """The staged plan, or, if the destination has changed since, a new plan after validating the update again."""
-        plan = plan_if_unchanged(self.destination, staged.plan, self._read)
-        return plan or self._validated(staged.layout, staged.payload)
+        plan = _if_unchanged(self._read(self.destination), staged.plan)
+        return plan or self._validated(self._refreshed_plan(), staged.layout, staged.payload)
 
-    def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> list[Tensor] | None:
+    def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> _Mapped | None:
         """Point parameters at the payload; return their new memory, or None if there was nothing to map."""
         if self.mode is Mode.COPY or not plan.mappable:
             return None
@@ -393,20 +396,21 @@ class Target:
         parameters = [plan.tensors[index] for index in plan.mappable]
         # In inference mode, which the caller may be in, a parameter's data cannot be replaced by a normal tensor.
         with torch.inference_mode(False), torch.no_grad():
-            found = self._views(plan.layout, staged.payload)
-            memory = [found[source] for source in plan.mappable.values()]
-            undo.remember(parameters, plan.mapped_memory)
-            for parameter, data in zip(parameters, memory, strict=True):
+            mapped = self._kept(plan.layout, staged.payload)
+            mapped.prepare(plan)
+            undo.remember(parameters, plan.mapped.memory if plan.mapped else None)
+            for parameter, data in zip(parameters, mapped.memory, strict=True):
                 parameter.data = data
             torch.autograd.graph.increment_version(parameters)
-        return memory
+        return mapped
 
     def _leave_slot(self, plan: DestinationPlan, undo: _Undo) -> None:
         """Give parameters that view a slot on a device memory of their own, to be copied into: others read the slot."""
         if self._slot is None:
             return
         start = self._slot.flat.data_ptr()
-        leaving = [plan.tensors[i] for i in plan.mappable if start <= plan.places[0][i] < start + self._slot.nbytes]
+        here = range(start, start + self._slot.nbytes)
+        leaving = [plan.tensors[index] for index in plan.mappable if plan.tensors[index].data_ptr() in here]
         with torch.inference_mode(False), torch.no_grad():
             undo.remember(leaving, None)
             for parameter in leaving:
@@ -419,16 +423,20 @@ class Target:
         here = plan.tensors[next(iter(plan.mappable))].device == payload.flat.device
         return here and self.mode is Mode.MAP_ON_DEVICE and not _is_compiled(self.destination)
 
-    def _views(self, layout: Layout, payload: memoryview | DeviceMemory) -> list[Tensor]:
+    def _kept(self, layout: Layout, payload: memoryview | DeviceMemory) -> _Mapped:
         if isinstance(payload, DeviceMemory):
-            return payload.views(layout)
-        if not _is_mappable(payload):
-            return views(layout, borrowed(address_of(payload), layout.nbytes).clone())
+            return _Mapped(payload.views(layout))
+        address = address_of(payload)
+        if payload.readonly or address % ALIGNMENT:
+            # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
+            return _Mapped(views(layout, borrowed(address, layout.nbytes).clone()))
+        if layout.nbytes >= KEPT_BELOW_NBYTES * len(layout.entries):
+            return _Mapped(views(layout, owning(payload)))
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
         # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
-        key = address_of(payload), layout
+        key = address, layout
         again = key in self._mapped
-        found = self._mapped.pop(key, None) or views(layout, owning(payload))
+        found = self._mapped.pop(key, None) or _Mapped(views(layout, owning(payload)))
         self._mapped[key] = found if again else None
         if len(self._mapped) > self.KEPT_PAYLOADS:
             self._mapped.popitem(last=False)
@@ -439,7 +447,7 @@ class _Undo:
     """The parameters' old memory and the modules' old extra state, to undo a swap."""
 
     def __init__(self) -> None:
-        self._data: list[tuple[Tensor, Tensor]] = []
+        self._data: Iterable[tuple[Tensor, Tensor]] = ()
         self._extras: list[tuple[str, ExtraSlot, bytes]] = []
 
     def set(self, module: str, slot: ExtraSlot, value: ExtraState) -> None:
@@ -450,7 +458,7 @@ class _Undo:
     def remember(self, parameters: list[Tensor], memory: list[Tensor] | None) -> None:
         """Remember the memory of parameters before it is replaced; `memory` is that memory, if it is known."""
         memory = memory or [parameter.data for parameter in parameters]
-        self._data = list(zip(parameters, memory, strict=True))
+        self._data = zip(parameters, memory, strict=True)
 
     def all(self, cause: BaseException) -> None:
         """Undo everything, or raise SwapBroken."""
@@ -489,8 +497,3 @@ def _is_compiled(destination: object) -> bool:
     return any(
         each._compiled_call_impl is not None or type(each).__module__ == "torch._dynamo.eval_frame" for each in modules
     )
-
-
-def _is_mappable(payload: memoryview) -> bool:
-    # torch has no read-only tensors, and its kernels are fastest on memory with the alignment of its own allocator.
-    return not payload.readonly and address_of(payload) % ALIGNMENT == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -25,6 +26,43 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 
 #: Types without surprises: a tensor of one of them that is strided and of a known dtype has its own bytes.
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
+
+
+class Form:
+    """What plain tensors are known by: dtypes, shapes, strides, and where their memory is. It refers to none of them.
+
+    Args:
+        tensors: in any order, which counts.
+
+    Raises:
+        RuntimeError: one of them has no memory, or no shape.
+    """
+
+    def __init__(self, tensors: Collection[Tensor]) -> None:
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._traits = _traits(tensors)
+
+    def fits(self, tensors: Collection[Tensor]) -> bool:
+        """Whether these tensors, in the same order, have the same form."""
+        try:
+            return list(map(Tensor.data_ptr, tensors)) == self._addresses and _traits(tensors) == self._traits
+        except RuntimeError:  # one of them is sparse by now
+            return False
+
+
+def _traits(tensors: Collection[Tensor]) -> tuple[object, ...]:
+    dtypes = list(map(_DTYPE, tensors))
+    return (
+        dtypes,
+        list(map(_SHAPE, tensors)),
+        list(map(Tensor.stride, tensors)),
+        any(map(Tensor.is_neg, tensors)),
+        not _COMPLEX.isdisjoint(dtypes) and any(map(Tensor.is_conj, tensors)),
+    )
+
+
+_COMPLEX = frozenset(dtype for dtype in DTYPE_NAMES if dtype.is_complex)
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:

@@ -1,18 +1,18 @@
 """Mutants of the model: small changes, each of which must violate some property or canary."""
 
-from modelcheck.mutants.complaints import changed_grounds, complaints, fallen, stale
+from modelcheck.mutants.complaints import changed_baselines, complaints, fallen, stale
 from modelcheck.mutants.generate import Mutant, mutants
-from modelcheck.mutants.hunt import Fate, Finding, Ground, Hunter
+from modelcheck.mutants.hunt import Baseline, Fate, Finding, Hunter
 from modelcheck.mutants.ledger import LEDGER, Entry, Ledger, Score
 from modelcheck.mutants.session import Hunted, Session, Share, draw
 from modelcheck.mutants.source import Source
 
 __all__ = [
     "LEDGER",
+    "Baseline",
     "Entry",
     "Fate",
     "Finding",
-    "Ground",
     "Hunted",
     "Hunter",
     "Ledger",
@@ -21,7 +21,7 @@ __all__ = [
     "Session",
     "Share",
     "Source",
-    "changed_grounds",
+    "changed_baselines",
     "complaints",
     "draw",
     "fallen",

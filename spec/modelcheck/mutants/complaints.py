@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from modelcheck.mutants.generate import Mutant
-from modelcheck.mutants.hunt import Fate, Ground
+from modelcheck.mutants.hunt import Baseline, Fate
 from modelcheck.mutants.ledger import Entry, Ledger
 
 
-def changed_grounds(ledger: Ledger, grounds: Sequence[Ground]) -> Iterator[str]:
+def changed_baselines(ledger: Ledger, baselines: Sequence[Baseline]) -> Iterator[str]:
     """Yield each hunting configuration whose reached situations differ from the ledger's."""
-    for ground in grounds:
-        name = ground.configuration.name
-        missing = sorted(ledger.hunts[name] - ground.met)
-        more = sorted(ground.met - ledger.hunts[name])
+    for baseline in baselines:
+        name = baseline.configuration.name
+        missing = sorted(ledger.hunts[name] - baseline.met)
+        more = sorted(baseline.met - ledger.hunts[name])
         if missing:
             yield f"{name}: the model itself never meets: {', '.join(missing)}"
         if more:

@@ -6,17 +6,18 @@ This takes minutes for all mutants, where hunting them takes over an hour. A mut
 from __future__ import annotations
 
 import queue
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from modelcheck.kept import KeptTlc
 from modelcheck.mutants.generate import Mutant
-from modelcheck.mutants.hunt import Fate, Finding, Ground, Hunter, job, judge, placed
+from modelcheck.mutants.hunt import Baseline, Fate, Finding, Hunter, job, judge, placed
 from modelcheck.mutants.ledger import Entry, Ledger, deadliest
 from modelcheck.mutants.source import Source
 from weightsync.errors import ConfigurationError
+from weightsync.model.config import Config
 from weightsync.model.manifest import Configuration
 from weightsync.model.process import Outcome
 from weightsync.model.text import Library
@@ -30,20 +31,20 @@ class Confirmer:
         toolchain: Java and TLC.
         source: the module that is changed.
         ledger: the known results.
-        grounds: the hunting configurations.
+        baselines: the hunting configurations.
         hunter: runs what a reused JVM is not reliable for.
     """
 
     def __init__(
-        self, toolchain: Toolchain, source: Source, ledger: Ledger, grounds: Sequence[Ground], hunter: Hunter
+        self, toolchain: Toolchain, source: Source, ledger: Ledger, baselines: Sequence[Baseline], hunter: Hunter
     ) -> None:
         self._toolchain = toolchain
         self._source = source
         self._ledger = ledger
-        self._grounds = {ground.configuration.name: ground for ground in grounds}
+        self._baselines = {baseline.configuration.name: baseline for baseline in baselines}
         self._hunter = hunter
         self._library = Library(hunter.folder)
-        self._temporal = {name: self._temporal_of(ground) for name, ground in self._grounds.items()}
+        self._temporal = {name: self._temporal_of(baseline) for name, baseline in self._baselines.items()}
         self._kills = ledger.kills()
         self._kept: list[KeptTlc] = []
         self._idle: queue.SimpleQueue[KeptTlc] = queue.SimpleQueue()
@@ -54,11 +55,11 @@ class Confirmer:
         For a killed mutant, the configuration and the property that killed it are checked. For a surviving one, its
         graph must still have the same size in the configuration where most mutants of its definition die.
         """
-        ground = self._grounds.get(self._where(mutant, entry))
-        if ground is None:
+        baseline = self._baselines.get(self._where(mutant, entry))
+        if baseline is None:
             return None
         with placed(mutant, self._source, self._hunter.folder) as folder:
-            found = self._life(folder, ground) if entry.lives else self._death(folder, ground, entry)
+            found = self._life(folder, baseline) if entry.lives else self._death(folder, baseline, entry)
         same = found.fate is entry.fate and (found.by == entry.by or not entry.fate.killed)
         return Finding(entry.fate, entry.by, entry.where) if same else None
 
@@ -68,14 +69,14 @@ class Confirmer:
         Raises:
             ConfigurationError: one does not, so none of its results is reliable.
         """
-        grounds = [ground for name, ground in self._grounds.items() if not self._temporal[name]]
+        baselines = [baseline for name, baseline in self._baselines.items() if not self._temporal[name]]
         for kept in self._kept:
-            for ground in grounds[:1]:
-                outcome = kept.run(job(self._hunter.folder, ground.configuration))
-                if judge(ground, outcome, self._library).fate is not Fate.EQUIVALENT:
+            for baseline in baselines[:1]:
+                outcome = kept.run(job(self._hunter.folder, baseline.configuration))
+                if judge(baseline, outcome, self._library).fate is not Fate.EQUIVALENT:
                     raise ConfigurationError(
                         f"A JVM that was reused for many runs no longer finds the unchanged model correct in "
-                        f"{ground.configuration.name}, so its results are not reliable: "
+                        f"{baseline.configuration.name}, so its results are not reliable: "
                         "python spec/check.py mutants --share 1/1 hunts all without it."
                     )
 
@@ -85,26 +86,26 @@ class Confirmer:
             kept.close()
 
     def _where(self, mutant: Mutant, entry: Entry) -> str:
-        return entry.where or deadliest(self._kills[mutant.definition]) or next(iter(self._grounds), "")
+        return entry.where or deadliest(self._kills[mutant.definition]) or next(iter(self._baselines), "")
 
-    def _death(self, folder: Path, ground: Ground, entry: Entry) -> Finding:
+    def _death(self, folder: Path, baseline: Baseline, entry: Entry) -> Finding:
         if entry.fate is Fate.PROPERTY:
-            return self._found(folder, replace(ground, met=frozenset()), entry.by.split(" or "))
+            return self._found(folder, replace(baseline, met=frozenset()), entry.by.split(" or "))
         if entry.fate is Fate.CANARY:
-            return self._found(folder, replace(ground, met=frozenset({entry.by})), [self._ledger.lookout])
-        return self._found(folder, ground, None)
+            return self._found(folder, replace(baseline, met=frozenset({entry.by})), [self._ledger.lookout])
+        return self._found(folder, baseline, None)
 
-    def _life(self, folder: Path, ground: Ground) -> Finding:
+    def _life(self, folder: Path, baseline: Baseline) -> Finding:
         """A graph with the model's counts is taken to be the model's, so no property needs to be checked."""
-        found = self._found(folder, replace(ground, met=frozenset()), ())
-        return self._found(folder, ground, None) if found.fate is Fate.SURVIVED else found
+        found = self._found(folder, replace(baseline, met=frozenset()), ())
+        return self._found(folder, baseline, None) if found.fate is Fate.SURVIVED else found
 
-    def _found(self, folder: Path, ground: Ground, checked: Collection[str] | None) -> Finding:
+    def _found(self, folder: Path, baseline: Baseline, checked: Collection[str] | None) -> Finding:
         """Run a hunting configuration with all or only some of its checks."""
         if checked is not None:
-            fewer = ground.configuration.config.checking(checked)
-            ground = replace(ground, configuration=replace(ground.configuration, config=fewer))
-        return judge(ground, self._run(folder, ground.configuration), self._library)
+            fewer = checking(baseline.configuration.config, checked)
+            baseline = replace(baseline, configuration=replace(baseline.configuration, config=fewer))
+        return judge(baseline, self._run(folder, baseline.configuration), self._library)
 
     def _run(self, folder: Path, configuration: Configuration) -> Outcome:
         if self._temporal[configuration.name].intersection(configuration.config.properties):
@@ -124,7 +125,21 @@ class Confirmer:
         finally:
             self._idle.put(kept)
 
-    def _temporal_of(self, ground: Ground) -> frozenset[str]:
-        configuration = ground.configuration
+    def _temporal_of(self, baseline: Baseline) -> frozenset[str]:
+        configuration = baseline.configuration
         listed = configuration.config.properties
         return frozenset(name for name in listed if self._library.is_temporal(configuration.module, name))
+
+
+def checking(config: Config, names: Collection[str]) -> Config:
+    """Return a copy with only those of its invariants, properties and action constraints that are in `names`."""
+
+    def kept(listed: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in listed if name in names)
+
+    return replace(
+        config,
+        action_constraints=kept(config.action_constraints),
+        invariants=kept(config.invariants),
+        properties=kept(config.properties),
+    )

@@ -40,7 +40,7 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Baseline:
     """A hunting configuration, and the results of the unchanged model in it.
 
     Attributes:
@@ -93,14 +93,14 @@ class Hunter:
         toolchain: Java and TLC.
         source: the module that is changed.
         folder: where the model lies.
-        grounds: the hunting configurations, the likeliest to kill first.
+        baselines: the hunting configurations, the likeliest to kill first.
     """
 
-    def __init__(self, toolchain: Toolchain, source: Source, folder: Path, grounds: Sequence[Ground]) -> None:
+    def __init__(self, toolchain: Toolchain, source: Source, folder: Path, baselines: Sequence[Baseline]) -> None:
         self._toolchain = toolchain
         self._source = source
         self.folder = folder
-        self._grounds = {ground.configuration.name: ground for ground in grounds}
+        self._baselines = {baseline.configuration.name: baseline for baseline in baselines}
         self._library = Library(folder)
         self._running: set[TlcRun] = set()
         self._stopped = False
@@ -112,14 +112,14 @@ class Hunter:
             mutant: the mutant.
             first: the configuration that decided last time.
         """
-        order = sorted(self._grounds.values(), key=lambda ground: ground.configuration.name != first)
+        order = sorted(self._baselines.values(), key=lambda baseline: baseline.configuration.name != first)
         found: list[Finding] = []
         with placed(mutant, self._source, self.folder) as folder:
-            for ground in order:
-                finding = judge(ground, self.run(folder, ground.configuration), self._library)
+            for baseline in order:
+                finding = judge(baseline, self.run(folder, baseline.configuration), self._library)
                 if finding.fate.killed:
                     return finding
-                if finding.fate is Fate.INVALID and ground.configuration.name == first:
+                if finding.fate is Fate.INVALID and baseline.configuration.name == first:
                     return finding
                 found.append(finding)
         for fate in (Fate.INVALID, Fate.UNDECIDED, Fate.SURVIVED):
@@ -151,9 +151,9 @@ def job(folder: Path, configuration: Configuration) -> Job:
     return Job(folder, configuration.module, configuration.config.text, timeout=PATIENCE, size=Size.SMALL)
 
 
-def judge(ground: Ground, outcome: Outcome, library: Library) -> Finding:
+def judge(baseline: Baseline, outcome: Outcome, library: Library) -> Finding:
     """Return the result of one run: a violation, else a situation not reached, else whether the graph is the same."""
-    configuration = ground.configuration
+    configuration = baseline.configuration
     if outcome.ending is not Ending.EXITED:
         return Finding(Fate.UNDECIDED, outcome.ending.value, configuration.name)
     findings = outcome.findings
@@ -163,8 +163,8 @@ def judge(ground: Ground, outcome: Outcome, library: Library) -> Finding:
     if outcome.exit_code != 0 or not findings.completed or findings.errors or findings.counts is None:
         said = " ".join(" ".join([*findings.errors, *outcome.loose]).split())[:200]
         return Finding(Fate.INVALID, said, configuration.name)
-    missing = sorted(ground.met - set(outcome.met))
+    missing = sorted(baseline.met - set(outcome.met))
     if missing:
         return Finding(Fate.CANARY, missing[0], configuration.name)
-    same = findings.counts == ground.counts and ground.met == set(outcome.met)
+    same = findings.counts == baseline.counts and baseline.met == set(outcome.met)
     return Finding(Fate.EQUIVALENT if same else Fate.SURVIVED, "", configuration.name)

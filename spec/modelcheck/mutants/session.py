@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from modelcheck.mutants.confirm import Confirmer
 from modelcheck.mutants.generate import Mutant, mutants
-from modelcheck.mutants.hunt import Finding, Ground, Hunter
+from modelcheck.mutants.hunt import Baseline, Finding, Hunter
 from modelcheck.mutants.ledger import Entry, Ledger, deadliest
 from modelcheck.mutants.source import Source
 from weightsync.errors import ConfigurationError
@@ -111,7 +111,7 @@ class Session:
         #: Of each definition, where how many of its mutants died: the next is hunted there first.
         self._kills = ledger.kills()
 
-    def measure(self) -> tuple[Ground, ...]:
+    def measure(self) -> tuple[Baseline, ...]:
         """Run the unchanged model in each hunting configuration.
 
         Raises:
@@ -122,7 +122,7 @@ class Session:
         hunter = self._hunter(())
         return _side_by_side([hunter.stop], partial(self._measured, hunter), ordered, lambda _: None)
 
-    def _measured(self, hunter: Hunter, configuration: Configuration) -> Ground:
+    def _measured(self, hunter: Hunter, configuration: Configuration) -> Baseline:
         outcome = hunter.run(self._manifest.folder, configuration)
         findings = outcome.findings
         held = outcome.ending is Ending.EXITED and outcome.exit_code == 0 and findings.completed
@@ -131,11 +131,11 @@ class Session:
                 f"{configuration.name} does not give for the model itself what the manifest says: "
                 f"see weightsync check {configuration.name}, then try again."
             )
-        return Ground(configuration, findings.counts, frozenset(outcome.met))
+        return Baseline(configuration, findings.counts, frozenset(outcome.met))
 
     def hunt(
         self,
-        grounds: Sequence[Ground],
+        baselines: Sequence[Baseline],
         wanted: Iterable[Mutant],
         afresh: Collection[Mutant],
         told: Callable[[Hunted], None],
@@ -143,7 +143,7 @@ class Session:
         """Run mutants and return their results, in their order.
 
         Args:
-            grounds: the results of the unchanged model.
+            baselines: the results of the unchanged model.
             wanted: the mutants. The ledger's result is confirmed; a mutant that cannot be confirmed is hunted.
             afresh: the mutants that are hunted whatever the ledger says.
             told: is called with each result, in the caller's thread.
@@ -151,8 +151,8 @@ class Session:
         Raises:
             ConfigurationError: confirmed results are not reliable.
         """
-        hunter = self._hunter(grounds)
-        confirmer = Confirmer(self._toolchain, self._source, self._ledger, grounds, hunter)
+        hunter = self._hunter(baselines)
+        confirmer = Confirmer(self._toolchain, self._source, self._ledger, baselines, hunter)
         unasked = {mutant.name for mutant in afresh}
 
         def run(mutant: Mutant) -> Hunted:
@@ -175,8 +175,8 @@ class Session:
             kills[finding.where] += 1
         return finding
 
-    def _hunter(self, grounds: Sequence[Ground]) -> Hunter:
-        return Hunter(self._toolchain, self._source, self._manifest.folder, grounds)
+    def _hunter(self, baselines: Sequence[Baseline]) -> Hunter:
+        return Hunter(self._toolchain, self._source, self._manifest.folder, baselines)
 
 
 def _side_by_side(

@@ -41,14 +41,14 @@ def sender_books(bounds: Bounds, node: Node) -> bool:
 
 def _entry_fits(node: Node, s: int, w: int) -> bool:
     sender, entry, owed = node.sender(s), node.entry(s, w), node.owed(s, w)
-    if entry.standing == "NONE":
+    if entry.link_state == "NONE":
         return (entry.served, entry.due, entry.catching, entry.fence, owed) == (0, 0, 0, 0, 0)
     return (
         entry.link != 0
         and sender.dueAll <= entry.due <= sender.version
-        and (entry.standing == "LOST" or entry.fence == 0)
-        and (entry.standing != "EXPECTED" or entry.served == 0)
-        and (entry.standing not in ("LOST", "REFUSED") or entry.catching == 0)
+        and (entry.link_state == "LOST" or entry.fence == 0)
+        and (entry.link_state != "EXPECTED" or entry.served == 0)
+        and (entry.link_state not in ("LOST", "REFUSED") or entry.catching == 0)
         and (entry.fence == 0 or entry.fence > sender.incarnation)
         and max(entry.served, entry.catching) <= entry.due
         and (entry.catching == 0 or entry.served < entry.catching)

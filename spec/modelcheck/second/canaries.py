@@ -80,7 +80,7 @@ def _no_second_answer(bounds: Bounds, step: Step) -> bool:
 
 
 def _somebody_is_left(bounds: Bounds, node: Node) -> bool:
-    members = ([entry.standing for entry in sender.members] for sender in node.sdata if sender.version)
+    members = ([entry.link_state for entry in sender.members] for sender in node.sdata if sender.version)
     return all({"EXPECTED", "UP"} & set(members) for members in members)
 
 
@@ -91,7 +91,7 @@ def _no_partial_dispatch(bounds: Bounds, node: Node) -> bool:
 def _no_success_after_interrupt(bounds: Bounds, step: Step) -> bool:
     for s in bounds.all_senders:
         if (step.old.sstate[s - 1], step.new.sstate[s - 1]) == (_PENDING, _READY):
-            members = [w for w in bounds.all_workers if step.old.entry(s, w).standing != "NONE"]
+            members = [w for w in bounds.all_workers if step.old.entry(s, w).link_state != "NONE"]
             if all(step.old.outcome(s, w) == "APPLIED" for w in members):
                 return False
     return True
@@ -153,7 +153,7 @@ def _nobody_wins_back(bounds: Bounds, node: Node) -> bool:
 
 
 def _no_bye(bounds: Bounds, step: Step) -> bool:
-    return not any(step.old.owed(s, w) and step.new.entry(s, w).standing == "NONE" for s, w in _pairs(bounds))
+    return not any(step.old.owed(s, w) and step.new.entry(s, w).link_state == "NONE" for s, w in _pairs(bounds))
 
 
 def _nothing_fails(bounds: Bounds, node: Node) -> bool:
@@ -166,7 +166,7 @@ def _nobody_is_back_after_failure(bounds: Bounds, step: Step) -> bool:
     return not any(
         step.old.outcome(s, w) == "LOST"
         and step.old.entry(s, w)[:2] == (2, "EXPECTED")
-        and step.new.entry(s, w).standing == "UP"
+        and step.new.entry(s, w).link_state == "UP"
         for s, w in _pairs(bounds)
     )
 

@@ -134,7 +134,7 @@ def _heard(bounds: Bounds, step: Step, m: Word, alone: bool) -> bool:
     if m.k != before.link:
         return not alone or step.new.sender(m.s) == step.old.sender(m.s)
     own = m.inc == step.old.sender(m.s).incarnation
-    if own and alone and m.kind in _REFUSALS and m.v == 0 and after.standing == "UP":
+    if own and alone and m.kind in _REFUSALS and m.v == 0 and after.link_state == "UP":
         return False
     if not step.new.is_open(*_link(m)):
         return True
@@ -145,17 +145,17 @@ def _heard(bounds: Bounds, step: Step, m: Word, alone: bool) -> bool:
 
 
 def _counts(step: Step, m: Word, before: Entry, after: Entry) -> bool:
-    if m.kind == "HELLO" and after.standing != "UP":
+    if m.kind == "HELLO" and after.link_state != "UP":
         return False
     outcome = step.new.outcome(m.s, m.w)
     if step.old.owed(m.s, m.w) == m.k and m.v == step.old.sender(m.s).version:
         wanted = {"ACK": "APPLIED"} | dict.fromkeys(_REFUSALS, "REFUSED")
-        if after.standing != "UP" or wanted.get(m.kind, outcome) != outcome:
+        if after.link_state != "UP" or wanted.get(m.kind, outcome) != outcome:
             return False
         if m.kind == "ACK" and after.served != m.v:
             return False
     if m.v and m.v == before.catching:
-        caught = (after.catching, after.standing) == (0, "UP")
+        caught = (after.catching, after.link_state) == (0, "UP")
         return caught and (m.kind != "ACK" or after.served == m.v)
     return True
 
@@ -167,7 +167,7 @@ def dispatches_reach_their_targets(bounds: Bounds, step: Step) -> bool:
         if old.serial == new.serial:
             continue
         targets = {w for w in bounds.all_workers if new.out.outcomes[w - 1] != "NONE"}
-        members = {w for w in bounds.all_workers if old.members[w - 1].standing != "NONE"}
+        members = {w for w in bounds.all_workers if old.members[w - 1].link_state != "NONE"}
         whole = (new.serial, new.out.version, new.incarnation) == (old.serial + 1, new.version, old.incarnation)
         to_all = new.dueAll == old.dueAll or (new.dueAll == new.version and targets == members)
         waits = step.new.blocked[s - 1] is (step.new.sstate[s - 1] == _AWAITING)
@@ -178,7 +178,7 @@ def dispatches_reach_their_targets(bounds: Bounds, step: Step) -> bool:
 
 def _sent(step: Step, s: int, w: int, target: bool) -> bool:
     entry, version = step.old.entry(s, w), step.new.sender(s).version
-    outcome = "NONE" if not target else entry.standing if entry.standing in _ENDED else "PENDING"
+    outcome = "NONE" if not target else entry.link_state if entry.link_state in _ENDED else "PENDING"
     pending = outcome == "PENDING"
     if step.new.entry(s, w) != (entry._replace(due=version) if target else entry):
         return False
@@ -198,23 +198,23 @@ def _begins(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     laid = after.link != before.link
     due = max(old.dueAll, before.due)
     if laid and (
-        before.standing not in ("NONE", *_ENDED) or after != Entry(before.link + 1, "EXPECTED", 0, due, due, 0)
+        before.link_state not in ("NONE", *_ENDED) or after != Entry(before.link + 1, "EXPECTED", 0, due, due, 0)
     ):
         return False
-    arrived = before.standing == "EXPECTED" and not laid
-    if before.standing != after.standing and {"EXPECTED": not laid, "UP": not arrived}.get(after.standing, False):
+    arrived = before.link_state == "EXPECTED" and not laid
+    if before.link_state != after.link_state and {"EXPECTED": not laid, "UP": not arrived}.get(after.link_state, False):
         return False
     connects = old.incarnation != new.incarnation
-    if connects and not any(entry.standing != "NONE" for entry in old.members):
+    if connects and not any(entry.link_state != "NONE" for entry in old.members):
         return False
-    opens = connects and old.incarnation == 0 and before.standing != "NONE"
-    if opens and not all(new.incarnation > fence for fence in _told(bounds, step)):
+    opens = connects and old.incarnation == 0 and before.link_state != "NONE"
+    if opens and not all(new.incarnation > fence for fence in _known_fences(bounds, step)):
         return False
     begins = laid and old.incarnation != 0
     return not (begins or opens) or _greeted(step, s, w, after.due if begins else 0)
 
 
-def _told(bounds: Bounds, step: Step) -> Iterator[int]:
+def _known_fences(bounds: Bounds, step: Step) -> Iterator[int]:
     """The fences that closed senders heard of."""
     return (step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED)
 
@@ -234,36 +234,38 @@ def links_end_whole(bounds: Bounds, step: Step) -> bool:
 def _stays_or_ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     before, after = step.old.entry(s, w), step.new.entry(s, w)
     link = (s, w, before.link)
-    ends = step.old.is_open(*link) and after.standing in ("NONE", *_ENDED)
+    ends = step.old.is_open(*link) and after.link_state in ("NONE", *_ENDED)
     if after.fence not in (before.fence, 0):
         fenced = {m.fence for m in step.old.answers if _link(m) == link and m.kind == "FENCED"}
         if after.fence not in fenced:
             return False
-    if before.standing in _ENDED and after.standing not in (before.standing, "EXPECTED", "NONE"):
+    if before.link_state in _ENDED and after.link_state not in (before.link_state, "EXPECTED", "NONE"):
         return False
-    if after.standing == "REFUSED" != before.standing and not ends:
+    if after.link_state == "REFUSED" != before.link_state and not ends:
         return False
     if ends:
         return _ends(bounds, step, s, w)
     if step.old.is_gone(s, w) and not step.new.is_gone(s, w):
         return False
     same = before[:2] == after[:2]
-    return not same or (after.fence == before.fence and (after.served == before.served or after.standing == "UP"))
+    return not same or (after.fence == before.fence and (after.served == before.served or after.link_state == "UP"))
 
 
 def _ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     before, after, owed = step.old.entry(s, w), step.new.entry(s, w), step.old.owed(s, w)
     heard = [m for m in step.old.answers if _link(m) == (s, w, before.link)]
-    outcome = "REFUSED" if after.standing == "REFUSED" else "LOST"
+    outcome = "REFUSED" if after.link_state == "REFUSED" else "LOST"
     if step.new.owed(s, w) or step.new.is_gone(s, w) or (owed and step.new.outcome(s, w) != outcome):
         return False
     own = {m.kind for m in heard if m.v == 0 and m.inc == step.old.sender(s).incarnation}
-    if not _ends_as_told(after.standing, own, told="Reorders" not in bounds.links and "wrong" not in bounds.features):
+    if not _ends_as_heard(
+        after.link_state, own, heeded="Reorders" not in bounds.links and "wrong" not in bounds.features
+    ):
         return False
     left = {(m.s, m.w) for m in step.new.messages} | {(m.s, m.w) for m in step.new.answers}
     if "Lingers" not in bounds.links and (s, w) in left:
         return False
-    if after.standing in _ENDED and (after.link, after.due, after.served) != (before.link, before.due, before.served):
+    if after.link_state in _ENDED and (after.link, after.due, after.served) != (before.link, before.due, before.served):
         return False
     if step.old.is_gone(s, w):
         return "Reorders" in bounds.links or all(m.kind in _LAST_WORDS and m.v == 0 for m in heard)
@@ -271,12 +273,12 @@ def _ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     return "wrong" in bounds.features or any(m.kind in _LAST_WORDS and m.v == 0 for m in read)
 
 
-def _ends_as_told(standing: str, words: set[str], *, told: bool) -> bool:
-    """Only a goodbye ends a membership, and only a refusal makes a link REFUSED; ``told``: they do."""
+def _ends_as_heard(link_state: str, words: set[str], *, heeded: bool) -> bool:
+    """Only a goodbye ends a membership, and only a refusal makes a link REFUSED; ``heeded``: they do."""
     word = {"BYE": "NONE", "REFUSED": "REFUSED"}
-    if any(standing == ending and kind not in words for kind, ending in word.items()):
+    if any(link_state == ending and kind not in words for kind, ending in word.items()):
         return False
-    return not told or all(standing == {"FAILED": "LOST", **word}.get(kind, standing) for kind in words)
+    return not heeded or all(link_state == {"FAILED": "LOST", **word}.get(kind, link_state) for kind in words)
 
 
 DELIVERIES: Mapping[str, StepProperty] = {

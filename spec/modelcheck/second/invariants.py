@@ -21,7 +21,7 @@ Invariant = Callable[[Bounds, Node], bool]
 
 _STATES = {state.value for state in State}
 _KINDS = {"HELLO", "ACK", "BYE"} | {kind.name for kind in RefusalKind}
-_STANDINGS = {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}
+_LINK_STATES = {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}
 _OUTCOMES = {"NONE", "PENDING", "APPLIED", "REFUSED", "LOST", "ABANDONED"}
 _AWAITING = State.AWAITING_ACK.value
 
@@ -77,7 +77,7 @@ def _sender_ok(bounds: Bounds, node: Node, s: int) -> bool:
         and _OUTCOMES.issuperset(out.outcomes)
         and all(
             0 <= entry.link <= bounds.max_link
-            and entry.standing in _STANDINGS
+            and entry.link_state in _LINK_STATES
             and all(_version(bounds, number) for number in (entry.served, entry.due, entry.catching))
             and _incarnation(bounds, entry.fence)
             for entry in sender.members

@@ -61,7 +61,7 @@ def answer_is(node: Node, m: Word) -> SenderInput:
     owes = node.owed(s, m.w) == m.k
     last = owes and node.owing(s) == 1 and node.sstate[s - 1] == State.AWAITING_ACK.value
     if m.kind == "HELLO":
-        return SenderInput.ARRIVED if entry.standing == "EXPECTED" else SenderInput.STALE
+        return SenderInput.ARRIVED if entry.link_state == "EXPECTED" else SenderInput.STALE
     if m.kind == "BYE":
         return SenderInput.SETTLED if last else SenderInput.LEFT
     if m.kind in _REFUSALS and m.v == 0:

@@ -48,7 +48,7 @@ def _of_senders(bounds: Bounds, node: Node) -> Iterator[Label]:
         if node.slife[s - 1] != "alive":
             continue
         state, sender = node.sstate[s - 1], node.sender(s)
-        live = any(entry.standing in ("EXPECTED", "UP") for entry in sender.members)
+        live = any(entry.link_state in ("EXPECTED", "UP") for entry in sender.members)
         if state == _READY and sender.serial < bounds.max_version and live:
             yield from ((Action.SEND_ALL, s), (Action.SEND_ASYNC_ALL, s))
         if state == _PENDING:
@@ -65,9 +65,9 @@ def _of_senders(bounds: Bounds, node: Node) -> Iterator[Label]:
 def _of_entry(bounds: Bounds, node: Node, s: int, w: int) -> Iterator[Label]:
     entry, gone = node.entry(s, w), node.is_gone(s, w)
     if node.sstate[s - 1] != _CLOSED:
-        if entry.standing in ("NONE", "LOST", "REFUSED") and entry.link < bounds.max_link:
+        if entry.link_state in ("NONE", "LOST", "REFUSED") and entry.link < bounds.max_link:
             yield (Action.JOIN, s, w)
-        if entry.standing in ("LOST", "REFUSED"):
+        if entry.link_state in ("LOST", "REFUSED"):
             yield (Action.REMOVE, s, w)
     if node.is_open(s, w, entry.link) and not gone:
         yield (Action.GIVE_UP, s, w)

@@ -93,7 +93,7 @@ def _rejected(step: Step, s: int, w: int, there: list[Word]) -> bool:
     """Whether the worker has refused the handshake of its link, which is REFUSED from now on."""
     before, after = step.old.entry(s, w), step.new.entry(s, w)
     said = any((m.k, m.v, m.kind) == (before.link, 0, "REFUSED") for m in there)
-    return said and before.standing != after.standing == "REFUSED" == step.new.outcome(s, w)
+    return said and before.link_state != after.link_state == "REFUSED" == step.new.outcome(s, w)
 
 
 def acked_means_served(bounds: Bounds, step: Step) -> bool:
@@ -208,12 +208,12 @@ def closed_is_final(bounds: Bounds, step: Step) -> bool:
     return True
 
 
-def everybody_is_told_the_truth(bounds: Bounds, step: Step) -> bool:
+def outcomes_are_true(bounds: Bounds, step: Step) -> bool:
     """G11. An update ends with a report to a caller; a wait that ends early changes no outcome."""
-    return all(_told(step, s) for s in bounds.all_senders)
+    return all(_reported_truly(step, s) for s in bounds.all_senders)
 
 
-def _told(step: Step, s: int) -> bool:
+def _reported_truly(step: Step, s: int) -> bool:
     old, new, labels = step
     before, after = old.sstate[s - 1], new.sstate[s - 1]
     was, became = old.sender(s).out.outcomes, new.sender(s).out.outcomes
@@ -241,5 +241,5 @@ STEPS: Mapping[str, StepProperty] = {
     "OnlyTargetsChange": only_targets_change,
     "CopyOwesNothing": copy_owes_nothing,
     "ClosedIsFinal": closed_is_final,
-    "EverybodyIsToldTheTruth": everybody_is_told_the_truth,
+    "OutcomesAreTrue": outcomes_are_true,
 }

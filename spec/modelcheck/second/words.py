@@ -18,7 +18,7 @@ class Entry(NamedTuple):
     """One worker in a sender's membership."""
 
     link: int
-    standing: str
+    link_state: str
     served: int
     due: int
     catching: int
@@ -137,7 +137,7 @@ class Node(NamedTuple):
         entry = self.entry(s, w)
         return (
             entry.link == k
-            and entry.standing in ("EXPECTED", "UP")
+            and entry.link_state in ("EXPECTED", "UP")
             and self.slife[s - 1] == "alive"
             and self.sstate[s - 1] != "closed"
             and self.sdata[s - 1].incarnation != 0

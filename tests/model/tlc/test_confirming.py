@@ -37,9 +37,9 @@ def ledger(manifest: Manifest) -> Ledger:
 
 @pytest.fixture(scope="module")
 def confirmer(manifest: Manifest, ledger: Ledger, toolchain: Toolchain) -> Iterator[Confirmer]:
-    grounds = Session(toolchain, manifest, ledger).measure()
+    baselines = Session(toolchain, manifest, ledger).measure()
     source = source_of(manifest, ledger)
-    one = Confirmer(toolchain, source, ledger, grounds, Hunter(toolchain, source, manifest.folder, grounds))
+    one = Confirmer(toolchain, source, ledger, baselines, Hunter(toolchain, source, manifest.folder, baselines))
     yield one
     one.close()
 
@@ -80,12 +80,12 @@ def test_what_is_not_so_is_not_confirmed(confirmer: Confirmer, mutants: Mapping[
 def test_a_graph_of_another_size_is_confirmed_to_live_while_every_property_holds_of_it(
     manifest: Manifest, ledger: Ledger, toolchain: Toolchain, mutants: Mapping[str, Mutant]
 ) -> None:
-    [ground] = Session(toolchain, manifest, ledger).measure()
-    unasked = replace(ground.configuration.config, properties=())
-    ground = replace(ground, configuration=replace(ground.configuration, config=unasked))
+    [baseline] = Session(toolchain, manifest, ledger).measure()
+    unasked = replace(baseline.configuration.config, properties=())
+    baseline = replace(baseline, configuration=replace(baseline.configuration, config=unasked))
     source = source_of(manifest, ledger)
-    hunter = Hunter(toolchain, source, manifest.folder, [ground])
-    confirmer = Confirmer(toolchain, source, ledger, [ground], hunter)
+    hunter = Hunter(toolchain, source, manifest.folder, [baseline])
+    confirmer = Confirmer(toolchain, source, ledger, [baseline], hunter)
     alive = Entry(COUNTED, Fate.SURVIVED, "", "Lamp")
     try:
         assert confirmer.confirm(mutants[COUNTED], alive) == Finding(Fate.SURVIVED, "", "Lamp")

@@ -119,6 +119,7 @@ def test_each_rule_has_its_revert(model: Manifest, library: Library) -> None:
         ("Kernels", "AllRules"),
         ("Group", "AllRules"),
         ("Loader", "AllRules"),
+        ("Delta", "AllRules"),
     ],
 )
 def test_each_rule_of_a_module_beside_the_protocol_has_its_revert(
@@ -142,11 +143,11 @@ _BESIDE = {
         1,
         "copy async refuse abandon",
         "RefinesWeightSync AckedMeansServed ServingIsMonotone "
-        "OldSendersHarmNobody OnlyItsSenderEndsIt TheFencedAreTold",
+        "OldSendersHarmNobody OnlyItsSenderEndsIt FencedSendersAreNotified",
     ),
     "SharedEnds": (1, "copy close", "EverySendEnds ClosedIsFinal RefinesWeightSync"),
     "SharedAgain": (1, "misfit refuse", "Consistent RefusalKeepsServing RefinesWeightSync"),
-    "SharedVersions": (2, "copy async abandon", "TheFencedAreTold ServingIsMonotone"),
+    "SharedVersions": (2, "copy async abandon", "FencedSendersAreNotified ServingIsMonotone"),
     "BacklogOrdered": (
         5,
         "",

@@ -13,17 +13,17 @@ import pytest
 from modelcheck import mutants_display
 from modelcheck.mutants import LEDGER as OURS
 from modelcheck.mutants import (
+    Baseline,
     Entry,
     Fate,
     Finding,
-    Ground,
     Hunted,
     Ledger,
     Mutant,
     Score,
     Share,
     Source,
-    changed_grounds,
+    changed_baselines,
     complaints,
     draw,
     fallen,
@@ -219,10 +219,10 @@ def test_what_is_no_share_is_refused(text: str) -> None:
 HUNT = Configuration(
     "H", "M", Config("Spec", invariants=("P",)), Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 1.0, None
 )
-GROUND = Ground(HUNT, Counts(10, 5, 3), frozenset({"this", "that"}))
+BASELINE = Baseline(HUNT, Counts(10, 5, 3), frozenset({"this", "that"}))
 
 
-def outcome(counts: Counts = GROUND.counts, met: Sequence[str] = ("this", "that"), **more: object) -> Outcome:
+def outcome(counts: Counts = BASELINE.counts, met: Sequence[str] = ("this", "that"), **more: object) -> Outcome:
     findings = Findings(counts=counts, completed=True)
     findings.violations += more.get("violations", [])  # type: ignore[arg-type]
     findings.errors += more.get("errors", [])  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def outcome(counts: Counts = GROUND.counts, met: Sequence[str] = ("this", "that"
 def test_a_run_is_judged_by_properties_and_situations_never_by_counts(
     seen: Outcome, expected: Finding, tmp_path: Path
 ) -> None:
-    assert judge(GROUND, seen, Library(tmp_path)) == expected
+    assert judge(BASELINE, seen, Library(tmp_path)) == expected
 
 
 # The ledger and the score.
@@ -358,11 +358,11 @@ def test_entries_without_mutant_and_mutants_without_entry_are_named(small: Ledge
 
 
 def test_a_situation_that_the_model_meets_no_more_is_named(small: Ledger) -> None:
-    assert list(changed_grounds(small, [GROUND])) == [
+    assert list(changed_baselines(small, [BASELINE])) == [
         "H: met, but not in the ledger: that (python spec/check.py mutants --pin)"
     ]
-    gone = Ground(HUNT, Counts(1, 1, 1), frozenset())
-    assert list(changed_grounds(small, [gone])) == ["H: the model itself never meets: this"]
+    gone = Baseline(HUNT, Counts(1, 1, 1), frozenset())
+    assert list(changed_baselines(small, [gone])) == ["H: the model itself never meets: this"]
 
 
 def test_pinning_keeps_reasons_and_the_ratchet_only_rises(small: Ledger, tmp_path: Path) -> None:
@@ -396,11 +396,11 @@ class _InterruptedSession:
     def __init__(self, *about: object) -> None:
         del about
 
-    def measure(self) -> tuple[Ground, ...]:
-        return (GROUND,)
+    def measure(self) -> tuple[Baseline, ...]:
+        return (BASELINE,)
 
-    def hunt(self, grounds: object, wanted: Sequence[Mutant], afresh: object, told: Callable[[Hunted], None]) -> None:
-        del grounds, afresh
+    def hunt(self, baselines: object, wanted: Sequence[Mutant], afresh: object, told: Callable[[Hunted], None]) -> None:
+        del baselines, afresh
         told(Hunted(wanted[0], Finding(Fate.PROPERTY, "Counts", "Lamp")))
         raise KeyboardInterrupt
 

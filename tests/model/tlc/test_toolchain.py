@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from modelcheck.kept import jvm_library
 
 from weightsync.model import toolchain
 from weightsync.model.toolchain import (
@@ -17,7 +18,6 @@ from weightsync.model.toolchain import (
     find_jar,
     find_java,
     java_version,
-    jvm_library,
 )
 
 

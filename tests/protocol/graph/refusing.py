@@ -116,10 +116,10 @@ def _dispatching(data: sending.SenderData, targets: tuple[int, ...] | None) -> t
     chosen = list(data.workers) if targets is None else targets
     if not chosen or not set(chosen) <= set(data.workers):
         return ConfigurationError
-    standings = {data.workers[worker].link_state for worker in chosen}
-    if standings & {sending.LinkState.EXPECTED, sending.LinkState.UP}:
+    link_states = {data.workers[worker].link_state for worker in chosen}
+    if link_states & {sending.LinkState.EXPECTED, sending.LinkState.UP}:
         return None
-    return RefusedError if standings == {sending.LinkState.REFUSED} else WorkerLostError
+    return RefusedError if link_states == {sending.LinkState.REFUSED} else WorkerLostError
 
 
 def _sender_input(state: State, data: sending.SenderData, event: sending.Event) -> SenderInput | None:

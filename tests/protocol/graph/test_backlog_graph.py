@@ -133,7 +133,7 @@ class Trainer:
 
     def state(self) -> State:
         entry = self.driver.data.workers[1]
-        backlog = self.driver._backlogs[entry.link]
+        backlog = self.driver._links[entry.link].backlog
         return State(
             entry.due,
             self._owed(),

@@ -11,7 +11,6 @@ from graph_support import explored
 from search import difference, search
 
 from weightsync.protocol import receiver as receiving
-from weightsync.protocol import sender
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
@@ -57,7 +56,16 @@ def _row(half, name, place, to):
 
 
 def _anything_is_current(monkeypatch):
-    monkeypatch.setattr(sender, "current", lambda data, worker, link: worker in data.workers)
+    for name in ("_name_answer", "_name_loss"):
+        monkeypatch.setattr(sending, name, _over_the_newest_link(getattr(sending, name)))
+
+
+def _over_the_newest_link(before):
+    def over_any(state, data, event):
+        entry = data.workers.get(event.worker)
+        return before(state, data, event if entry is None else replace(event, link=entry.link))
+
+    return over_any
 
 
 def _a_joiner_gets_nothing(monkeypatch):

@@ -140,7 +140,7 @@ FAULTS = {
     "AckNamesItsVersion": (_patched(sending, "_advance", _version_used_again), "two versions"),
     "LateJoinerCatchesUp": (_patched(sending, "_join", _joiner_gets_nothing), "crashes"),
     "OnlyTargetsChange": (_patched(sending, "_dispatch", _everybody_is_sent_to), "two workers"),
-    "EverybodyIsToldTheTruth": (_patched(sending, "ended", _lost_counts_as_abandoned), "losses"),
+    "OutcomesAreTrue": (_patched(sending, "ended", _lost_counts_as_abandoned), "losses"),
     "RefinesWeightSync": (_patched(sending, "ended", _lost_counts_as_abandoned), "losses"),
     "Consistent": (_patched(sending, "_advance", _closing_forgets_to_settle), "ends"),
 }
@@ -161,4 +161,4 @@ def test_a_row_that_ends_an_update_by_itself_reports_nobody(monkeypatch):
     rows = dict(sending.SENDER_ROWS) | {_ROW: State.READY}
     monkeypatch.setattr(sending, "SENDER_ROWS", rows)
     graph = search(SMALL["two versions"])
-    assert "EverybodyIsToldTheTruth" in broken(graph, SMALL["two versions"], "Safe", SAFETY)
+    assert "OutcomesAreTrue" in broken(graph, SMALL["two versions"], "Safe", SAFETY)

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[3]
 FILES = (
     "unit/engine",
     "transports/pipe",
+    "transports/device",
     "unit/weights",
     "protocol/planted",
     "protocol/traces/test_guarantees_reported.py",
@@ -40,6 +41,10 @@ FILES = (
     "unit/schemes/test_odd_weights.py",
     "unit/schemes/test_fake_clock.py",
     "unit/schemes/test_verified_updates.py",
+    "unit/schemes/test_loaders.py",
+    "unit/schemes/test_chosen_weights.py",
+    "unit/schemes/test_wire_dtype.py",
+    "unit/schemes/test_finite.py",
     "unit/schemes/test_models_by_path.py",
     "unit/schemes/test_weights_of_another_model.py",
     "transports/faults/test_bad_input.py",
@@ -50,6 +55,7 @@ FILES = (
     "transports/faults/test_no_descriptors.py",
     "transports/faults/test_other_hosts.py",
     "torchrl/generation_b/test_background.py",
+    "torchrl/generation_b/test_background_by_path.py",
     "torchrl/generation_b/test_cascade.py",
     "torchrl/generation_b/test_copies_b.py",
     "transports/store/test_store_group.py",
@@ -60,18 +66,51 @@ FILES = (
     "transports/store/test_store_key.py",
     "transports/store/test_store_client.py",
 )
-#: Those of them that are about these modules alone, and asked first.
-OWN = (
-    "tests/unit/engine/",
-    "tests/transports/store/test_store_client.py",
-    "tests/transports/pipe/test_process_watch.py",
-    "tests/transports/pipe/test_wire.py",
-)
+#: Those of them that are about some modules alone, by how the modules' names begin; they are asked first.
+OWN = {
+    "weightsync.engine.serving_lock": (
+        "tests/unit/engine/test_serve",
+        "tests/torchrl/generation_b/test_cascade.py",
+        "tests/unit/schemes/test_models_by_path.py",
+        "tests/unit/schemes/test_loaders.py",
+        "tests/unit/schemes/test_bounds.py",
+        "tests/unit/schemes/test_verified_updates.py",
+    ),
+    "weightsync.engine.packer": (
+        "tests/unit/engine/test_packer.py",
+        "tests/unit/engine/test_payload.py",
+        "tests/unit/schemes/test_weights_of_another_model.py",
+        "tests/unit/schemes/test_wire_dtype.py",
+        "tests/transports/device/",
+    ),
+    "weightsync.engine.applier": (
+        "tests/unit/engine/test_applier.py",
+        "tests/unit/engine/test_served_model.py",
+        "tests/torchrl/generation_b/test_cascade.py",
+        "tests/unit/schemes/test_verified_updates.py",
+    ),
+    "weightsync.engine.receiver_driver": ("tests/unit/engine/test_receiver_driver.py", "tests/unit/engine/"),
+    "weightsync.engine.sender_driver": ("tests/unit/engine/test_sender", "tests/unit/engine/"),
+    "weightsync.engine.": ("tests/unit/engine/",),
+    "weightsync.clock": ("tests/unit/engine/test_timing.py", "tests/unit/schemes/test_fake_clock.py"),
+    "weightsync.protocol.": (
+        "tests/transports/pipe/test_wire.py",
+        "tests/transports/pipe/test_decoding.py",
+        "tests/transports/pipe/test_golden.py",
+        "tests/unit/engine/test_wire_refusals.py",
+    ),
+    "weightsync.weights.packing": ("tests/unit/weights/test_packing.py", "tests/unit/weights/test_unpacking.py"),
+    "weightsync.weights.tree_digest": ("tests/unit/weights/test_tree_digest.py",),
+    "weightsync.transports.store.": ("tests/transports/store/test_store_client.py",),
+    "weightsync.transports.process": ("tests/transports/pipe/test_process_watch.py",),
+    "weightsync.transports.buffers": ("tests/unit/engine/test_segments.py", "tests/transports/pipe/test_memory.py"),
+    "weightsync.transports.pipe.": ("tests/transports/pipe/test_pipe.py",),
+}
 #: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
 #: that hangs.
 LONGEST, HANGS = 0.6, 20
 #: Seconds that the tests of one mutant take together at most, and how many they are.
-ENOUGH, MOST = 1.0, 50
+ENOUGH, MOST = 2.0, 150
 
 
 @dataclass(frozen=True)
@@ -93,18 +132,19 @@ class Asked:
         for lines in spans:
             tests = set().union(*(self.reached.get((module, line), ()) for line in lines))
             if tests:
-                return list(self._chosen(sorted(tests)))
+                own = next(own for name, own in OWN.items() if module.startswith(name))
+                return list(self._chosen(sorted(tests), own))
         return []
 
-    def _chosen(self, tests: Sequence[str]) -> Iterator[str]:
+    def _chosen(self, tests: Sequence[str], own: tuple[str, ...]) -> Iterator[str]:
         spent = 0.0
-        for test in islice(self._ordered(tests), MOST):
+        for test in islice(self._ordered(tests, own), MOST):
             if spent + self.seconds[test] <= ENOUGH:
                 spent += self.seconds[test]
                 yield test
 
-    def _ordered(self, tests: Sequence[str]) -> Iterator[str]:
-        """The modules' own tests, then in turn one that reaches little else and one that reaches much."""
+    def _ordered(self, tests: Sequence[str], about: tuple[str, ...]) -> Iterator[str]:
+        """The module's own tests, then in turn one that reaches little else and one that reaches much."""
         met, weights = Counter[str](), {}
         for test in sorted(tests, key=self.breadth.__getitem__):
             name = test.partition("[")[0]
@@ -112,7 +152,7 @@ class Asked:
             weights[test] = self.breadth[test] * (10 + met[name])
             met[name] += 1
         others = deque(sorted(weights, key=weights.__getitem__))
-        own = [test for test in others if test.startswith(OWN)]
+        own = list(dict.fromkeys(test for name in about for test in others if test.startswith(name)))
         yield from own
         for test in own:
             others.remove(test)

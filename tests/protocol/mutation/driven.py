@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import signal
 import time
 import zlib
@@ -31,6 +32,9 @@ HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test"}
 WAITS, MOST = 1.5, 8
 #: Seconds until a test is taken for one that hangs, beside twenty times what it takes otherwise.
 HANGS = 10
+#: Bytes of the largest file or segment that a child may have: a mutant that asks for more gets an error, where without
+#: this the kernel would kill the largest processes of the machine for it.
+LARGEST = 2**30
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ def _forked(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, l
 
 def _try(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, last: Path | None) -> NoReturn:
     how = BY_LOADING
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         if mutant is not None:
             mutant.plant()

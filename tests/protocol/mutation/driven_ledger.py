@@ -1,9 +1,9 @@
 """The mutants of the drivers that live, each with its reason, and the scores that may not fall.
 
 `python tests/protocol/mutation/driven_ledger.py [RESULT...]` takes in results of `run.py --driven`, of whole modules or
-of nothing but functions that no hunt has counted yet, and renders docs/driver-mutants.md. What is no mutant any more
-leaves the file, a new one comes in without a reason, and the score of each module is that of its result. `--prune`
-takes off what is no mutant of the code as it is.
+of all mutants of some functions, and renders docs/driver-mutants.md. What is no mutant of the code any more leaves the
+file, a new one that lives comes in without a reason, and the mutants are counted again. `--prune` does so without a
+result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ HEAD = """# Mutants of the drivers and of the payload's path
 
 As [those of the machines](code-mutants.md), these are functions changed in one place by mutmut. The tests that reach
 the changed lines are asked: those of one process and its forked children that take at most 0.6 s of the processor, at
-most 50 a mutant and one second of them together; first the modules' own (`tests/unit/engine`), then in turn one that
+most 150 a mutant and two seconds of them together; first those about its module alone, then in turn one that
 reaches little else and one that reaches much. What lives here may still be killed by others, of Ray, RPC or spawned
 processes, or by the traces that `make test` records.
 
@@ -87,31 +87,33 @@ class Ledger:
         living = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told.get("survivor", [])}
         return cls(scores, told["reasons"], living, tuple(told.get("unhunted", ())))
 
-    def after(self, result: Sequence[Sequence[object]]) -> Ledger:
-        """With a result taken in: of whole modules, or of functions that are new, which are added to their modules'."""
-        found = [(_key(each), each[4] == "survived") for each in result]
-        functions = {key[0] for key, _ in found}
-        return self._with(found, functions) if functions <= set(self.new) else self._after_whole(found)
+    def after(self, result: Sequence[Sequence[object]], mutants: Mapping[str, int]) -> Ledger:
+        """With a result taken in, of all mutants of some functions.
 
-    def _with(self, found: Sequence[tuple[Key, bool]], functions: set[str]) -> Ledger:
-        scores = dict(self.scores)
-        for key, lives in found:
-            score = scores[module_of(key)]
-            scores[module_of(key)] = Score(score.mutants + 1, score.killed + (not lives))
-        living = {key: self.survivors.get(key, "") for key, lives in found if lives}
-        new = tuple(name for name in self.new if name not in functions)
-        return replace(self, scores=scores, survivors=self.survivors | living, new=new)
+        Args:
+            result: each mutant and what became of it.
+            mutants: how many of them each function has, as the code is now.
+        """
+        found = {_key(each): each[4] == "survived" for each in result}
+        functions = {key[0] for key in found}
+        modules = {module_of(key) for key in found}
+        # Of a module that was never hunted all is new.
+        new = {*self.new, *(each for each in mutants if module_of((each,)) in modules - self.scores.keys())}
+        kept = {key: why for key, why in self.survivors.items() if key[0] not in functions}
+        living = {key: self.survivors.get(key, "") for key, lives in found.items() if lives}
+        after = replace(self, survivors=kept | living, new=tuple(sorted((new & mutants.keys()) - functions)))
+        return replace(after, scores={module: after._score(module, mutants) for module in self.scores.keys() | modules})
 
-    def _after_whole(self, found: Sequence[tuple[Key, bool]]) -> Ledger:
-        hunted = {module_of(key) for key, _ in found}
-        scores = dict(self.scores)
-        for module in hunted:
-            lived = [lives for key, lives in found if module_of(key) == module]
-            scores[module] = Score(len(lived), len(lived) - sum(lived))
-        kept = {key: reason for key, reason in self.survivors.items() if module_of(key) not in hunted}
-        living = {key: self.survivors.get(key, "") for key, lives in found if lives}
-        new = tuple(name for name in self.new if not any(name.startswith(f"{module}.") for module in hunted))
-        return replace(self, scores=scores, survivors=kept | living, new=new)
+    def _score(self, module: str, mutants: Mapping[str, int]) -> Score:
+        """Of those functions of a module that are not new."""
+        counted = [of for name, of in mutants.items() if name not in self.new and module_of((name,)) == module]
+        lives = sum(module_of(key) == module for key in self.counted)
+        return Score(sum(counted), sum(counted) - lives)
+
+    @property
+    def counted(self) -> list[Key]:
+        """The survivors that the scores count: not those of functions that are new."""
+        return [key for key in self.survivors if key[0] not in self.new]
 
     def without(self, keys: Iterable[Key]) -> Ledger:
         """What is left of it."""
@@ -170,27 +172,26 @@ def _line(key: Key) -> str:
     return f"- `{function.removeprefix('weightsync.')}`: {changed}"
 
 
-def module_of(key: Key) -> str:
+def module_of(key: Sequence[object]) -> str:
     """Where a function stands: modules and packages begin with small letters, classes and functions follow them."""
-    return next(module for module in DRIVEN if key[0].startswith(f"{module}."))
+    return next(module for module in DRIVEN if str(key[0]).startswith(f"{module}."))
 
 
-def unknown(ledger: Ledger) -> list[Key]:
-    """The survivors that are no mutants of the code as it is."""
+def known() -> list[Key]:
+    """The mutants of the code as it is."""
     from making import mutants  # noqa: PLC0415 - what renders the page needs no mutmut
 
-    known = {mutant.key for module in DRIVEN for mutant in mutants(module)}
-    return [key for key in ledger.survivors if key not in known]
+    return [mutant.key for module in DRIVEN for mutant in mutants(module)]
 
 
 def main() -> None:
     """Take in results, if some are named, and render the page."""
     ledger = Ledger.read()
-    if sys.argv[1:] == ["--prune"]:
-        ledger = ledger.without(unknown(ledger))
-    else:
-        for path in sys.argv[1:]:
-            ledger = ledger.after(json.loads(Path(path).read_text(encoding="utf-8")))
+    if sys.argv[1:]:
+        keys = known()
+        results = [] if sys.argv[1] == "--prune" else [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+        ledger = ledger.without(ledger.survivors.keys() - set(keys))
+        ledger = ledger.after([each for result in results for each in result], Counter(key[0] for key in keys))
     ledger.write()
     PAGE.write_text(ledger.page, encoding="utf-8")
 

@@ -135,11 +135,15 @@ SILENT = {
 }
 
 
-def test_every_dropped_line_is_missed_though_all_is_sealed_anew(file: Path) -> None:
+def test_every_dropped_line_is_missed_though_all_is_sealed_anew_and_a_step_at_a_later_line(file: Path) -> None:
     lines = lines_of(file)
-    missed = [number for number in range(1, len(lines)) if not _dropped(file, lines, number)]
+    refused = {number: _dropped(file, lines, number) for number in range(1, len(lines))}
+    needed = [number for number in refused if not _may_be_missed(lines, number)]
 
-    assert [lines[number]["what"] for number in missed if not _may_be_missed(lines, number)] == []
+    assert [lines[number]["what"] for number in needed if not refused[number]] == []
+    steps = [number for number in needed if lines[number]["what"] == "step"]
+    assert steps
+    assert [number for number in steps if refused[number] <= number] == []
 
 
 def _dropped(file: Path, lines: Lines, number: int) -> int:
@@ -151,13 +155,6 @@ def _may_be_missed(lines: Lines, number: int) -> bool:
     line = lines[number]
     after = [each for each in lines[number + 1 :] if each.get("m") == line.get("m")]
     return line["what"] in SILENT or not after or all(each["what"] == "closed" for each in after)
-
-
-def test_every_dropped_machine_step_is_refused_at_a_later_line_of_the_run(file: Path) -> None:
-    lines = lines_of(file)
-    for number, line in enumerate(lines):
-        if line["what"] == "step" and not _may_be_missed(lines, number):
-            assert _dropped(file, lines, number) > number
 
 
 def test_two_lines_of_a_machine_swapped_are_refused_though_all_is_sealed_anew(file: Path) -> None:

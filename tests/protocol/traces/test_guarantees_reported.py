@@ -192,8 +192,8 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
         {"state_before": lambda _: State.CLOSED},
     ),
     "G9 ClosedIsFinal: a closed machine": ("sender", SENDS, {"state_before": lambda _: State.CLOSED}),
-    "G11 EverybodyIsToldTheTruth: version 1 is over": ("sender", asks(sending.Conclude), concluded(owed={0: 1})),
-    "G11 EverybodyIsToldTheTruth: version 1 is over, but its outcomes are those of []": (
+    "G11 OutcomesAreTrue: version 1 is over": ("sender", asks(sending.Conclude), concluded(owed={0: 1})),
+    "G11 OutcomesAreTrue: version 1 is over, but its outcomes are those of []": (
         "sender",
         asks(sending.Conclude),
         concluded(outcomes={}),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+#: Seconds; reached only by a failure. Three processes import torch, and two of them start TLC.
+PATIENCE = 280.0
 #: How many events the test that conforms leaves in its trace.
 EVENTS = 168
 
@@ -52,10 +54,11 @@ def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "weightsync.testing.pytest_plugin", "-p", "no:cacheprovider"]
     return subprocess.run(
         [*command, "--rootdir", str(folder), *options, str(folder)],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=110, check=False,
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
+@pytest.mark.timeout(300)
 def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_one_that_says_why_is_left_out(
     tmp_path: Path,
 ) -> None:

@@ -231,6 +231,7 @@ def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so
 def test_an_answer_that_left_and_of_which_its_worker_never_knew_is_followed(
     tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("weightsync.engine.receiver_driver.Steady", type("Unsteady", (), {}))
     monkeypatch.setattr("weightsync.engine.receiver_driver.flush", lambda link: False)
     verdict = judged(recorded(tmp_path, lambda: _sends(1)))
     [run] = verdict.runs

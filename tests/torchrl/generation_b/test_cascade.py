@@ -272,6 +272,15 @@ def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connec
     duo.end()
 
 
+def test_a_worker_without_a_model_of_its_own_cannot_choose_among_the_weights_that_it_forwards() -> None:
+    duo = Duo(SharedMemWeightSyncScheme)
+
+    with pytest.raises(WeightSyncError, match=r"has no model 'policy' of its own, and .* give names= to those"):
+        duo.connect(context=Relaying({"policy": object()}), model=None, names=["weight"])
+
+    duo.end()
+
+
 class Counting(Leaf):
     """And it counts the versions that its trajectories are tagged with."""
 

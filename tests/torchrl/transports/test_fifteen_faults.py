@@ -319,7 +319,7 @@ def test_fault_11_an_exception_between_two_dispatches_is_one_workers_outcome(thr
     def broken(*_: Any) -> None:
         raise MemoryError("no room")
 
-    three.sender._driver._links[2][1].send = broken  # link 2 is worker 1's
+    three.sender._driver._links[2].link.send = broken  # link 2 is worker 1's
     three.sender.send_async()
     assert three.sender.state is State.PENDING_ASYNC
     for index in (0, 2):

@@ -10,12 +10,13 @@ from typing import Any
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Update
+from weightsync.transports.base import SharesMemory
 from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.server import CallServer, Parcel, decoded
 
 
-class DirectCallClient:
+class DirectCallClient(SharesMemory):
     """Calls in the thread that sends."""
 
     def __init__(self, call_server: CallServer) -> None:
@@ -25,10 +26,15 @@ class DirectCallClient:
         self._shared = SharedPayloads()
         self._closed = False
 
+    def shares(self, payload: Any, nbytes: int) -> bool:
+        return self._shared.shares(payload)
+
     def start(self, message: Any, payload: Any) -> Answers:
         if self._closed:
             raise TransportError("The call client is closed.")
-        place = self._shared.place(message, payload) if isinstance(message, Update) and message.nbytes else None
+        place = None
+        if isinstance(message, Update) and message.nbytes:
+            message, place = self._shared.place(message, payload)
         carried = None if payload is None or place else memoryview(bytearray(payload.view[: message.nbytes]))
         parcel = Parcel(self._link, next(self._numbers), codec.encode(message), carried, place)
         answers: Answers = Future()

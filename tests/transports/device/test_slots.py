@@ -277,7 +277,7 @@ def test_slots_and_devices_come_back_as_they_were_sent() -> None:
 )
 def test_a_slot_that_cannot_be_one_is_a_protocol_error(forged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "_require_ranges", lambda message: None)
+        patch.setattr(codec, "_require_ranges", lambda *_: None)
         frame = codec.encode(forged)
     with pytest.raises(ProtocolError):
         codec.decode(frame)

@@ -92,8 +92,8 @@ def test_a_workers_end_disturbs_nobody(scheme_class: Any, crew: Crew, make: Any,
     scheme.close()
 
 
-@pytest.mark.parametrize("seed", [11])
-def test_kill_9_at_random_moments(scheme_class: Any, crew: Crew, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kills"), [(11, 12), pytest.param(12, 50, marks=pytest.mark.slow)])
+def test_kill_9_at_random_moments(scheme_class: Any, crew: Crew, seed: int, kills: int) -> None:
     draw = random.Random(seed)
     source = filled(nn.Linear(512, 512), 0.0)
     (survivor,) = crew.start(scheme_class())
@@ -102,7 +102,7 @@ def test_kill_9_at_random_moments(scheme_class: Any, crew: Crew, seed: int) -> N
         scheme.init_on_sender("policy", pipes=[survivor.pipe], model=source)
         sender = scheme.get_sender()
         seen = set()
-        for _ in range(30):
+        for _ in range(kills):
             (victim,) = crew.start(scheme_class())
             sender.add_worker(1, victim.pipe)
             victim.do(join, five_hundred)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Pair, small
+from fleet import PATIENCE, Pair, large, small
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, SenderClosed, TransportError, WorkerLostError
 from weightsync.transports.base import Link
@@ -139,6 +140,31 @@ def test_g11_a_worker_whose_link_fails_while_it_lives_stays_a_member(pair: Pair)
     pair.sender.add_worker(0, ours)
     pair.receiver.register_worker_transport(theirs)
     assert pair.sync().ok
+
+
+@pytest.mark.parametrize(("make", "kind"), [(large, OutcomeKind.APPLIED), (small, OutcomeKind.REFUSED)])
+def test_g12_a_worker_with_a_replaced_link_too_answers_over_the_newest_in_the_same_call(
+    scheme_class: Any, make: Any, kind: OutcomeKind
+) -> None:
+    (replaced, first), (newest, second) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    trainer, worker = scheme_class(), scheme_class()
+    with contextlib.ExitStack() as opened:
+        for each in (replaced, first, newest, second, trainer, worker):
+            opened.enter_context(each)
+        trainer.init_on_sender("policy", pipes=[replaced], model=large(1.0))
+        worker.init_on_worker("policy", pipe=first, model=make())
+        sender, receiver = trainer.get_sender(), worker.get_receiver()
+        sender.add_worker(0, newest)
+        receiver.register_worker_transport(second)
+        sender.send_async()
+        with (
+            pytest.raises(TransportError, match=r"refused: .* serves no version of ours")
+            if make is small
+            else contextlib.nullcontext()
+        ):
+            assert receiver.receive(timeout=PATIENCE)
+
+        assert sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is kind
 
 
 def test_g11_a_misfit_found_at_the_handshake_is_refused_and_stays_so(scheme_class: Any) -> None:

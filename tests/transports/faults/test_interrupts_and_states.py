@@ -385,7 +385,7 @@ def test_fault_11_an_exception_between_two_dispatches_leaves_nobody_out(three: P
     def broken(*_: Any) -> None:
         raise MemoryError("no room")
 
-    three.sender._driver._links[2][1].send = broken
+    three.sender._driver._links[2].link.send = broken
     three.sender.send_async()
     for index in (0, 2):
         assert three.receivers[index].receive(timeout=0)

@@ -118,7 +118,8 @@ def test_g11_a_payload_in_the_stream_that_finds_no_memory_is_refused_and_the_lin
 ) -> None:
     pair = Pair(MultiProcessWeightSyncScheme, model=large)
     with monkeypatch.context() as patched:
-        patched.setattr("weightsync.transports.pipe.connection.Channel.passes_descriptors", False)
+        for link in (*pair.sender._driver.links(), *pair.receiver._driver.links()):
+            patched.setattr(link._channel, "passes_descriptors", False)
         pair.sender.send_async()
         patched.setattr(framing, "anonymous", lambda nbytes: (_ for _ in ()).throw(NoRoom(f"No memory for {nbytes}.")))
         while pair.receiver.receive(timeout=0) or not pair.receiver.last_refusal:

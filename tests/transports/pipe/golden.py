@@ -16,7 +16,19 @@ from typing import Any
 
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.codec import encode
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
+from weightsync.protocol.messages import (
+    Ack,
+    BaseRef,
+    Bye,
+    Ending,
+    Hello,
+    Message,
+    NoBase,
+    Refusal,
+    SlotRef,
+    Update,
+    WeightsForm,
+)
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -42,6 +54,9 @@ def messages() -> Iterator[tuple[str, Message]]:
     yield "Update on a device", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=_ON_DEVICE)
     traced = f"00-{_DIGEST.hex()}-{_DIGEST[:8].hex()}-01\nvendor=value"
     yield "Update of a traced send", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, trace_context=traced)
+    yield "Update that is kept", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, base=BaseRef())
+    base = BaseRef(version=2, digest=_DIGEST)
+    yield "Update as a delta", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, base=base)
     for evidence in Evidence:
         yield f"Ack {evidence.name}", Ack(**_WHO, version=3, digest=_DIGEST, seconds=0.5, evidence=evidence)
         yield f"Refusal by {evidence.name}", _refusal(RefusalKind.REFUSED, evidence)
@@ -49,6 +64,7 @@ def messages() -> Iterator[tuple[str, Message]]:
         yield f"Ack handed on, {kind.name}", Ack(**_WHO, version=3, digest=_DIGEST, nested=_report(kind))
     for refusal in RefusalKind:
         yield f"Refusal {refusal.name}", _refusal(refusal, Evidence.ANSWER)
+    yield "NoBase", NoBase(**_WHO, version=3)
     for ending in Ending:
         yield f"Bye {ending.name}", Bye(**_WHO, reason="it is over", ending=ending)
 

@@ -11,7 +11,13 @@ import torch
 from fleet import filled, large, small
 from torch import nn
 
-from weightsync import AuthenticationError, RPCWeightSyncScheme, WeightSender, WorkerLostError
+from weightsync import (
+    AuthenticationError,
+    OutcomeKind,
+    RPCWeightSyncScheme,
+    WeightSender,
+    WorkerLostError,
+)
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.schemes import rpc as scheme_module
@@ -104,6 +110,22 @@ def test_weights_travel_by_calls_under_a_key(calls: Calls, model: Any) -> None:
         assert carried[0][4] == Kind.EARLY
         assert carried[-1][4] == Kind.PROVEN
         assert {frame[:4] for frame in carried} == {b"WSYK"}
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize(("make", "kind"), [(small, OutcomeKind.APPLIED), (large, OutcomeKind.REFUSED)])
+def test_a_worker_that_is_called_over_a_replaced_link_first_answers_over_the_newest_in_the_same_call(
+    calls: Calls, key: str | None, make: Any, kind: OutcomeKind
+) -> None:
+    del calls
+    with worker(key, make()) as receiver, trainer(key, small(1.0)) as sender:
+        sender.send_async(small(1.0))
+        sender.abandon()
+        sender.add_worker(0, "worker")
+        sender.send_async(small(1.0))
+
+        assert receiver.receive(timeout=PATIENCE) is (make is small)
+        assert sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is kind
 
 
 def test_a_transport_has_the_key_of_the_scheme_that_made_it(calls: Calls) -> None:

@@ -208,8 +208,8 @@ def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_bu
     buffer = Buffer(64)
     buffer.view[:6] = b"policy"
     client = RpcCallClient(SimpleNamespace(name="w"), "m", "the worker")
-    carried = client._carried(update(1, nbytes=6), buffer)
+    _, carried = client._carried(update(1, nbytes=6), buffer)
     assert bytes(carried.tolist()) == b"policy"
     buffer.view[:6] = b"actors"
     assert bytes(carried.tolist()) == b"actors"
-    assert client._carried(ack(1), buffer) is None
+    assert client._carried(ack(1), buffer)[1] is None

@@ -68,7 +68,7 @@ class Row:
         self.link: dict[int, int] = {}
         self.read: dict[int, list[bytes]] = {}
         self.proven: dict[int, bool] = {}
-        self.told: dict[int, int] = {}
+        self.answered: dict[int, int] = {}
 
     def say(self) -> None:
         s = self.random.choice([*self.senders])
@@ -84,16 +84,16 @@ class Row:
         if w > 2 * SENDERS:
             return
         guard = self.workers[w] = WorkerGuard(KEY, identity(s, "row"))
-        self.link[w], self.read[w], self.proven[w], self.told[w] = s, [], False, 0
+        self.link[w], self.read[w], self.proven[w], self.answered[w] = s, [], False, 0
         [challenge] = guard.first()
         self.wire.append(Envelope(Kind.CHALLENGE, s, w, 0, b"", challenge))
 
     def tell(self) -> None:
         for w in [w for w in self.workers if self.proven[w] and self.read[w]][-1:]:
-            self.told[w] += 1
-            content = f"answer {w} {self.told[w]}".encode()
+            self.answered[w] += 1
+            content = f"answer {w} {self.answered[w]}".encode()
             text = self.workers[w].seal(content)
-            self.wire.append(Envelope(Kind.ANSWER, self.link[w], w, self.told[w], content, text))
+            self.wire.append(Envelope(Kind.ANSWER, self.link[w], w, self.answered[w], content, text))
 
     def deliver(self) -> None:
         envelope = self.random.choice(self.wire)
@@ -169,7 +169,7 @@ class Calls:
         self.asked: dict[int, set[int]] = {}
         self.read: dict[int, list[int]] = {}
         self.proven: dict[int, bool] = {}
-        self.told: dict[int, int] = {}
+        self.answered: dict[int, int] = {}
 
     def say(self) -> None:
         s = self.random.choice([*self.senders])
@@ -191,10 +191,10 @@ class Calls:
             if self.proven[w] and self.read[w]:
                 plain: Future[Frames] = Future()
                 sealed = self.gates[g].sealed(f"{s}" * 32, plain)
-                plain.set_result([codec.encode(ack(100 + self.told[w]))])
+                plain.set_result([codec.encode(ack(100 + self.answered[w]))])
                 [text] = sealed.result(0)
-                self.wire.append(Envelope(Kind.ANSWER, s, w, self.told[w], b"content", text))
-                self.told[w] += 1
+                self.wire.append(Envelope(Kind.ANSWER, s, w, self.answered[w], b"content", text))
+                self.answered[w] += 1
 
     def deliver(self) -> None:
         it = self.random.choice(self.wire)
@@ -226,7 +226,7 @@ class Calls:
         w = self.ends.setdefault((g, s), len(self.ends) + 1)
         self.proven.setdefault(w, False)
         self.kept.setdefault(w, set()).add(number)
-        for variable, empty in ((self.asked, set()), (self.read, []), (self.told, 0)):
+        for variable, empty in ((self.asked, set()), (self.read, []), (self.answered, 0)):
             variable.setdefault(w, empty)  # type: ignore[attr-defined] # one loop for three types
         self.wire.append(Envelope(Kind.CHALLENGE, s, w, 0, b"", frames[0]))
 

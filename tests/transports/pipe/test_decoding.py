@@ -240,7 +240,7 @@ def test_another_error_of_a_decoder_would_be_seen(
     def fails(*_: Any) -> None:
         raise OverflowError
 
-    for home, name in [(codec, "decode_with"), (Layout, "decode"), (decoders, "decode_extras")]:
+    for home, name in [(codec, "decode_with"), (Layout, "decode"), (decoders, "decode_extras"), (decoders, "apply")]:
         monkeypatch.setattr(home, name, fails)
     with pytest.raises(OverflowError):
         decode(seeds[0])

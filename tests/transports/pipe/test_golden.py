@@ -7,6 +7,7 @@ from pathlib import Path
 
 import golden
 import pytest
+import xxhash
 
 from weightsync.protocol import codec
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
@@ -31,6 +32,14 @@ def test_the_bytes_that_are_pinned_are_read_as_what_was_said(name: str) -> None:
     _, frames = golden.committed()
 
     assert decode(bytes.fromhex(frames[name])) == dict(golden.messages())[name]
+
+
+def test_an_ack_names_a_slot_by_the_digest_of_what_the_wire_says_of_it() -> None:
+    """Both ends compute it, maybe by different releases."""
+    named = [b"s" * 16, bytes(3), b"\x10", bytes(11), b"\x07", bytes(7), b"\x03", b"d" * 16, b"extras"]
+    which = codec.slot_digest(b"s" * 16, 2**100 + 7, 3, b"d" * 16, b"extras")
+
+    assert which == xxhash.xxh3_128_digest(b"".join(named))
 
 
 def test_two_refusal_kinds_that_change_places_change_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

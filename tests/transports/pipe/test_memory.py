@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import mmap
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from torch import Tensor
 
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol._tables import RefusalKind
@@ -30,7 +34,7 @@ from weightsync.transports.buffers import (
     Storage,
 )
 from weightsync.transports.pipe.link import MAX_SEGMENTS, Mapped, Named
-from weightsync.weights.tensors import address_of
+from weightsync.weights.tensors import address_of, owning
 
 LARGE = 100_000
 
@@ -136,6 +140,48 @@ def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch):
     assert mapping.view[:1] == b"\0"
 
 
+def test_a_slot_that_nobody_has_memory_of_is_tidied_up_before_it_is_needed(monkeypatch):
+    segment = Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    parameter = owning(mapping.lend(LARGE))[:4096].view(torch.int32)
+    mapping.remap()
+    parameter.fill_(7)
+    del parameter
+    mapping.tidy()
+
+    assert bytes(mapping.view) == bytes(LARGE)
+    monkeypatch.setattr(buffers, "_has_own_pages", None)
+    payload = mapping.lend(LARGE)
+    mapping.tidy()
+    mapping.remap()
+    assert bytes(payload) == bytes(LARGE)
+
+
+@pytest.mark.parametrize("keep", [Tensor.numpy, Tensor.detach, lambda tensor: tensor[8:].view(torch.int32).view(2, -1)])
+def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep):
+    segment = Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    kept = keep(owning(mapping.lend(LARGE)))
+    mapping.remap()
+    mapping.tidy()
+    kept[0:1] = 9
+    mapping.lend(LARGE)
+    mapping.remap()
+
+    assert bytes(mapping.view) == bytes(LARGE)
+
+
+def test_a_slot_that_has_gone_live_may_have_been_written_to():
+    segment = Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    mapping.tidy()
+    mapping.remap()
+    mapping.view[:1] = b"x"
+    mapping.remap()
+
+    assert bytes(mapping.view) == bytes(LARGE)
+
+
 def test_memory_without_room_for_a_seal_is_not_mapped():
     fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 15)
@@ -143,6 +189,36 @@ def test_memory_without_room_for_a_seal_is_not_mapped():
     with pytest.raises(TransportError, match="no room for a seal"):
         Mapping(fd)
     os.close(fd)
+
+
+def test_memory_for_no_payload_is_mapped_and_one_in_no_segment_has_no_seal():
+    segment = Segment(0)
+
+    assert Mapping(segment.fd).nbytes == 0
+    assert Buffer(10).sealed() == b""
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOMEM, NoRoom), (errno.EMFILE, NoRoom), (errno.EACCES, TransportError), (None, TransportError)],
+)
+def test_what_cannot_be_mapped_for_want_of_resources_is_told_from_what_never_can_be(number, kind, monkeypatch):
+    def mmap(*_, **__):
+        raise OSError(number, "told why") if number else ValueError("told why")
+
+    segment = Segment(LARGE)
+    monkeypatch.setattr(buffers.mmap, "mmap", mmap)
+    with pytest.raises(TransportError, match=r"cannot be mapped: .*told why") as caught:
+        Mapping(segment.fd)
+    assert type(caught.value) is kind
+
+
+def test_a_kernel_that_does_not_know_an_advice_maps_all_the_same(monkeypatch):
+    monkeypatch.setattr(buffers, "_MADV_POPULATE_READ", 9999)
+    segment = Segment(LARGE)
+    segment.view[:3] = b"abc"
+
+    assert bytes(Mapping(segment.fd).view[:3]) == b"abc"
 
 
 def test_what_is_not_sealed_is_not_mapped():
@@ -244,6 +320,19 @@ class Pools(RuleBasedStateMachine):
 
 
 TestPools = Pools.TestCase
+
+
+def test_a_payload_is_digested_once_for_all_links_and_anew_for_each_version(monkeypatch):
+    digested = []
+    monkeypatch.setattr(buffers, "digest_of", lambda payload: digested.append(bytes(payload)) or b"%d" % len(digested))
+    first, second = Buffer(4), Buffer(4)
+    first.view[:] = second.view[:] = b"abcd"
+    sent = replace(update(1), nbytes=3)
+
+    assert [buffers.sent_digest(each, first) for each in (sent, sent, update(2), sent)] == [b"1", b"1", b"2", b"3"]
+    assert [buffers.sent_digest(sent, second) for _ in range(2)] == [b"4", b"4"]
+    assert buffers.sent_digest(update(1, incarnation=2), second) == b"5"
+    assert digested == [b"abc", b"abcd", b"abc", b"abc", b"abcd"]
 
 
 def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():

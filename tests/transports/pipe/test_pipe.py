@@ -380,7 +380,7 @@ def test_a_length_that_lies_allocates_nothing(laid):
     os.write(first._channel.connection.fileno(), struct.pack("!iQ", -1, 2**62) + b"not ours" * 100)
 
     assert second.receive() == []
-    assert len(second._channel._inflow._filling.grown) < 2**20
+    assert len(second._channel._inflow.filling.grown) < 2**20
 
 
 # ------------------------------------------------------------------------------------------------- ends
@@ -465,7 +465,7 @@ def test_a_one_way_pipe_is_refused_with_what_to_do():
 
 
 def test_what_is_no_connection_is_refused_by_type():
-    with pytest.raises(ConfigurationError, match=r"A str is not a connection: .*Pipe\(duplex=True\)"):
+    with pytest.raises(ConfigurationError, match=r"An object of type str is not a connection: .*Pipe\(duplex=True\)"):
         PipeLink("pipe", "policy")
 
 
@@ -578,7 +578,7 @@ class Interrupting:
 
 def test_a_write_interrupted_midway_takes_the_link_down_and_no_frame_is_garbled(laid):
     first, second = laid()
-    outflow = first._channel._outflow
+    outflow = first._channel.outlet
     outflow._socket = Interrupting(outflow._socket)
     with pytest.raises(KeyboardInterrupt):
         first.send(ack(1))
@@ -608,9 +608,8 @@ def test_after_a_write_that_failed_nothing_more_is_written():
     sock = _FailsOnce()
     outflow = Outflow(sock)
     for control in (b"first", b"second"):
-        outflow.put(Outgoing(control))
         with pytest.raises(OSError, match="No buffer space"):
-            outflow.write()
+            outflow.write(Outgoing(control))
 
     assert sock.written == []
 

@@ -106,7 +106,8 @@ def test_the_header_tells_what_follows(message, descriptors):
     data = codec.encode(message, descriptors)
     head = codec.peek(data[: codec.HEADER_NBYTES])
 
-    assert (len(data), codec.inline_nbytes(message), descriptors) == (
+    inline = message.nbytes if isinstance(message, Update) and message.slot is None else 0
+    assert (len(data), inline, descriptors) == (
         head.control_nbytes,
         head.payload_nbytes,
         head.descriptors,
@@ -222,6 +223,55 @@ def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
 def test_what_does_not_fit_the_wire_is_a_configuration_error(misfit):
     with pytest.raises(ConfigurationError, match="cannot be encoded"):
         codec.encode(replace(EXAMPLES[1], **misfit))
+
+
+ON_DEVICE = replace(EXAMPLES[2], slot=SlotRef(segment=3, device=b"d" * 16, nbytes=12))
+
+
+def on_device(**told):
+    return replace(ON_DEVICE, slot=replace(ON_DEVICE.slot, **told))
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (replace(EXAMPLES[0], pid=2**31), f"process id {2**31} is out of range"),
+        (replace(EXAMPLES[1], nbytes=2**63), f"a payload size of {2**63} bytes is out of range"),
+        (replace(EXAMPLES[0], devices=b"d" * 15), "15 bytes do not name devices"),
+        (replace(EXAMPLES[0], devices=b"d" * (65 * 16)), "1040 bytes do not name devices"),
+        (on_device(device=b"d" * 15), "15 bytes do not name a device"),
+        (on_device(device=b""), "a slot of the host says that it has 12 bytes"),
+        (on_device(nbytes=11), "a slot of 11 bytes does not hold 12"),
+        (on_device(nbytes=2**63), f"a slot of {2**63} bytes does not hold 12"),
+    ],
+    ids=[
+        "a process",
+        "a payload",
+        "a part of a device",
+        "too many devices",
+        "no device",
+        "of the host",
+        "too small",
+        "too large",
+    ],
+)
+def test_numbers_and_memory_that_cannot_be_are_refused_at_both_ends(message, said, monkeypatch):
+    with pytest.raises(ConfigurationError, match=said):
+        codec.encode(message)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(codec, "_require_ranges", lambda *_: None)
+        data = codec.encode(message)
+    with pytest.raises(ProtocolError, match=said):
+        codec.decode(data)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [ON_DEVICE, replace(EXAMPLES[0], pid=2**31 - 1, devices=b"d" * 16), replace(EXAMPLES[1], nbytes=2**63 - 1)],
+    ids=["a slot", "a process", "a payload"],
+)
+def test_the_largest_that_can_be_comes_back(message):
+    assert codec.decode(codec.encode(message)) == message
 
 
 def test_a_reason_that_is_no_unicode_still_travels():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, NoBase, Refusal, SlotRef, Update
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 model_ids = st.text(max_size=20)
@@ -44,6 +44,17 @@ trace_contexts = st.builds(
     st.just("")
     | st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=64).map("\n{}".format),
 )
+based_updates = st.builds(
+    Update,
+    model_id=model_ids,
+    incarnation=wide,
+    version=st.just(2**64 - 1),
+    layout_digest=blobs,
+    digest=digests,
+    nbytes=sizes,
+    trace_context=st.just("") | trace_contexts,
+    base=st.just(BaseRef()) | st.builds(BaseRef, version=st.integers(1, 2**64 - 2), digest=identities),
+)
 updates = st.builds(
     Update,
     model_id=model_ids,
@@ -73,6 +84,7 @@ reports = st.builds(
     incarnation=wide,
     outcomes=st.dictionaries(st.integers(0, 9), outcomes, max_size=3),
     nbytes=numbers,
+    payload_nbytes=st.dictionaries(st.integers(0, 9), numbers, max_size=2),
     superseded=st.dictionaries(st.integers(0, 9), st.lists(numbers, max_size=2).map(tuple), max_size=2),
     not_caught_up=st.dictionaries(st.integers(0, 9), outcomes, max_size=1),
 )
@@ -98,4 +110,5 @@ refusals = st.builds(
     evidence=st.sampled_from(Evidence),
 )
 byes = st.builds(Bye, model_id=model_ids, incarnation=wide, reason=prose, ending=st.sampled_from(Ending))
-messages = st.one_of(hellos, updates, acks, refusals, byes)
+no_bases = st.builds(NoBase, model_id=model_ids, incarnation=wide, version=versions)
+messages = st.one_of(hellos, updates, based_updates, acks, refusals, byes, no_bases)

@@ -48,7 +48,7 @@ def plain(pool: dict[str, Any]) -> Any:
 def through_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """All payloads are put into Ray's object store, as large ones are for actors of another host."""
     monkeypatch.setattr(client, "INLINE_NBYTES", -1)
-    monkeypatch.setattr(client.SharedPayloads, "place", lambda *_: None)
+    monkeypatch.setattr(client.SharedPayloads, "shares", lambda *_: False)
 
 
 @pytest.fixture

@@ -42,7 +42,12 @@ class Ends(NamedTuple):
     buffer: Buffer
 
     def place(self, version: int = 1) -> Place | None:
+        return self.placed(version)[1]
+
+    def placed(self, version: int = 1) -> tuple[Update, Place | None]:
+        """What a link sends of a version whose worker maps its payload, if it does."""
         update = Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=NBYTES)
+        self.shared.shares(self.buffer)
         return self.shared.place(update, self.buffer)
 
     def arrived(self, place: Place, update: Update = UPDATE) -> Any:
@@ -71,12 +76,30 @@ def ends() -> Iterator[Ends]:
     stop()
 
 
+def test_g2_an_update_whose_payload_is_mapped_names_the_seal_of_its_memory(ends: Ends) -> None:
+    update, place = ends.placed()
+    assert place is not None
+    assert ends.arrived(place, update).message.slot.seal == ends.buffer.sealed() != bytes(16)
+
+
+def test_g2_a_payload_goes_as_the_link_promised_although_an_answer_comes_in_between(ends: Ends) -> None:
+    refused = Refusal(model_id="m", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no room")
+    assert ends.shared.shares(ends.buffer)
+    ends.hear(refused)
+    assert ends.shared.shares(ends.buffer)
+    assert ends.shared.place(UPDATE, ends.buffer)[1] is not None
+    assert not ends.shared.shares(ends.buffer)
+    ends.hear(Ack(model_id="m", incarnation=1, version=1))
+    assert ends.shared.place(UPDATE, ends.buffer) == (UPDATE, None)
+
+
 def test_g3_a_mapped_payload_is_the_trainers_memory_and_what_a_worker_writes_is_its_own(ends: Ends) -> None:
     place = ends.place()
     assert place is not None
 
     received = ends.arrived(place)
 
+    assert received.slot.seal == ends.buffer.sealed()
     assert received.payload == ends.buffer.view[:NBYTES]
     ends.buffer.view[5] = before = (ends.buffer.view[5] + 1) % 256
     assert received.payload[5] == before, "it is a copy"
@@ -121,7 +144,7 @@ def test_a_worker_that_cannot_reach_the_trainers_memory_does_not_say_that_it_can
 
     assert REACHES not in answer.result(timeout=0)
     shared.without_mark(answer.result(timeout=0))
-    assert shared.place(UPDATE, Buffer(NBYTES, Storage.SEGMENTS)) is None
+    assert not shared.shares(Buffer(NBYTES, Storage.SEGMENTS))
 
     links[0].close()
     stop()
@@ -189,9 +212,10 @@ class _Counted:
     def begin(self) -> None:
         real, found = self._real, self.found
 
-        def place(shared: SharedPayloads, update: Update, payload: Buffer | None) -> Place | None:
+        def place(shared: SharedPayloads, update: Update, payload: Buffer | None) -> tuple[Update, Place | None]:
             named = real(shared, update, payload)
-            found.append(named is not None)
+            found.append(named[1] is not None)
+            assert found[-1] != bool(update.digest), "what travels has a digest, and what is mapped has none"
             return named
 
         SharedPayloads.place = place  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ def test_updates_and_acks_have_hints_unless_they_are_withheld() -> None:
     hints.withhold_next()
     assert [hints.of(message, 3) for message in (hello, ack, ack)] == [None, None, both[1]]
     hints.withhold_next()
-    hints.tell()
+    hints.write_all()
     assert hints.of(ack, 3) == both[1]
 
 
@@ -85,7 +85,7 @@ def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
     asked: list[Any] = []
     monkeypatch.setattr(stores, "is_exposed", lambda *where: asked.append(where) or exposed)
     monkeypatch.setattr(stores, "warn_exposed", asked.append)
-    StoreEnd(dist.PrefixStore("ours", store), 1, key=key).tell_if_exposed()
+    StoreEnd(dist.PrefixStore("ours", store), 1, key=key).warn_if_exposed()
 
     where = store.host, store.port
     told = f"The store at {store.host}:{store.port} can be reached from other hosts"
@@ -226,6 +226,21 @@ def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pyt
     assert theirs.recv(1) == b""
     client.close()
     assert ours.fileno() == -1
+    theirs.close()
+
+
+def test_a_socket_is_copied_only_while_its_number_is_still_its_own() -> None:
+    ours, theirs = socket.socketpair()
+    number = os.dup(ours.fileno())
+    identity = stores._identity(number)
+    before = sorted(os.listdir("/proc/self/fd"))
+    assert stores.Connected("socket:[another]", number, 1).copy() is None
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    with stores.Connected(identity, number, 1).copy() as copied:
+        assert os.path.sameopenfile(copied.fileno(), number)
+    os.close(number)
+    assert stores.Connected(identity, number, 1).copy() is None
+    ours.close()
     theirs.close()
 
 

@@ -44,12 +44,22 @@ class Making:
     def __init__(self) -> None:
         self.made = Made()
         self.meanwhile: Callable[[], None] = lambda: None
-        self.group = Group(0, "a link", self, torch.device("cpu"))
+        self.group = Group(0, "a link", self, torch.device("cpu"), in_flight=3)
 
     def __call__(self, store: Any, rank: int) -> Made:
         del store, rank
         self.meanwhile()
         return self.made
+
+
+class Written:
+    """A connection, to which only messages are written."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[bytes, memoryview | None]] = []
+
+    def write(self, text: bytes, payload: memoryview | None, go_on: Callable[[], None]) -> None:
+        self.written.append((text, payload))
 
 
 @pytest.fixture
@@ -62,23 +72,25 @@ def client(store: Any) -> Iterator[Client]:
 def test_a_payload_passes_through_the_group_in_buckets(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKET_NBYTES", 2)
     group, received = Making().group, memoryview(bytearray(5))
-    group.send(client, PAYLOAD, 1)
-    group.receive(client, received, 2)
-    group.skip(client, 5, 1)
+    stream = Written()
+    group.write(stream, client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+    group.read(stream, client, received)  # type: ignore[arg-type]
+    group.skip(stream, client, 5)  # type: ignore[arg-type]
 
     assert bytes(received) == b"\7" * 5
+    assert stream.written == [(b"text", None)]
 
 
 def test_a_group_is_aborted_with_its_link(client: Client) -> None:
     making = Making()
-    making.group.send(client, PAYLOAD, 1)
+    making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
     assert not making.made.aborted
 
     making.group.abort()
 
     assert making.made.aborted
     with pytest.raises(TransportError, match="aborted"):
-        making.group.send(client, PAYLOAD, 1)
+        making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
 
 def test_a_group_that_ends_while_it_is_being_made_is_aborted(client: Client) -> None:
@@ -86,7 +98,7 @@ def test_a_group_that_ends_while_it_is_being_made_is_aborted(client: Client) -> 
     making.meanwhile = making.group.abort
 
     with pytest.raises(TransportError, match="aborted"):
-        making.group.send(client, PAYLOAD, 1)
+        making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
     assert making.made.aborted
 
@@ -107,6 +119,6 @@ def test_no_operation_touches_a_payload_any_more_once_a_send_has_failed(monkeypa
 
     monkeypatch.setattr(group, "abort", lambda: happened.append("aborted"))
     with pytest.raises(TransportError, match="the connection has ended"):
-        group._move([torch.empty(1)] * 5, 3, start)
+        group._move([torch.empty(1)] * 5, start)
 
     assert happened == [0, "aborted", 1, 2]

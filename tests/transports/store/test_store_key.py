@@ -292,7 +292,7 @@ def test_our_own_store_listens_at_the_address_that_is_announced_alone_and_worker
         ours.get_sender().send_async()
         theirs.get_receiver().receive(timeout=PATIENCE)
         ours.get_sender().wait_async(timeout=PATIENCE)
-        # A worker's door is shut behind its sender.
+        # A worker accepts nobody after its sender.
         assert _listening() - before == {f"{announced}:{info['port']:04X}"}
 
 

@@ -17,10 +17,19 @@ from fleet import PATIENCE, Crew, constants, descriptors, filled, large, serve, 
 from store_fleet import StorePair, joins_a_group_of_its_own, leaves_its_group, meet, sums, turn_to
 from torch import nn
 
-from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedError, StateError, WorkerLostError
+from weightsync import (
+    ConfigurationError,
+    DistributedWeightSyncScheme,
+    RefusedError,
+    StateError,
+    TransportError,
+    WorkerLostError,
+)
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.store import group, stream
+from weightsync.transports.store.link import StoreLink
+from weightsync.transports.store.worker import StoreWorker
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -64,6 +73,35 @@ def test_a_send_async_carries_the_weights_as_they_were(pair: StorePair) -> None:
 
     assert pair.sender.wait_async(timeout=PATIENCE).ok
     assert {1.0} == constants(pair.model)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(large, OutcomeKind.APPLIED), (small, OutcomeKind.REFUSED)])
+def test_a_worker_that_meets_a_replaced_link_first_answers_over_the_newest_in_the_same_call(
+    store: Any, monkeypatch: pytest.MonkeyPatch, make: Any, kind: OutcomeKind
+) -> None:
+    introduce, worker_listens = StoreWorker._introduce, threading.Event()
+
+    def late(worker: StoreWorker, *clients: Any) -> None:
+        if worker._side.rank == 0 and worker_listens.is_set():
+            time.sleep(0.1)
+        introduce(worker, *clients)
+
+    monkeypatch.setattr(StoreWorker, "_introduce", late)
+    trainer, worker = DistributedWeightSyncScheme(), DistributedWeightSyncScheme()
+    with trainer, worker:
+        trainer.init_on_sender("policy", store=store, num_workers=1, model=large(1.0))
+        worker.init_on_worker("policy", store=store, rank=1, model=make())
+        sender = trainer.get_sender()
+        link = sender._driver.links()[0]
+        assert isinstance(link, StoreLink)
+        assert link._worker._met.wait(PATIENCE)  # the worker has taken the first link
+        worker_listens.set()
+        sender.add_worker(0, (store, 1))
+        sender.send_async()
+        with pytest.raises(TransportError, match="refused") if make is small else contextlib.nullcontext():
+            assert worker.get_receiver().receive(timeout=PATIENCE)
+
+        assert sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is kind
 
 
 def test_a_refusal_comes_home_with_its_reason_and_the_old_weights_stay(store: Any) -> None:

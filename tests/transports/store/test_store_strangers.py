@@ -18,12 +18,12 @@ from store_fleet import StorePair, reach
 
 from weightsync import TransportError, WeightReceiver, WorkerLostError
 from weightsync.protocol.report import OutcomeKind
-from weightsync.transports.store import announcing, heartbeat, listener, worker
+from weightsync.transports.store import announcing, heartbeat, listener, worker, worker_threads
 from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, end
 from weightsync.transports.store.store import Client
-from weightsync.transports.store.stream import Door, dial
+from weightsync.transports.store.stream import Acceptor, dial
 
 JUNK = [b"", b"junk", b"\xff\xfe\x00", b"Lno frame", b"M" + bytes(9)]
 BASE = "weightsync/policy/1"
@@ -102,13 +102,13 @@ def test_junk_where_the_ends_of_a_link_introduce_themselves_is_passed_over(
 
 
 def test_a_stranger_at_a_workers_door_is_shut_out_and_the_sender_is_let_in() -> None:
-    door = Door("127.0.0.1")
-    strangers = [socket.create_connection(("127.0.0.1", int(door.address.rpartition(":")[2]))) for _ in range(2)]
+    listener = Acceptor("127.0.0.1")
+    strangers = [socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2]))) for _ in range(2)]
     strangers[0].sendall(b"f" * len(NAME))
     strangers[1].close()
-    sender = dial(door.address, NAME.decode())
-    taken = door.accept(NAME.decode(), lambda: None)
-    door.close()
+    sender = dial(listener.address, NAME.decode())
+    taken = listener.accept(NAME.decode(), lambda: None)
+    listener.close()
     sender.write(b"from the sender", None, lambda: None)
 
     assert taken.read() == b"from the sender"
@@ -242,7 +242,7 @@ def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_
 def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_LOOK", 0.01)
+    monkeypatch.setattr(worker_threads, "_LOOK", 0.01)
     assert pair.sync().ok
     # The sender has a connection of its own to the store, so that its links are told from the worker's.
     senders, real, scarce, sent = reach(pair.store.port), worker.Client, [], threading.Event()
@@ -257,7 +257,8 @@ def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
         assert sent.wait(PATIENCE)
         return real(store)
 
-    monkeypatch.setattr(worker, "Client", client)
+    for module in (worker, worker_threads):
+        monkeypatch.setattr(module, "Client", client)
     pair.sender.add_worker(0, (senders, 1))
     pair.sender.send_async()
     sent.set()

@@ -31,6 +31,7 @@ from weightsync.bench import (
 )
 from weightsync.bench.reporting import case_rows, compared_rows, left_out, plot, reached, target_rows
 from weightsync.bench.settings import MIB, PAYLOADS, members, numbers, payloads
+from weightsync.cli._app import write_report
 
 SHARED, PIPE = Label("shared", Kind.SCHEME, "digest"), Label("pipe", Kind.SCHEME, "digest")
 
@@ -60,7 +61,7 @@ def results(*cases: Case, **machine: str) -> Results:
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     written = results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44, 0.1, trainer_calls=150, worker_calls=90)))
-    written.write(tmp_path / "a.json")
+    write_report(written.record(), tmp_path / "a.json")
 
     assert Results.read(tmp_path / "a.json") == written
     assert json.loads((tmp_path / "a.json").read_text())["schema"] == 1
@@ -262,7 +263,8 @@ def test_the_page_is_rendered_from_the_stored_results_and_a_page_that_differs_is
     (tmp_path / performance.RESULTS).mkdir(parents=True)
     page = tmp_path / performance.PAGE
     page.write_text("# P\n<!-- generated: results -->\nold\n<!-- /generated -->\n")
-    results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44))).write(tmp_path / performance.RESULTS / "two-cores.json")
+    found = results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44)))
+    write_report(found.record(), tmp_path / performance.RESULTS / "two-cores.json")
 
     assert performance.main(["--check"], tmp_path) == 1
     assert "run `python spec/performance.py`" in capsys.readouterr().out
@@ -276,7 +278,8 @@ def test_a_stored_result_that_names_a_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / performance.RESULTS).mkdir(parents=True)
     with pytest.raises(SpecError, match="has no results"):
         performance.read(tmp_path)
-    results(case(), note="measured in /home/somebody").write(tmp_path / performance.RESULTS / "a.json")
+    found = results(case(), note="measured in /home/somebody")
+    write_report(found.record(), tmp_path / performance.RESULTS / "a.json")
     with pytest.raises(SpecError, match="names a path or a host"):
         performance.read(tmp_path)
 

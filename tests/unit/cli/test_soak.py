@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rpc_over import apart
 from typer.testing import CliRunner
 
 from weightsync import ConfigurationError, OutcomeKind
 from weightsync.cli._app import build
 from weightsync.soak import run
+from weightsync.soak.members import Member, RpcMembers
 from weightsync.soak.run import WEIGHTS, Action, Soak, Tally, Usage
 from weightsync.soak.worker import SchemeName, SoakModel
 
@@ -38,11 +43,21 @@ class Each(Soak):
         SchemeName.SHARED,
         SchemeName.PROCESS,
         pytest.param(SchemeName.DISTRIBUTED, marks=pytest.mark.gloo),
+        pytest.param(SchemeName.RPC, marks=pytest.mark.rpc),
         pytest.param(SchemeName.RAY, marks=(pytest.mark.ray, pytest.mark.timeout(600))),
     ],
 )
-def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName) -> None:
-    tally = Each(scheme, workers=2, nbytes=1 << 18).run_each()
+def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName, forkserver: Any) -> None:
+    if scheme is SchemeName.RPC:
+        apart(forkserver, take_each_action, scheme, "fork")  # another fork server would import torch once more
+    else:
+        take_each_action(scheme)
+
+
+def take_each_action(scheme: SchemeName, method: str = "forkserver") -> None:
+    soak = Each(scheme, workers=2, nbytes=1 << 18)
+    soak._context = soak._setup._context = multiprocessing.get_context(method)
+    tally = soak.run_each()
 
     assert tally.findings == []
     assert dict(tally.actions) == dict.fromkeys(Action, 1)
@@ -52,7 +67,7 @@ def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName) -
     assert tally.before is not None
     assert tally.after is not None
     assert (tally.after.threads, tally.after.children) == (tally.before.threads, tally.before.children)
-    if scheme is not SchemeName.RAY:  # it keeps connections of its own to each actor for a while
+    if scheme not in (SchemeName.RAY, SchemeName.RPC):  # these close connections in threads of their own, later
         torchs_own = 2 if scheme is SchemeName.DISTRIBUTED else 0  # torch keeps them from the first store on
         assert tally.after.descriptors <= tally.before.descriptors + torchs_own
 
@@ -101,6 +116,21 @@ def test_weights_of_two_versions_are_not_whole() -> None:
     assert not model.is_whole()
     assert sum(parameter.nbytes for parameter in model.parameters()) == 1 << 12
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_over_rpc_workers_are_killed_as_long_as_others_wait_in_its_world(
+    soak: Each, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[list[Action]] = []
+    monkeypatch.setattr(soak._random, "choices", lambda actions, _: chosen.append(actions) or [Action.SEND])
+    soak._setup = RpcMembers(SchemeName.RPC, 8, soak._context, 2)
+    soak._setup._waiting = deque()
+
+    soak._next_action()
+    soak._setup._waiting.append((3, Member(soak._context.Process(), soak._context.Pipe()[0])))
+    soak._next_action()
+
+    assert [Action.KILL in each for each in chosen] == [False, True]
 
 
 def test_it_needs_two_workers_and_every_action_has_its_weight() -> None:

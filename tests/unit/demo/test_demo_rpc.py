@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rpc_over import apart
 from test_demo_runs import assert_proved
 
 from weightsync import TransportError
 from weightsync.demo import RunState, SchemeName, Settings, run, workers
 
 pytestmark = pytest.mark.rpc
-
-
-def apart(context: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function in a process of its own."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_call, args=(theirs, function, arguments))
-    process.start()
-    theirs.close()
-    with contextlib.closing(ours):
-        assert ours.poll(100), "it does not end"
-        error = ours.recv()
-    process.join(20)
-    process.kill()
-    process.join()
-    assert error is None, error
-
-
-def _call(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        pipe.send(function(*arguments))
-    except BaseException as error:
-        pipe.send(repr(error))
-        raise
 
 
 def proved() -> None:

@@ -84,7 +84,7 @@ def test_an_update_that_does_not_fit_is_refused_with_what_differs_and_where(pair
     outcome = refused(pair)
 
     assert "another.weight" in outcome.reason
-    assert "in _stage" in outcome.remote_traceback
+    assert "in swap" in outcome.remote_traceback
 
 
 def test_an_update_that_was_damaged_on_its_way_is_refused_with_both_digests(

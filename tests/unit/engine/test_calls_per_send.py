@@ -28,7 +28,7 @@ from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 PACKAGE = Path(weightsync.__file__).parent
 #: The most files that one update passes over pipes, trainer and worker together, and calls from one to another.
-MOST_FILES, MOST_CROSSINGS = 33, 230
+MOST_FILES, MOST_CROSSINGS = 32, 197
 STORED = Path(__file__).with_name("calls_per_send.toml")
 #: A count may differ by so much between releases of Python and of the libraries before it counts as a rise.
 TOLERANCE = 1.1
@@ -160,13 +160,11 @@ def calls_an_answer(workers: int) -> float:
         driver = made.sender._driver
         made.sync()
         made.sender.send_async()
-        waits = driver.begin_waits()
-        driver.pump(driver.wait(0.0, driver.waker.fired, waits))
+        driver.pump(driver.wait(0.0, driver.waker.fired))
         calls = 0
         for receiver in made.receivers:
             receiver.receive(0.0)
-            calls += counted(lambda: driver.pump(driver.wait(0.0, driver.waker.fired, waits)))
-        driver.end_waits(waits)
+            calls += counted(lambda: driver.pump(driver.wait(0.0, driver.waker.fired)))
         assert made.sender.wait_async(timeout=0.0).ok
     finally:
         made.close()
@@ -175,7 +173,8 @@ def calls_an_answer(workers: int) -> float:
 
 @pytest.mark.untraced("a recorded driver calls more")
 def test_an_answer_costs_the_trainer_the_same_however_many_workers_there_are() -> None:
-    assert calls_an_answer(48) <= 1.25 * calls_an_answer(12)
+    # Both are so many that mappings by worker are trees: up to 32 workers they are plain dicts, which take fewer calls.
+    assert calls_an_answer(72) <= 1.15 * calls_an_answer(36)
 
 
 def test_calls_are_counted() -> None:

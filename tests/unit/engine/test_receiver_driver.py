@@ -10,12 +10,14 @@ import pytest
 from scripted import Scripted
 
 from weightsync import ProtocolError, StateError, TransportError
-from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine import driver as drivers
+from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import SenderClosed
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Refusal, Update
 from weightsync.protocol.report import SyncReport
+from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
 from weightsync.weights.layout import Layout
 
@@ -487,3 +489,65 @@ def test_the_last_layout_is_remembered_and_no_other() -> None:
     assert worker.driver.pending is not None
     assert worker.driver.pending.layout == OTHER
     assert "has not carried" in str(raised_by(worker, 0, update(5, told=False)))
+
+
+# ------------------------------------------------------------------------------------------ waits and steps
+
+
+def test_what_fired_since_its_caller_looked_does_not_block_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, told = Worker(), []
+    since = worker.driver.waker.fired
+    worker.driver.waker.fire()
+    worker.driver.waker.clear()
+    assert worker.driver.wait(None, since) == []
+
+    monkeypatch.setattr(drivers.Waits, "wait", lambda _, links, *given: told.append(given) or list(links))
+    assert worker.driver.wait(3.0, 7) == [worker.link]
+    assert told == [(3.0, 7)]
+
+
+def test_a_step_is_shown_with_what_was_before_it() -> None:
+    worker, seen = Worker(), []
+    worker.driver.watch_steps(lambda *told: seen.append(told))
+    state, data = worker.driver.machine.state, worker.driver.data
+    worker.receives(0, update(1))
+
+    assert seen[0][:2] == (state, data)
+    assert seen[-1][3].data is worker.driver.data
+    assert worker.driver.pending is not None
+
+
+# ---------------------------------------------------------------------------------------------------- devices
+
+
+class Opening(Scripted, CarriesDevices):
+    """A link that may be able to open slots of a device."""
+
+    opens = True
+    reached = frozenset()
+
+
+@pytest.mark.parametrize(("kind", "opens"), [(Scripted, False), (Opening, False), (Opening, True)])
+def test_a_hello_names_the_models_devices_where_the_link_can_open_their_slots(
+    kind: type[Scripted], opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Opening, "opens", opens)
+    driver, links = ReceiverDriver("policy"), [kind(), kind()]
+    for devices, link in zip((b"", b"d" * 16), links, strict=True):
+        driver.devices = devices or driver.devices
+        driver.add_link(link)
+        link.receives(hello(EPOCH + len(devices)))
+        driver.pump()
+
+    assert [link.takes()[0].devices for link in links] == [b"", b"d" * 16 if opens else b""]
+    driver.close()
+
+
+def test_a_payload_is_read_where_it_lies_and_copied_from_a_device_as_far_as_its_layout_goes() -> None:
+    class OnDevice:
+        def read(self, view: memoryview) -> None:
+            view[:] = bytes(range(view.nbytes))
+
+    here = memoryview(b"x" * 99)
+    assert Pending(update(1), LAYOUT, here).on_host() is here
+    assert bytes(Pending(update(1), LAYOUT, OnDevice()).on_host()) == bytes(range(LAYOUT.nbytes))  # type: ignore[arg-type]

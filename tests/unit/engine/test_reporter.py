@@ -11,6 +11,7 @@ from scripted import EPOCH, Fleet, Scripted, Telling, ack, hello, packed, refusa
 
 from weightsync import RefusedError, TransportError, WorkerLostError
 from weightsync.engine.reporter import Reporter
+from weightsync.options import WireDtype
 from weightsync.protocol import sender as pure
 from weightsync.protocol.messages import Bye
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
@@ -40,18 +41,18 @@ class Reported:
     def sends(self, pack_s: float = 0.0, targets: tuple[int, ...] | None = None) -> int:
         """Dispatch a version; which it is."""
         sent = packed()
-        sent.pack_s = pack_s
+        sent.pack_s, sent.wire_dtype = pack_s, WireDtype.BFLOAT16
         version = self.driver.dispatch(pure.SendAsync(targets), sent)
         self.reporter.dispatched(sent)
         return version
 
     def concluded(self, version: int) -> SyncReport:
         """The report of a version, once it was waited for."""
-        assert not self.reporter.is_over(version)
+        assert version not in self.driver.concluded
         self.driver.take(pure.Wait())
-        assert self.reporter.is_over(version)
+        assert version in self.driver.concluded
         report = self.reporter.concluded(version)
-        assert not self.reporter.is_over(version)
+        assert version not in self.driver.concluded
         assert self.recorded[-1] is report
         return report
 
@@ -84,6 +85,7 @@ def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(cloc
         incarnation=EPOCH,
         outcomes={0: PENDING, 1: applied},
         nbytes=packed().nbytes,
+        wire_dtype=WireDtype.BFLOAT16,
         pack_s=2.0,
         connect_s=7.0,
         transfer_s=0.0,
@@ -132,6 +134,7 @@ def test_a_caller_between_a_dispatch_and_its_note_gets_no_times(clock: FakeClock
     report = made.reporter.so_far(OutcomeKind.PENDING)
 
     assert (report.version, report.nbytes, report.pack_s, report.connect_s) == (1, 0, 0.0, 0.0)
+    assert report.wire_dtype is None
 
 
 def test_nothing_outstanding_is_reported_as_nothing() -> None:
@@ -173,6 +176,7 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
     made.sends()
     unread = "it has not read all that was sent to it"
     never = ["never connected", "no version of ours is known to be served", "it was never heard from", unread]
+    never.append("is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?")
     assert reason_of(made, 0) == never
     made.fleet.receives(0, hello())
     made.fleet.receives(1, ack(1))

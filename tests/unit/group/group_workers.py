@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from weightsync import StaleWeightsError, Worker, WorkerGroup
+from weightsync import SenderClosed, StaleWeightsError, Worker, WorkerGroup, run_worker
 
 
 def policy() -> nn.Module:
@@ -38,6 +42,14 @@ def fail_first(worker: Worker) -> None:
         if worker.index == 0:
             raise ValueError("a pole fell")
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def act_once_and_wait(worker: Worker) -> None:
+    """In an actor: put one result; the first life does not end by itself."""
+    cpus = importlib.import_module("ray").get_runtime_context().get_assigned_resources()
+    worker.put((os.getpid(), cpus, worker.restarts, worker.model(torch.ones(1)).item()))
+    while worker.restarts == 0 and not worker.stopped:
+        time.sleep(0.01)
 
 
 def put_pids_and_hang(worker: Worker) -> None:
@@ -78,11 +90,31 @@ def hold_a_step(worker: Worker) -> None:
     with worker.step() as held:
         worker.put("holding")
         worker.put("released")  # there is room for it only once the trainer has taken the first
+        assert worker._steps._behind == 1, "it has not heard of the next version, which was announced before that"
     try:
         with worker.step() as version:
             worker.put((held, version, "stepped"))
     except StaleWeightsError as error:
         worker.put((held, error.version, "stale", error.behind, error.limit))
+
+
+def fill_and_hang(worker: Worker) -> None:
+    """Fill the channel, after a word about who we are, and go on for ever when the group has ended."""
+    worker.put((os.getpid(), worker.model(torch.ones(1)).item()))
+    try:
+        put_for_ever(worker)
+    except SenderClosed:
+        time.sleep(600)
+
+
+def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None]) -> None:
+    """Be a rank of a world, and a worker of its rank 0."""
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        run_worker(run, policy())
+    finally:
+        dist.destroy_process_group()
 
 
 def broken_model() -> nn.Module:

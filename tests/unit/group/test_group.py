@@ -8,7 +8,6 @@ import os
 import select
 import signal
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import islice
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,35 +16,25 @@ from typing import Any
 import group_workers as workers
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make
 from torch import nn
 
 from weightsync import (
+    AckTimeoutError,
     ConfigurationError,
     LayoutError,
-    MultiProcessWeightSyncScheme,
     OutcomeKind,
     ResultTimeoutError,
-    SharedMemWeightSyncScheme,
     StateError,
     WorkerFailedError,
     WorkerGroup,
     WorkerResult,
+    run_worker,
 )
+from weightsync.clock import Deadline
+from weightsync.group import ranks
 from weightsync.transports.process import ProcessWatch
-
-Make = Callable[..., WorkerGroup]
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    model = workers.policy()
-    fill(model, 1.0)
-    return model
-
-
-@pytest.fixture
-def make(model: nn.Module, forkserver: ForkServerContext) -> Make:
-    return lambda run, count=1, **options: WorkerGroup(run, model, count, ctx=forkserver, **options)
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -61,6 +50,14 @@ def sending_until_a_result(group: WorkerGroup) -> WorkerResult:
             return next(group.results(timeout=0.0))
 
 
+def await_death(pid: int) -> None:
+    with contextlib.closing(ProcessWatch(pid, 0)) as watch:
+        if not watch.dead:
+            poller = select.poll()
+            poller.register(watch, select.POLLIN)
+            assert poller.poll(60_000)
+
+
 def is_dead(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
@@ -69,12 +66,10 @@ def is_dead(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
-def test_every_worker_acts_with_each_version_sent_and_its_results_name_it(
-    make: Make, model: nn.Module, scheme: type[Any]
-) -> None:
+@pytest.mark.parametrize("make_over", [SHARED, PIPES, RANKS], indirect=True)
+def test_every_worker_acts_with_each_version_sent_and_its_results_name_it(make_over: Make, model: nn.Module) -> None:
     seen = defaultdict(set)
-    with make(workers.act, 2, scheme=scheme()) as group:
+    with make_over(workers.act, 2) as group:
         for version in range(1, 4):
             if version > 1:
                 fill(model, version)
@@ -88,16 +83,20 @@ def test_every_worker_acts_with_each_version_sent_and_its_results_name_it(
     assert all({1.0, 2.0, 3.0} <= values for values in seen.values())
 
 
-def test_a_full_result_channel_does_not_delay_an_update(make: Make, model: nn.Module) -> None:
-    with make(workers.put_for_ever, capacity=1) as group:
-        next(group.results())
+@pytest.mark.parametrize("make_over", [SHARED, RANKS, RAY], indirect=True)
+def test_a_full_result_channel_delays_no_update_and_a_worker_that_hangs_no_close(make_over: Make) -> None:
+    with make_over(workers.fill_and_hang, capacity=1) as group:
+        pid, value = next(group.results()).value
         for _ in range(3):
             group.send_async()
         report = group.wait_async()
 
-        assert report.ok
-        assert report.version == 4
+        assert (report.ok, report.version, value) == (True, 4, 1.0)
         assert len(list(islice(group.results(), 3))) == 3
+        handles = group.processes
+        group.close(timeout=0.1)
+    if handles != {0: 1}:  # a rank belongs to its launcher
+        await_death(pid)
 
 
 def test_results_end_when_all_workers_have_returned(make: Make) -> None:
@@ -135,8 +134,9 @@ def test_a_send_that_fails_announces_nothing_that_workers_would_wait_for(make: M
 # ------------------------------------------------------------------------------------------------ failures
 
 
-def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make: Make) -> None:
-    with make(workers.fail_first) as group:
+@pytest.mark.parametrize("make_over", [SHARED, RANKS], indirect=True)
+def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make_over: Make) -> None:
+    with make_over(workers.fail_first) as group:
         results = group.results()
         assert next(results).value == (0, 1.0)
         with pytest.raises(WorkerFailedError, match=r"while it served version 1.*a pole fell") as caught:
@@ -161,6 +161,22 @@ def test_a_dead_worker_is_restarted_with_the_newest_weights_before_its_first_ste
         assert reasons == {0: "ValueError: a pole fell", 1: "its process was ended by SIGKILL"}
 
 
+@pytest.mark.parametrize("make_over", [RAY], indirect=True)
+def test_a_killed_actor_is_lost_in_the_report_and_restarted_with_fresh_weights(
+    make_over: Make, model: nn.Module
+) -> None:
+    with make_over(
+        workers.act_once_and_wait, max_restarts=1, restart_delay=0.0, actor_options={"num_cpus": 0.5}
+    ) as group:
+        results = group.results()
+        pid, *first = next(results).value
+        fill(model, 2.0)
+        os.kill(pid, signal.SIGKILL)
+        assert group.send()[0].kind is OutcomeKind.LOST
+        assert (first, [result.value[2:] for result in results]) == ([{"CPU": 0.5}, 0, 1.0], [(1, 2.0)])
+        assert "actor died" in group.failures[0].reason
+
+
 def test_a_worker_killed_amid_a_send_is_lost_in_the_report_and_no_failure_if_it_is_restarted(
     make: Make, model: nn.Module
 ) -> None:
@@ -173,13 +189,29 @@ def test_a_worker_killed_amid_a_send_is_lost_in_the_report_and_no_failure_if_it_
         assert report[1].kind is OutcomeKind.LOST
 
 
-def test_a_worker_killed_amid_a_send_and_not_restarted_is_raised_and_leaves_the_group(make: Make) -> None:
-    with make(workers.act, 2) as group:
+@pytest.mark.parametrize("make_over", [SHARED, RANKS], indirect=True)
+def test_a_worker_killed_amid_a_send_and_not_restarted_is_raised_and_leaves_the_group(
+    make_over: Make, request: pytest.FixtureRequest
+) -> None:
+    with make_over(workers.act, 2) as group:
         group.send()
-        os.kill(group.processes[1].pid, signal.SIGKILL)
-        with pytest.raises(WorkerFailedError, match="SIGKILL"):
+        world = request.node.stash.get(WORLD, None)
+        process = group.processes[1] if world is None else world.processes[1]
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerFailedError, match=r"SIGKILL|the process of rank 2 is dead"):
             group.send()
         assert list(group.send().outcomes) == [0]
+        assert (group.processes.keys(), world is None or process.exitcode) == ({0}, world is None or -signal.SIGKILL)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("make_over", ["ranks"], indirect=True)
+def test_a_rank_that_waits_with_a_full_channel_leaves_when_the_group_ends(
+    make_over: Make, request: pytest.FixtureRequest
+) -> None:
+    with make_over(workers.put_for_ever, 2, capacity=1) as group:
+        next(group.results())
+    assert request.node.stash[WORLD].codes() == [0, 0]
 
 
 def test_a_worker_that_gives_no_result_within_its_deadline_is_killed_and_restarted(make: Make) -> None:
@@ -293,12 +325,37 @@ def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
         (1, {"restart_delay": -1.0}, "restart_delay"),
         (1, {"max_staleness": -1}, "max_staleness"),
         (1, {"on_stale": "panic"}, "on_stale"),
-        (1, {"scheme": "shared"}, "scheme"),
+        (1, {"scheme": "rpc"}, "scheme"),
+        (1, {"actor_options": {"num_cpus": 1}}, "actor_options"),
+        (1, {"scheme": "ray"}, "ctx"),
+        (1, {"scheme": "distributed", "max_restarts": 1}, "run, max_restarts, ctx"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make: Make, count: int, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         make(workers.act, count, **options)
+
+
+def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError, match="max_restarts, name"):
+        WorkerGroup(workers.act, model, 1, scheme="ray", actor_options={"name": "one", "max_restarts": 1})
+
+
+@pytest.mark.gloo
+def test_each_rank_is_told_what_it_has_to_call(model: nn.Module, request: pytest.FixtureRequest) -> None:
+    for call in (lambda: WorkerGroup(None, model, scheme="distributed"), lambda: run_worker(workers.act, model)):
+        with pytest.raises(ConfigurationError, match="init_process_group"):
+            call()
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    with pytest.raises(ConfigurationError, match="rank 0 of 1: rank 0 makes the WorkerGroup"):
+        WorkerGroup(None, model, scheme="distributed")
+    with pytest.raises(ConfigurationError, match="rank 0, the trainer"):
+        run_worker(workers.act, model)
+    for _ in range(2):  # a call that nobody has answered counts for nothing
+        with pytest.raises(AckTimeoutError, match="WorkerGroup number 1 "):
+            ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
 
 
 def test_a_model_that_cannot_be_copied_is_refused_with_the_way_out(forkserver: ForkServerContext) -> None:

@@ -16,6 +16,8 @@ from weightsync.testing import FakeClock
 class Process:
     """A process that lives until it is killed."""
 
+    fate = "killed"
+
     def __init__(self) -> None:
         self.dead = False
 
@@ -62,7 +64,7 @@ class Lives:
         assert restarts == len(self.processes)
         self.processes.append(Process())
         self.channels.append(Channel())
-        made: Any = (self.processes[-1], self.channels[-1])
+        made: Any = (self.processes[-1], self.channels[-1], lambda version: None)
         return Running(*made)
 
 

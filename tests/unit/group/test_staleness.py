@@ -6,13 +6,12 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.context import ForkServerContext
 
 import group_workers as workers
 import pytest
-from torch import nn
+from conftest import RANKS, RAY, SHARED, Make
 
-from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup
+from weightsync import OnStale, SenderClosed, StaleWeightsError
 from weightsync.clock import Deadline
 from weightsync.group.steps import Announced, Staleness, Steps
 
@@ -35,6 +34,12 @@ class Receiver:
     def receive(self, timeout: float) -> bool:
         self.waited.set()
         return self.go.wait(timeout)
+
+
+OVER_TCP = [
+    pytest.param("ranks", OnStale.RAISE, marks=RANKS.marks),
+    pytest.param("ray", OnStale.BLOCK, marks=RAY.marks),
+]
 
 
 def steps_of(
@@ -88,18 +93,12 @@ def test_an_older_announcement_takes_nothing_back() -> None:
     assert announced.version == 3
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return workers.policy()
-
-
-@pytest.mark.parametrize("on_stale", OnStale)
-def test_a_worker_process_begins_no_step_that_is_too_old(
-    model: nn.Module, forkserver: ForkServerContext, on_stale: OnStale
-) -> None:
+@pytest.mark.parametrize(
+    ("make_over", "on_stale"), [(SHARED, each) for each in OnStale] + OVER_TCP, indirect=["make_over"]
+)
+def test_a_worker_begins_no_step_that_is_too_old(make_over: Make, on_stale: OnStale) -> None:
     """The worker holds version 1 in a step while version 2 is dispatched, which it can serve only after that step."""
-    group = WorkerGroup(workers.hold_a_step, model, 1, ctx=forkserver, capacity=1, max_staleness=0, on_stale=on_stale)
-    with group:
+    with make_over(workers.hold_a_step, capacity=1, max_staleness=0, on_stale=on_stale) as group:
         group.wait_async()
         while not group._members.results:  # it is in its step, and cannot leave it before that result is taken
             group._members.wait(Deadline(0.01))

@@ -97,7 +97,7 @@ def test_g10_ack_and_nack_give_up_and_the_update_stays_pending(served: Pair) -> 
 
 
 def test_g10_register_model_gives_up_and_keeps_the_model(served: Pair) -> None:
-    with hours(60), pytest.raises(ModelBusyError):
+    with hours(60), pytest.raises(ModelBusyError, match=r"^register_model\(\): other threads served the model"):
         served.receiver.register_model(small())
 
     assert served.receiver.model is served.model

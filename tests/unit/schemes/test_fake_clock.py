@@ -13,7 +13,7 @@ from hours import hours
 
 from weightsync import AckTimeoutError, State
 from weightsync import clock as timing
-from weightsync.clock import Deadline, Stopwatch, new_incarnation
+from weightsync.clock import Deadline, Stopwatch, new_incarnation, wall_time
 from weightsync.testing import FakeClock
 
 #: The machine's seconds that show that somebody waits.
@@ -76,8 +76,9 @@ def test_what_waits_for_an_outstanding_update_has_one_deadline_with_its_own(pair
 
 
 def test_time_stands_still_and_begins_where_the_machines_is() -> None:
-    before = time.monotonic()
+    before, since_the_epoch = time.monotonic(), time.time()
     with FakeClock() as clock:
+        assert since_the_epoch <= wall_time() <= time.time()
         deadline, stopwatch = Deadline(10), Stopwatch()
         time.sleep(0.02)
         assert (deadline.remaining, stopwatch.seconds, deadline.passed) == (10, 0.0, False)

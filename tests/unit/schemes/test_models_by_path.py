@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from fleet import PATIENCE
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, RefusedError, WeightReceiver
+from weightsync.testing import FakeClock
 
 
 class Actor:
@@ -72,6 +75,30 @@ def test_g2_a_module_that_was_replaced_gets_the_next_version(pair: Any) -> None:
     assert held(first) == {1.0}
     assert pair.receiver.model is pair.actor.policy
     assert pair.receiver.version == 2
+
+
+def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_replaced(pair: Any) -> None:
+    send(pair, 1.0)
+    serving, over = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with pair.receiver.serving():
+            serving.set()
+            over.wait(PATIENCE)
+
+    with ThreadPoolExecutor(1) as beside:
+        served = beside.submit(serve)
+        serving.wait(PATIENCE)
+        first, pair.actor.policy = pair.actor.policy, filled(0.0)
+        pair.sender.send_async()
+        with FakeClock():
+            assert pair.receiver.receive(timeout=0) is False
+        assert not served.done()
+        over.set()
+    assert pair.receiver.receive(timeout=PATIENCE) is True
+
+    assert (pair.receiver.model, pair.receiver.version) == (pair.actor.policy, 2)
+    assert held(first) == held(pair.actor.policy) == {1.0}
 
 
 def test_g2_a_module_with_other_weights_serves_no_version_until_the_next(pair: Any) -> None:

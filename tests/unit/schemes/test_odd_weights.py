@@ -54,8 +54,8 @@ class Odd(nn.Module):
 
 
 def wide(seed: int = 0) -> Odd:
-    """Large enough for a segment."""
-    return Odd(seed, rows=4096)
+    """Large enough for a segment: a megabyte."""
+    return Odd(seed, rows=512)
 
 
 def bits(module: nn.Module) -> dict[str, Any]:

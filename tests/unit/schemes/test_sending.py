@@ -772,11 +772,21 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
 
     assert never == (
         "never connected; no version of ours is known to be served; it was never heard from; "
-        "it has not read all that was sent to it"
+        "it has not read all that was sent to it; "
+        "is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?"
     )
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"
     assert read == answered + "it has read the update"
+
+
+def test_a_worker_whose_process_was_never_started_is_named_with_what_to_do(scheme_class: Any) -> None:
+    (ours, theirs), process = multiprocessing.Pipe(), multiprocessing.Process(target=print)
+    with ours, theirs, scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours], processes=[process], model=small(1.0))
+        report = scheme.get_sender().send(timeout=0, on_failure="report")
+
+    assert report[0].reason.endswith("; its process was not started: call start() on it")
 
 
 # ------------------------------------------------------- a worker that dies before it has connected is noticed
@@ -865,7 +875,7 @@ def test_a_clean_end_of_the_trainer_is_distinguished_from_a_crash(pair: Pair, sc
     closed = end_of(pair.receiver)
     crashed_pair = Pair(scheme_class)
     crashed_pair.sync()
-    crashed_pair.sender._driver._links[1][1].close()
+    crashed_pair.sender._driver._links[1].link.close()
     crashed = end_of(crashed_pair.receiver)
     crashed_pair.close()
 

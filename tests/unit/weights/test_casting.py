@@ -37,6 +37,7 @@ def mixed() -> dict[str, Tensor]:
         "wide": torch.randn(7, dtype=torch.float64),
         "strided": torch.randn(5, 3).t(),
         "scalar": torch.tensor(-0.0),
+        "large": torch.randn(20_000),  # of a size at which bytes are moved, if the dtype stays
         "empty": torch.empty(0, 4),
         "half": torch.randn(3).half(),
         "brain": torch.randn(9).bfloat16(),

@@ -124,7 +124,7 @@ def test_a_parameter_freed_after_the_target_was_made_is_refused_and_served_again
     bias, staged = worker.bias.tolist(), target.stage(*update)
     worker.weight.untyped_storage().resize_(left)
 
-    for act in (lambda: target.stage(*update), lambda: target.swap(staged), target.digest):
+    for act in (lambda: target.swap(target.stage(*update)), lambda: target.swap(staged), target.digest):
         with pytest.raises(LayoutError, match=r"'weight' was freed or shrunk"):
             act()
     assert worker.bias.tolist() == bias
@@ -211,7 +211,7 @@ def test_a_parameter_that_changes_its_form_without_moving_is_noticed(mode: Mode,
     staged = target.stage(*update)
     worker["x"].data = change(worker["x"])
 
-    for act in (lambda: target.stage(*update), lambda: target.swap(staged)):
+    for act in (lambda: target.swap(target.stage(*update)), lambda: target.swap(staged)):
         with pytest.raises(LayoutError, match="'x'"):
             act()
     assert worker["a"].tolist() == [0.0, 0.0, 0.0]

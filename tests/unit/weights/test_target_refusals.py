@@ -131,7 +131,7 @@ def test_a_parameter_replaced_by_one_without_memory_is_noticed(mode: Mode, value
     worker.weight = nn.Parameter(values)
 
     with pytest.raises(LayoutError, match="'weight'"):
-        target.stage(*update)
+        target.swap(target.stage(*update))
 
 
 @modes

@@ -104,7 +104,7 @@ def test_memory_that_comes_to_be_shared_later_is_noticed(mode: Mode) -> None:
     staged = target.stage(*update)
     module.b.data = module.a.data
 
-    for refused in (lambda: target.swap(staged), lambda: target.stage(*update)):
+    for refused in (lambda: target.swap(staged), lambda: target.swap(target.stage(*update))):
         with pytest.raises(LayoutError, match="'a', 'b' are tied"):
             refused()
 

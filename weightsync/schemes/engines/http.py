@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError, TransportError, WeightSyncErro
 CONNECT_SECONDS: Final = 5.0
 #: How much of an engine's error is quoted.
 _QUOTED: Final = 2000
-#: Statuses of calls that were turned away at the door: the engine has begun nothing.
+#: Statuses of calls that were turned away: the engine has begun nothing.
 _AT_THE_DOOR: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
 
 

@@ -91,7 +91,7 @@ class SendingScheme(Protocol):
 
 
 class EngineSender:
-    """Sends a model's weights by a transport, and tells its collectors.
+    """Sends a model's weights by a transport, and notifies its collectors.
 
     Args:
         scheme: gives the strategy.

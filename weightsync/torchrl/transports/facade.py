@@ -288,7 +288,7 @@ class TransportFacade(abc.ABC):
         Raises:
             StateError: the transport is closed.
             ConfigurationError: the transport does not receive, or was not given an address to listen at.
-            LayoutError: the weights do not fit ``weights`` or the model, which are unchanged; the sender was told.
+            LayoutError: the weights do not fit ``weights`` or the model, which are unchanged; the sender was notified.
             TransportError: the sender is gone.
         """
         if not self._receives:
@@ -311,7 +311,7 @@ class TransportFacade(abc.ABC):
         """Ack the update that was received last: the sender's outcome rests on the evidence `CALL`.
 
         Args:
-            message: "updated": the weights are applied. Any other text tells the sender that they are not, unless its
+            message: "updated": the weights are applied. Any other text says that they are not, unless its
                 `check_ack` expects that text.
 
         Raises:

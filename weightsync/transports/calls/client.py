@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, Update
-from weightsync.transports.base import Received, Remarks
+from weightsync.transports.base import Received, Remarks, SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.wakeup import WakeableLink
 
@@ -45,7 +45,7 @@ class CallClient(Protocol):
         """Begin no further calls. Calls in flight are not waited for."""
 
 
-class CallLink(WakeableLink, Remarks):
+class CallLink(WakeableLink, Remarks, SharesMemory):
     """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract."""
 
     delivery = Delivery.ORDERED
@@ -61,6 +61,10 @@ class CallLink(WakeableLink, Remarks):
     def remark(self) -> str:
         """Why the worker does not answer: see `Remarks`."""
         return self._remarked()
+
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether the worker maps the payload's memory: see `SharesMemory.shares`."""
+        return isinstance(self._call_client, SharesMemory) and self._call_client.shares(payload, nbytes)
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Begin the call that carries a message: see `Link.send`."""

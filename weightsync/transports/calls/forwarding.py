@@ -11,12 +11,13 @@ from typing import Any
 
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Message
+from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallClient
 from weightsync.transports.calls.without_receiver import RefusingClient, another_model
 
 
-class ForwardingClient:
+class ForwardingClient(SharesMemory):
     """Asks at the first message whether our receiver listens, and passes all messages to the fitting call client.
 
     Args:
@@ -34,6 +35,10 @@ class ForwardingClient:
         self._chosen: CallClient | None = None
         self._failure: BaseException | None = None
         self._waiting: deque[tuple[Message, Buffer | None, Answers]] = deque()
+
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether the worker maps the payload's memory; no, before it is known which call client is called."""
+        return isinstance(self._chosen, SharesMemory) and self._chosen.shares(payload, nbytes)
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message, once the call client is known: see `CallClient.start`."""

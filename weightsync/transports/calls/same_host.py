@@ -12,11 +12,12 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, Self
 
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
-from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Ack, Hello, Message, Refusal, SlotRef, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Mapping, NoRoom, Pins, Segment
 from weightsync.transports.pipe.link import MAX_SEGMENTS
@@ -89,14 +90,28 @@ class SharedPayloads:
         self._pins = Pins()
         self._reached = False
         self._shares = False
+        #: The payload that is to be sent next, and whether the worker maps it.
+        self._decided: tuple[Buffer, bool] | None = None
 
-    def place(self, update: Update, payload: Buffer | None) -> Place | None:
-        """The place of an update's payload, which is pinned from now on; None: the call must carry it."""
+    def shares(self, payload: Buffer) -> bool:
+        """Whether the worker maps a payload. The answer stays the same until `place` is called."""
         with self._lock:
-            if not self._shares or payload is None or payload.segment is None:
-                return None
+            if self._decided is None or self._decided[0] is not payload:
+                self._decided = payload, self._shares and payload.segment is not None
+            return self._decided[1]
+
+    def place(self, update: Update, payload: Buffer | None) -> tuple[Update, Place | None]:
+        """The update with its slot, and the place of its payload, which is pinned from now on.
+
+        The update unchanged and None if `shares` did not promise that the worker maps it: the call must carry it.
+        """
+        with self._lock:
+            decided, self._decided = self._decided, None
+            if payload is None or payload.segment is None or decided != (payload, True):
+                return update, None
             self._pins.hold(update, payload)
-            return Place.of(payload.segment)
+            slot = SlotRef(segment=payload.segment.number, seal=payload.segment.sealed())
+            return replace(update, slot=slot), Place.of(payload.segment)
 
     def without_mark(self, frames: Sequence[bytes]) -> Sequence[bytes]:
         """The frames of a call's result, without the worker's remark that it reaches our memory."""
@@ -143,8 +158,7 @@ class MappedPlaces:
             self._mappings.popitem(last=False)
         if mapping.nbytes < update.nbytes:
             raise codec.malformed(f"{update.nbytes} bytes in a segment of {mapping.nbytes}", b"")
-        # Without its slot: the worker copies out, so it never writes there, and verifies the digest of what it reads.
-        return Received(update, mapping.view[: update.nbytes])
+        return Received(update, mapping.view[: update.nbytes], mapping)
 
     def clear(self) -> None:
         """Drop all mappings, except those that something still uses."""

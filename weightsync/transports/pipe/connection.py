@@ -46,7 +46,7 @@ def socket_of(connection: Connection[Any, Any]) -> socket.socket:
         TransportError: no file descriptor is left.
     """
     if not isinstance(connection, Connection):
-        raise ConfigurationError(f"A {type(connection).__name__} is not a connection: {PLEASE}.")
+        raise ConfigurationError(f"An object of type {type(connection).__name__} is not a connection: {PLEASE}.")
     if connection.closed:
         raise ConfigurationError("The connection is closed.")
     two_way = connection.readable and connection.writable
@@ -109,10 +109,10 @@ class Channel:
         self.connection = connection
         self._lock = threading.Lock()
         self._socket: socket.socket | None = sock
+        #: Whether shared memory can be passed over this connection.
+        self.passes_descriptors = sock.family == socket.AF_UNIX
         self._inflow = Inflow(sock)
-        self._outflow = Outflow(sock)
-        #: The frames that were not written whole.
-        self.queue = self._outflow.queue
+        self.outlet = Outflow(sock)
         self._sorter = Sorter()
         self._watch: ProcessWatch | None = None
         self._deaf: Failure | None = None
@@ -133,12 +133,6 @@ class Channel:
                     warn_exposed("A connection given as a pipe goes to another host", AUTHKEY)
                 channel = _channels[id(connection)] = cls(connection, sock)
             return channel
-
-    @property
-    def passes_descriptors(self) -> bool:
-        """Whether shared memory can be passed over this connection."""
-        with self._lock:
-            return self._socket is not None and self._socket.family == socket.AF_UNIX
 
     @property
     def peer_is_dead(self) -> bool:
@@ -162,42 +156,35 @@ class Channel:
             if self._sorter.leave(box) and not self._sorter:
                 self._close()
 
-    def put(self, frame: Outgoing, peer: str) -> None:
-        """Queue a frame and write what fits.
+    def write(self, peer: str, frame: Outgoing | None = None) -> bool:
+        """Queue a frame, if one is given, and write what fits; True once nothing is left.
 
         Raises TransportError: the connection is dead or closed; the frame will never arrive.
         """
         with self._lock:
-            self._outflow.queue.append(frame)
-            self._write(peer)
-
-    def flush(self, peer: str) -> bool:
-        """Write what fits; True once nothing is left. Raises TransportError: the connection is dead or closed."""
-        with self._lock:
-            if not self._outflow.queue and self._outflow.broken is None and self._socket is not None:
+            if frame is None and self.outlet.idle and self._socket is not None:
                 return True
-            return self._write(peer)
-
-    def _write(self, peer: str) -> bool:
-        if self._socket is None or self.connection.closed:
-            self._outflow.clear()
-            raise (self._deaf or lost("is closed"))(peer)
-        try:
-            return self._outflow.write()
-        except OSError as error:
-            raise TransportError(f"Cannot write to {peer}: {error.strerror}.") from error
+            if self._socket is None or self.connection.closed:
+                self.outlet.clear()
+                if frame is not None:
+                    frame.end()
+                raise (self._deaf or lost("is closed"))(peer)
+            try:
+                return self.outlet.write(frame)
+            except OSError as error:
+                raise TransportError(f"Cannot write to {peer}: {error.strerror}.") from error
 
     def wants_write(self) -> int | None:
         """The socket's descriptor while something is queued."""
         with self._lock:
-            return self._socket.fileno() if self._outflow.queue and self._socket else None
+            return self._socket.fileno() if self.outlet.queue and self._socket else None
 
     def all_read(self) -> bool | None:
         """Whether the other end has read everything; None: unknown, since only sockets of this host show it."""
         with self._lock:
-            if self._socket is None or self._socket.family != socket.AF_UNIX:
+            if self._socket is None or not self.passes_descriptors:
                 return None
-            return not self._outflow.queue and not unread_nbytes(self._socket)
+            return not self.outlet.queue and not unread_nbytes(self._socket)
 
     def waitables(self) -> list[int]:
         """Descriptors that are readable when there is something to read, or the peer is dead."""
@@ -207,8 +194,8 @@ class Channel:
                 found.append(self._watch.fd)
             return found
 
-    def watch(self, pid: int, started: int) -> None:
-        """Count the connection as ended once that process is dead.
+    def watch(self, pid: int, started: int, box: Mailbox) -> None:
+        """Count the connection as ended once that process is dead. The links of other mailboxes than ``box`` wake.
 
         Raises TransportError: the process cannot be watched.
         """
@@ -219,8 +206,7 @@ class Channel:
             if self._watch is not None:
                 self._watch.close()
             self._watch = watch
-            if watch.dead:
-                self._sorter.signal_all()
+            self._sorter.signal_all(None if watch.dead else box)
 
     def collect(self, box: Mailbox) -> list[Frame]:
         """Read what is there, and take out the frames for ``box``.
@@ -247,9 +233,8 @@ class Channel:
             logger.warning(
                 "model %r: a sender's handshake arrived and was not accepted: %s", told.model_id, told.reason
             )
-            self._outflow.put(Outgoing(framed(told)))
             with contextlib.suppress(OSError):  # the next write reports it
-                self._outflow.write()
+                self.outlet.write(Outgoing(framed(told)))
 
     def user_waker(self) -> Waker:
         """Fired when another reader of the connection has read one of the user's messages."""
@@ -300,11 +285,8 @@ class Channel:
         if self._deaf is not None:
             return
         self._reading = True
-        # Checked before reading: everything that the peer wrote before its death is then there.
-        dead = self._watch is not None and self._watch.dead
         try:
-            if self._drain(reader, dead) and self._watch is not None:
-                self._fail(lost(f"has ended: process {self._watch.pid} is dead"))
+            self._drain(reader)
         except EOFError as error:
             self._fail(lost("was closed by the other end", error))
         except ProtocolError as error:
@@ -313,18 +295,24 @@ class Channel:
             self._fail(lost(f"broke ({error})", error))
         self._reading = False
 
-    def _drain(self, reader: Mailbox | None, dead: bool) -> bool:
-        """Read for a bounded time; whether the last messages of a dead peer have all been read."""
+    def _drain(self, reader: Mailbox | None) -> None:
+        """Read for a bounded time. A peer is found dead once nothing is left to read, not before."""
+        inflow, dead = self._inflow, self._watch is not None and self._watch.found_dead
         for _ in range(_ROUNDS):
             try:
-                more = self._inflow.read()
+                more = inflow.read()
             except BlockingIOError:
-                return dead
-            while (frame := self._inflow.next()) is not None:
+                if self._watch is None or not self._watch.dead:
+                    return
+                if dead:
+                    self._fail(lost(f"has ended: process {self._watch.pid} is dead"))
+                    return
+                dead = True  # read once more: what it wrote just before its death may have come since
+                continue
+            while (inflow.end or inflow.filling) and (frame := inflow.next()) is not None:
                 self._sorter.sort(frame, reader)
-            if not more and not dead:
-                return False
-        return False
+            if not (more or dead):
+                return
 
     def _fail(self, why: Failure) -> None:
         self._deaf = why
@@ -334,7 +322,7 @@ class Channel:
     def _close(self) -> None:
         if not self.connection.closed:
             with contextlib.suppress(OSError):
-                self._outflow.write()
+                self.outlet.write()
         self._release()
         self._fail(lost("is closed"))
         # The user can read the rest of its messages as long as the connection object exists.
@@ -343,9 +331,10 @@ class Channel:
             self.connection.close()
 
     def _release(self) -> None:
-        self._outflow.clear()
+        self.outlet.clear()
         self._inflow.close()
         self._sorter.clear()
+        self.passes_descriptors = False
         if self._socket is not None:
             self._socket.close()
             self._socket = None

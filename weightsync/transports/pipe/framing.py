@@ -18,9 +18,9 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final, NamedTuple
 
+from weightsync.errors import ProtocolError
 from weightsync.protocol import codec
 from weightsync.protocol.codec import MAGIC, Readable
 from weightsync.protocol.messages import Message, SlotRef, Update
@@ -28,11 +28,12 @@ from weightsync.transports.buffers import NoRoom, anonymous
 
 #: GLOBAL weightsync.errors.raw_pipe, EMPTY_TUPLE, REDUCE, STOP.
 PREAMBLE: Final = b"cweightsync.errors\nraw_pipe\n)R."
+_PREAMBLE_NBYTES: Final = len(PREAMBLE)
 
 
-def framed(message: Message, descriptors: int = 0) -> bytes:
+def framed(message: Message) -> bytes:
     """A message's control part as it is sent over a pipe."""
-    return PREAMBLE + codec.encode(message, descriptors)
+    return PREAMBLE + codec.encode(message)
 
 
 #: The largest control part that is kept. Larger ones carry a layout or extra state, which is encoded elsewhere.
@@ -43,23 +44,33 @@ class _FramedUpdates:
     """How the last update was framed: a sender gives the same one to the links of all its workers."""
 
     def __init__(self) -> None:
-        self._last: tuple[Update, SlotRef | None, int, bytes] | None = None
+        self._last: tuple[Update, int, int, bytes] | None = None
 
-    def __call__(self, update: Update, slot: SlotRef | None = None, descriptors: int = 0) -> bytes:
+    def known(self, update: Update, number: int = 0, descriptors: int = 0) -> bytes | None:
+        """An update's control part, if it was the last that was made; None: it was not.
+
+        Args:
+            number: that of the slot that its payload lies in, which holds no other as long as this version is sent;
+                0: the payload follows inline.
+        """
+        last = self._last
+        if last is not None and last[0] is update and last[1] == number and last[2] == descriptors:
+            return last[3]
+        return None
+
+    def make(self, update: Update, slot: SlotRef | None = None, descriptors: int = 0) -> bytes:
         """An update's control part as it is sent over a pipe.
 
         Args:
-            slot: the segment that holds its payload; None: the payload follows inline.
+            slot: where its payload lies; None: it follows inline.
         """
-        last = self._last
-        if last is not None and last[0] is update and last[1] == slot and last[2] == descriptors:
-            return last[3]
-        control = framed(update if slot is None else replace(update, slot=slot), descriptors)
-        self._last = (update, slot, descriptors, control) if len(control) <= _KEPT_NBYTES else None
+        control = PREAMBLE + codec.encode(update, descriptors, slot)
+        number = 0 if slot is None else slot.segment
+        self._last = (update, number, descriptors, control) if len(control) <= _KEPT_NBYTES else None
         return control
 
 
-framed_update: Final = _FramedUpdates()
+framed_updates: Final = _FramedUpdates()
 
 
 def start_of_ours(content: Readable) -> int | None:
@@ -67,9 +78,9 @@ def start_of_ours(content: Readable) -> int | None:
 
     Frames without the preamble are ours too: an older release writes them, and gets the error that names its version.
     """
-    if bytes(content[: len(PREAMBLE)]) == PREAMBLE:
+    if content[: len(PREAMBLE)] == PREAMBLE:
         return len(PREAMBLE)
-    return 0 if bytes(content[: len(MAGIC)]) == MAGIC else None
+    return 0 if content[: len(MAGIC)] == MAGIC else None
 
 
 def may_be_ours(content: Readable) -> bool:
@@ -103,6 +114,10 @@ class Frame(NamedTuple):
     descriptors: tuple[int, ...]
     #: Why its payload or its descriptor could not be taken; empty: it was taken.
     untaken: str = ""
+
+
+#: The descriptors of a frame without any, and why they could not be taken.
+_UNCLAIMED: Final[tuple[tuple[int, ...], str]] = ((), "")
 
 
 class UserMessage(NamedTuple):
@@ -166,9 +181,11 @@ class Inflow:
         self._socket = sock
         self._chunk = memoryview(bytearray(_CHUNK_NBYTES))
         self._start = 0
-        self._end = 0
+        #: Where the chunk's bytes end that `next` has not used up; 0: there are none.
+        self.end = 0
         self._descriptors: deque[int] = deque()
-        self._filling: _Filling | None = None
+        #: The part of a frame that is being gathered; None: none is.
+        self.filling: _Filling | None = None
         self._head: codec.Head | None = None
         self._message: Message | None = None
         self._payload: memoryview | None = None
@@ -183,25 +200,27 @@ class Inflow:
             OSError: the connection broke.
             ProtocolError: more descriptors arrived than frames that name them.
         """
-        if self._filling is not None:
-            with self._filling.room() as room:
-                nbytes = self._receive(room)
-                self._filling.filled += nbytes
-                return nbytes == len(room)
-        if self._end == len(self._chunk):
+        filling = self.filling
+        if filling is None and self.end == len(self._chunk):
             self._compact()
-        room = self._chunk[self._end :]
-        nbytes = self._receive(room)
-        self._end += nbytes
-        return nbytes == len(room)
+        with self._chunk[self.end :] if filling is None else filling.room() as room:
+            nbytes, ancillary, flags, _ = self._socket.recvmsg_into([room], _ANCILLARY_NBYTES, _RECEIVE_FLAGS)
+            if ancillary or flags & _TRUNCATED:
+                self._keep_descriptors(ancillary, flags)
+            if nbytes == 0:
+                raise EOFError
+            if filling is None:
+                self.end += nbytes
+            else:
+                filling.filled += nbytes
+            return nbytes == len(room)
 
     def _compact(self) -> None:
-        kept = bytes(self._chunk[self._start : self._end])
+        kept = bytes(self._chunk[self._start : self.end])
         self._chunk[: len(kept)] = kept
-        self._start, self._end = 0, len(kept)
+        self._start, self.end = 0, len(kept)
 
-    def _receive(self, room: memoryview) -> int:
-        nbytes, ancillary, flags, _ = self._socket.recvmsg_into([room], _ANCILLARY_NBYTES, _RECEIVE_FLAGS)
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors = array.array("i")
@@ -212,25 +231,22 @@ class Inflow:
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             count = len(self._descriptors)
             raise codec.malformed(f"The peer passed {count} descriptors that no frame of its own names", b"")
-        if nbytes == 0:
-            raise EOFError
-        return nbytes
 
     def next(self) -> Frame | UserMessage | None:
         """The next whole frame that was read; None if there is none. Raises ProtocolError: the bytes are malformed."""
-        if self._filling is None:
-            if self._start == self._end:
+        if self.filling is None:
+            if self._start == self.end:
                 return None
             whole = self._whole()
             if whole is not None or not self._begin():
                 return whole
-        while self._filling is not None:
-            self._start += self._filling.take(self._chunk[self._start : self._end])
-            if self._start == self._end:
-                self._start = self._end = 0
-            if self._filling.missing:
+        while self.filling is not None:
+            self._start += self.filling.take(self._chunk[self._start : self.end])
+            if self._start == self.end:
+                self._start = self.end = 0
+            if self.filling.missing:
                 return None
-            whole = self._advance(self._filling)
+            whole = self._advance(self.filling)
             if whole is not None:
                 return whole
         return None
@@ -238,30 +254,32 @@ class Inflow:
     def _whole(self) -> Frame | UserMessage | None:
         """The frame at the head of the chunk if it is whole there, as most are."""
         content = self._start + _SHORT.size
-        if content > self._end:
+        if content > self.end:
             return None
         (nbytes,) = _SHORT.unpack_from(self._chunk, self._start)
-        if not 0 <= nbytes <= self._end - content:
+        if not 0 <= nbytes <= self.end - content:
             return None
         frame = self._chunk[content : content + nbytes]
         self._start = content + nbytes
-        if self._start == self._end:
-            self._start = self._end = 0
-        start = start_of_ours(frame)
+        if self._start == self.end:
+            self._start = self.end = 0
+        beginning: Readable = frame[:_PREAMBLE_NBYTES]
+        start = _PREAMBLE_NBYTES if beginning == PREAMBLE else start_of_ours(frame)
         if start is None:
             return UserMessage(bytearray(frame))
         frame = frame[start:]
-        head = _checked(frame, nbytes - start)
+        head = codec.peek(frame)
         control = codec.HEADER_NBYTES + head.body_nbytes
+        if control + head.payload_nbytes != nbytes - start:
+            raise _other_size(frame, nbytes - start)
         message = codec.decode_with(head, frame[:control])
         payload = memoryview(bytearray(frame[control:])) if head.payload_nbytes else None
-        if not head.descriptors:
-            return Frame(message, payload, ())
-        return Frame(message, payload, *self._claim(head, message, frame))
+        claimed = self._claim(head, message, frame) if head.descriptors else _UNCLAIMED
+        return tuple.__new__(Frame, (message, payload, *claimed))
 
     def _begin(self) -> bool:
         """Start on the frame at the head of the chunk, once enough of it is there to identify it."""
-        read = self._chunk[self._start : self._end]
+        read = self._chunk[self._start : self.end]
         if len(read) < _SHORT.size:
             return False
         skip, (nbytes,) = _SHORT.size, _SHORT.unpack_from(read)
@@ -279,21 +297,23 @@ class Inflow:
             skip, nbytes, content = skip + start, nbytes - start, content[start:]
             if len(content) < min(codec.HEADER_NBYTES, nbytes):
                 return False
-            self._head = _checked(content, nbytes)
+            self._head = codec.peek(content)
+            if self._head.control_nbytes + self._head.payload_nbytes != nbytes:
+                raise _other_size(content, nbytes)
             nbytes = self._head.control_nbytes
         self._start += skip
-        self._filling = _Filling(nbytes)
+        self.filling = _Filling(nbytes)
         return True
 
     def _advance(self, filled: _Filling) -> Frame | UserMessage | None:
         """Use a part that is now whole: the frame, or the wait for its payload."""
-        self._filling = None
+        self.filling = None
         if self._head is None:
             return UserMessage(filled.grown)
         if self._message is None:
             self._message = codec.decode_with(self._head, filled.grown)
             if self._head.payload_nbytes:
-                self._filling = self._payload_buffer(self._head.payload_nbytes)
+                self.filling = self._payload_buffer(self._head.payload_nbytes)
                 return None
         if isinstance(filled, _Skipping):
             frame = Frame(self._message, None, (), filled.why)
@@ -343,12 +363,8 @@ class Inflow:
                 os.close(descriptor)
 
 
-def _checked(content: memoryview, nbytes: int) -> codec.Head:
-    """The header at the start of ``content``, which belongs to a frame of ``nbytes`` bytes."""
-    head = codec.peek(content)
-    if codec.HEADER_NBYTES + head.body_nbytes + head.payload_nbytes != nbytes:
-        raise codec.malformed(f"A frame of {nbytes} bytes has a header with another size", content)
-    return head
+def _other_size(frame: memoryview, nbytes: int) -> ProtocolError:
+    return codec.malformed(f"A frame of {nbytes} bytes has a header with another size", frame)
 
 
 def _unused(memory: mmap.mmap) -> bool:
@@ -385,37 +401,30 @@ class Outgoing:
         following = payload.nbytes if payload is not None else 0
         nbytes = len(control) + following
         prefix = _SHORT.pack(nbytes) if nbytes <= _SHORT_MAX else _LONG.pack(-1, nbytes)
-        self._pieces = [memoryview(prefix + control)]
+        #: What is left to be written.
+        self.pieces = [memoryview(prefix + control)]
+        self.nbytes = len(prefix) + nbytes
         if payload is not None and following:
-            self._pieces.append(payload.cast("B"))
-        self._descriptors = descriptors
+            self.pieces.append(payload.cast("B"))
+        #: What is passed with the next byte.
+        self.descriptors = descriptors
         self._keep = keep
         self._done = done
         self.over = False
 
-    def write(self, sock: socket.socket) -> bool:
-        """Write once; True when the whole frame was written.
-
-        Raises:
-            BlockingIOError: there is no room now.
-            OSError: the connection broke.
-        """
-        ancillary = []
-        if self._descriptors:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._descriptors))]
-        nbytes = sock.sendmsg(self._pieces, ancillary, _SEND_FLAGS)
-        self._descriptors = ()
-        while self._pieces and nbytes >= len(self._pieces[0]):
-            nbytes -= len(self._pieces.pop(0))
-        if self._pieces:
-            self._pieces[0] = self._pieces[0][nbytes:]
-            return False
-        return True
+    def taken(self, nbytes: int) -> None:
+        """Record that the socket has taken so many bytes more, but not all, and the descriptors."""
+        self.nbytes -= nbytes
+        self.descriptors = ()
+        while self.pieces and nbytes >= len(self.pieces[0]):
+            nbytes -= len(self.pieces.pop(0))
+        if self.pieces:
+            self.pieces[0] = self.pieces[0][nbytes:]
 
     def end(self) -> None:
         """Record that it was written, or never will be."""
         self.over = True
-        self._pieces.clear()
+        self.pieces.clear()
         if self._done is not None:
             self._done()
 
@@ -429,17 +438,21 @@ class Outflow:
         self.queue: deque[Outgoing] = deque()
         #: Number and text of the error that broke it. The error itself would keep the frames of its traceback alive.
         self.broken: tuple[int, str] | None = None
+        #: Whether nothing is left to be written, and it is not broken.
+        self.idle = True
         self._midway = False
 
-    def put(self, frame: Outgoing) -> None:
-        """Queue a frame after all others."""
-        self.queue.append(frame)
+    def write(self, frame: Outgoing | None = None) -> bool:
+        """Queue a frame after all others, if one is given, and write what there is room for.
 
-    def write(self) -> bool:
-        """Write what there is room for; True when nothing is left.
+        Returns:
+            Whether nothing is left.
 
         Raises OSError: the connection broke, now or before. What was not written never will be.
         """
+        self.idle = False
+        if frame is not None:
+            self.queue.append(frame)
         if self._midway:
             # An exception from outside, such as KeyboardInterrupt, came between writing and counting the bytes.
             self.broken = errno.EINTR, "interrupted in the middle of a frame"
@@ -450,8 +463,15 @@ class Outflow:
             for _ in range(_ROUNDS):
                 if not self.queue:
                     break
-                if self.queue[0].write(self._socket):
+                first = self.queue[0]
+                ancillary = []
+                if first.descriptors:
+                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.descriptors))]
+                nbytes = self._socket.sendmsg(first.pieces, ancillary, _SEND_FLAGS)
+                if nbytes == first.nbytes:
                     self.queue.popleft().end()
+                else:
+                    first.taken(nbytes)
         except BlockingIOError:
             pass
         except OSError as error:
@@ -460,7 +480,8 @@ class Outflow:
             self.clear()
             raise
         self._midway = False
-        return not self.queue
+        self.idle = not self.queue
+        return self.idle
 
     def clear(self) -> None:
         """Drop what was not written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final, Protocol
@@ -18,18 +18,18 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, SlotRef, Update
-from weightsync.transports.base import Payloads, Received, Remarks, SharesMemory, TellsWhatIsRead
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapping, NoRoom, Pins
-from weightsync.transports.device import CarriesDevices, DeviceBuffer, OnDevice, Opener, Reach
+from weightsync.transports.base import CarriesDeltas, Payloads, Received, Remarks, SharesMemory, Steady, TellsWhatIsRead
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapping, NoRoom, Pins, Segment
+from weightsync.transports.device import CarriesDevices, DeviceBuffer, DeviceSlot, OnDevice, Opener, Reach
 from weightsync.transports.pipe.connection import Channel
-from weightsync.transports.pipe.framing import Frame, Outgoing, framed, framed_update
+from weightsync.transports.pipe.framing import Frame, Outgoing, framed, framed_updates
 from weightsync.transports.pipe.mailbox import discard, unmet_reason
 from weightsync.transports.pipe.user_messages import UserMessages
 
 logger = logging.getLogger("weightsync")
 
 
-class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
+class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDeltas, Steady):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object, which is closed with the last of them. Until then only
@@ -60,6 +60,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
         self._payloads = payloads
         self._channel = Channel.of(connection)
         self._box = self._channel.register(model_id, peer)
+        self.outlet = self._channel.outlet
         self._named = Named()
         self._mapped = Mapped(opener)
         self._reach = Reach(peer)
@@ -82,9 +83,9 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
         if self._closed:
             raise self._no_longer()
         if not isinstance(message, Update) or not message.nbytes:
-            self._channel.put(Outgoing(framed(message)), self._peer)
-        elif payload is None or payload.nbytes < message.nbytes:
-            raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
+            self._channel.write(self._peer, Outgoing(framed(message)))
+        elif payload is None:
+            raise _without(message)
         elif self.shares(payload, message.nbytes):
             self._send_shared(message, payload)
         else:
@@ -102,38 +103,40 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
     def _reaches(self, payload: DeviceBuffer) -> bool:
         return payload.slot.memory.identity in self.reached
 
-    def _slot_of(self, payload: Buffer) -> tuple[Numbered, SlotRef]:
-        """Where the worker finds a payload that it maps."""
-        if isinstance(payload, DeviceBuffer) and self._reaches(payload):
-            return payload.slot, payload.slot.ref
-        segment = payload.segment
-        assert segment is not None
-        return segment, SlotRef(segment=segment.number, seal=segment.sealed())
-
     def _send_inline(self, message: Update, payload: Buffer) -> None:
+        control = framed_updates.known(message)
+        if control is None:
+            _require_whole(message, payload)
+            control = framed_updates.make(message)
         token = object()
         done = partial(payload.unpin, token)
-        frame = Outgoing(framed_update(message), payload.view[: message.nbytes], done=done)
+        frame = Outgoing(control, payload.view[: message.nbytes], done=done)
         payload.pin(token)
         self._pins.hold(message, None)
-        self._channel.put(frame, self._peer)
+        self._channel.write(self._peer, frame)
 
     def _send_shared(self, message: Update, payload: Buffer) -> None:
-        slot, ref = self._slot_of(payload)
-        if ref.device:
-            self._reach.used(message)
+        on_device = isinstance(payload, DeviceBuffer) and self._reaches(payload)
+        slot: Segment | DeviceSlot | None = payload.slot if on_device else payload.segment  # type: ignore[attr-defined]
+        assert slot is not None
         descriptors = self._named.missing(slot)
-        frame = Outgoing(framed_update(message, ref, len(descriptors)), descriptors=descriptors, keep=payload)
+        control = framed_updates.known(message, slot.number, len(descriptors))
+        if control is None:
+            _require_whole(message, payload)
+            control = framed_updates.make(message, _ref_of(slot), len(descriptors))
+        frame = Outgoing(control, descriptors=descriptors, keep=payload)
         self._named.name(slot, message)
         # Held even if the link turns out to be dead: an earlier frame may have shared the same version.
         self._pins.hold(message, payload)
-        self._channel.put(frame, self._peer)
+        if on_device:
+            self._reach.used(message)
+        self._channel.write(self._peer, frame)
 
     def flush(self) -> bool:
         """Write as much as possible of what is queued: see `Link.flush`."""
         if self._closed:
             raise self._no_longer()
-        return self._channel.flush(self._peer)
+        return self._channel.write(self._peer)
 
     def receive(self) -> list[Received]:
         """All whole messages that have arrived: see `Link.receive`."""
@@ -145,22 +148,22 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
         if not frames:
             return []
         received: list[Received] = []
-        frames = [frame for frame in frames if not self._is_remark(frame.message)]
+        left = deque(frames)
         try:
-            for frame in frames:
-                message = frame.message
-                slot = message.slot if isinstance(message, Update) else None
-                received.append(
-                    Received(message, frame.payload, untaken=frame.untaken) if slot is None else self._open(frame, slot)
-                )
-                if isinstance(message, Ack | Refusal):
+            while left:
+                frame = left.popleft()
+                message, self._remark = frame.message, ""
+                if isinstance(message, Update) and message.slot is not None:
+                    received.append(self._open(frame, message.slot))
+                    continue
+                if isinstance(message, Ack):
                     self._pins.answered(message)
-                    self._named.answered(message)
-                if isinstance(message, Hello | Refusal):
-                    self._reach.answered(message)
+                elif isinstance(message, Hello | Refusal) and self._is_remark(message):
+                    continue
+                received.append(Received(message, frame.payload, None, frame.untaken))
         except (ProtocolError, TransportError) as error:
             self._broken = error
-            discard(frames[len(received) + 1 :])
+            discard(left)
             if not received:
                 raise
             # Earlier messages are delivered now and the error at the next call, so the wait before that must end.
@@ -172,12 +175,18 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
         """What others than the worker reported about this link: see `Remarks`."""
         return self._remark
 
-    def _is_remark(self, message: Message) -> bool:
-        reason = unmet_reason(message) if isinstance(message, Refusal) else ""
-        if reason:
-            logger.warning("model %r: %s did not accept the handshake: %s", self._box.model_id, self._peer, reason)
-        self._remark = reason
-        return bool(reason)
+    def _is_remark(self, message: Hello | Refusal) -> bool:
+        """Process what the worker has told; whether it is a remark, and no message to the driver."""
+        if isinstance(message, Refusal):
+            self._remark = unmet_reason(message)
+            if self._remark:
+                told = self._box.model_id, self._peer, self._remark
+                logger.warning("model %r: %s did not accept the handshake: %s", *told)
+                return True
+            self._pins.answered(message)
+            self._named.answered(message)
+        self._reach.answered(message)
+        return False
 
     def _open(self, frame: Frame, slot: SlotRef) -> Received:
         """The message of a frame whose payload is in a segment."""
@@ -190,7 +199,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
             raise codec.malformed(f"{nbytes} bytes in a segment of {mapping.nbytes}", b"")
         if not isinstance(mapping, Mapping):
             return Received(message, slot=mapping, on_device=mapping)
-        return Received(message, mapping.view[:nbytes], mapping)
+        return Received(message, mapping.lend(nbytes), mapping)
 
     @property
     def opens(self) -> bool:
@@ -200,7 +209,13 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
     @property
     def reached(self) -> frozenset[bytes]:
         """The devices whose slots the other end can open: see `CarriesDevices`."""
-        return self._reach.devices if self._channel.passes_descriptors else frozenset()
+        shares = self._payloads is Payloads.SHARED and self._channel.passes_descriptors
+        return self._reach.devices if shares else frozenset()
+
+    @property
+    def carries_deltas(self) -> bool:
+        """Whether no payload lies in shared memory: see `CarriesDeltas`."""
+        return self._payloads is Payloads.INLINE
 
     def waitables(self) -> list[int]:
         """Descriptors that become readable when there is something to receive: see `Link.waitables`."""
@@ -212,7 +227,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
 
     def wants_write(self) -> int | None:
         """The descriptor to watch for room to write: see `Link.wants_write`."""
-        return None if self._closed or not self._channel.queue else self._channel.wants_write()
+        return None if self._closed or self.outlet.idle else self._channel.wants_write()
 
     def all_read(self) -> bool | None:
         """Whether the peer has read everything that was sent over this connection: see `TellsWhatIsRead`."""
@@ -221,7 +236,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
     def watch(self, pid: int, started: int) -> None:
         """Watch the peer's process: see `Link.watch`."""
         if pid and not self._closed:
-            self._channel.watch(pid, started)
+            self._channel.watch(pid, started, self._box)
 
     def close(self) -> None:
         """Close the link: see `Link.close`. The connection is closed with its last link."""
@@ -237,6 +252,19 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
 
     def _no_longer(self) -> TransportError:
         return TransportError(f"The link to {self._peer} is closed.")
+
+
+def _require_whole(message: Update, payload: Buffer) -> None:
+    if payload.nbytes < message.nbytes:
+        raise _without(message)
+
+
+def _without(message: Update) -> ConfigurationError:
+    return ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
+
+
+def _ref_of(slot: Segment | DeviceSlot) -> SlotRef:
+    return slot.ref if isinstance(slot, DeviceSlot) else SlotRef(segment=slot.number, seal=slot.sealed())
 
 
 #: Two alternate in a steady run; a third is there for a worker that is behind.
@@ -277,11 +305,10 @@ class Named:
         if len(self._keys) > MAX_SEGMENTS:
             self._again.discard(self._keys.popitem(last=False)[0])
 
-    def answered(self, message: Message) -> None:
-        """Process an answer: the worker may have refused a version because it could not map its segment."""
-        if isinstance(message, Refusal):
-            key = message.incarnation, message.version
-            self._again.update(number for number, named_for in self._keys.items() if named_for == key)
+    def answered(self, refusal: Refusal) -> None:
+        """Process a refusal: the worker may have refused a version because it could not map its segment."""
+        key = refusal.incarnation, refusal.version
+        self._again.update(number for number, named_for in self._keys.items() if named_for == key)
 
 
 class Mapped:

@@ -178,10 +178,11 @@ class Sorter:
         if self._user_waker is not None:
             self._user_waker.fire()
 
-    def signal_all(self) -> None:
-        """Wake all readers: something concerns them all."""
+    def signal_all(self, besides: Mailbox | None = None) -> None:
+        """Wake all readers, or all but one: something concerns them."""
         for box in self._boxes.values():
-            box.signal()
+            if box is not besides:
+                box.signal()
         if self._user_waker is not None:
             self._user_waker.fire()
 

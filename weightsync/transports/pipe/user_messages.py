@@ -92,12 +92,12 @@ class UserMessages:
 
     def _put(self, data: memoryview) -> None:
         frame = Outgoing(b"", data)
-        self._channel.put(frame, "the peer")
+        self._channel.write("the peer", frame)
         while not frame.over:
             fd = self._channel.wants_write()
             if fd is not None:
                 _poll([fd], select.POLLOUT, None)
-            self._channel.flush("the peer")
+            self._channel.write("the peer")
 
 
 def _poll(descriptors: list[int], mask: int, timeout: float | None) -> None:

@@ -12,6 +12,7 @@ from weightsync.errors import TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
+from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, Answers, GivenUp
 from weightsync.transports.calls.same_host import SharedPayloads
@@ -129,7 +130,7 @@ def _exceptions() -> Any:
     return require_ray("RayWeightSyncScheme").exceptions
 
 
-class ActorCallClient(_RayCallClient):
+class ActorCallClient(_RayCallClient, SharesMemory):
     """Carries messages to an actor that has our receiver, and returns the receiver's own answers.
 
     Args:
@@ -150,6 +151,10 @@ class ActorCallClient(_RayCallClient):
         self._lost: list[int] = []
         self._unsent_layout = b""
 
+    def shares(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - a segment is mapped whole
+        """Whether the actor maps the payload's memory: see `SharesMemory.shares`."""
+        return self._shared.shares(payload)
+
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message: see `CallClient.start`."""
         ray = self._session.require()
@@ -158,7 +163,7 @@ class ActorCallClient(_RayCallClient):
             unsent_layout, self._unsent_layout = self._unsent_layout, b""
             message = replace(message, layout=message.layout or unsent_layout)
             try:
-                carried = self._carried(message, payload)
+                message, carried = self._carried(message, payload)
             except ray.exceptions.RayError as error:
                 self._unsent_layout = message.layout
                 return self._full(message, error)
@@ -186,16 +191,16 @@ class ActorCallClient(_RayCallClient):
         self._shared.close()
         super().close()
 
-    def _carried(self, update: Update, payload: Buffer | None) -> Any:
+    def _carried(self, update: Update, payload: Buffer | None) -> tuple[Update, Any]:
         """What the call carries: the payload's place, the payload itself, or a reference to it in the object store."""
         if not update.nbytes or payload is None:
-            return None
-        place = self._shared.place(update, payload)
+            return update, None
+        update, place = self._shared.place(update, payload)
         if place is not None:
-            return tuple(place)
+            return update, tuple(place)
         if update.nbytes <= INLINE_NBYTES:
-            return bytes(payload.view[: update.nbytes])
-        return self._put(update, payload)
+            return update, bytes(payload.view[: update.nbytes])
+        return update, self._put(update, payload)
 
     def _answers_of(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()

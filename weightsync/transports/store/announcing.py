@@ -77,7 +77,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
         ConfigurationError: the backend is not available here.
         TransportError: no descriptor or thread is left.
     """
-    rendezvous.tell_if_exposed()
+    rendezvous.warn_if_exposed()
     name = new_name()
     key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
     announced = name if key is None else f"{name} {announcement(key, identity)}"
@@ -97,9 +97,9 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
     def withdraw(client: Client) -> None:
         made.set()
-        client.claim(_taken_key(name), _WITHDRAWN, _tells_who_took)
+        client.claim(_taken_key(name), _WITHDRAWN, _names_a_taker)
 
-    def wait_for_others(_: Client) -> None:
+    def wait_for_others() -> None:
         _under_way.wait(where)
 
     def remark(client: Client) -> str:
@@ -165,7 +165,7 @@ def _identity(rendezvous: StoreEnd, model_id: str, name: str) -> Identity:
 def taken(client: Client, name: str) -> bool:
     """Whether an announced link is ours now: each is accepted once."""
     mine = f"{heartbeat.process_name()} {uuid.uuid4().hex}"
-    return client.claim(_taken_key(name), mine, _tells_who_took) == mine
+    return client.claim(_taken_key(name), mine, _names_a_taker) == mine
 
 
 def _taken_key(name: str) -> str:
@@ -173,7 +173,7 @@ def _taken_key(name: str) -> str:
     return f"weightsync/link/{name}/taken"
 
 
-def _tells_who_took(value: str) -> bool:
+def _names_a_taker(value: str) -> bool:
     return value == _WITHDRAWN or _TAKER.fullmatch(value) is not None
 
 

@@ -1,7 +1,7 @@
-"""A private NCCL group of two ranks, which carries payloads in buckets, and the rendezvous of the two ranks.
+"""How payloads travel: behind their messages over the link's own connection, or in buckets through a group.
 
-The group is made directly, not by ``new_group``, so it works beside the user's own groups and without any. Either both
-ranks connect or neither does. With the backend "gloo" payloads travel over the link's own connection.
+The group is a private NCCL group of two ranks. It is made directly, not by ``new_group``, so it works beside the user's
+own groups and without any. Either both ranks connect or neither does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.buffers import anonymous
-from weightsync.transports.store.store import FOR_EVER, Client, Store
+from weightsync.transports.store.store import FOR_EVER, Client, Store, StoreEnd
+from weightsync.transports.store.stream import Stream
 
 #: How often a rank checks whether the other has arrived. Once for each link: both arrive soon.
 _LOOK: Final = 0.001
@@ -102,42 +103,80 @@ _LONGEST: Final = timedelta(minutes=1)
 _Make = Callable[[Store, int], Any]
 
 
-class Group:
-    """A group of two ranks, made on first use. `send` and `receive` block; `abort`, from another thread, ends them."""
+class NoGroup:
+    """Payloads follow their messages on the connection, with the errors of `Stream`."""
 
-    def __init__(self, rank: int, key: str, make: _Make, device: torch.device) -> None:
+    def write(
+        self,
+        stream: Stream,
+        client: Client,  # noqa: ARG002
+        text: bytes,
+        payload: memoryview | None,
+        go_on: Callable[[], None],
+    ) -> None:
+        """Write a message, and the payload behind it."""
+        stream.write(text, payload, go_on)
+
+    def read(self, stream: Stream, client: Client, payload: memoryview) -> None:  # noqa: ARG002
+        """Read a payload."""
+        stream.read_into(payload)
+
+    def skip(self, stream: Stream, client: Client, nbytes: int) -> None:  # noqa: ARG002
+        """Read a payload for which there is no memory."""
+        stream.skip(nbytes)
+
+    def abort(self) -> None:
+        """Do nothing: what ends the connection ends this."""
+
+    def notify_aborted(self, client: Client) -> None:
+        """Do nothing: the other end sees that the connection has ended."""
+
+
+class Group:
+    """A group of two ranks, made on first use. `write` and `read` block; `abort`, from another thread, ends them.
+
+    Args:
+        in_flight: how many buckets of a payload may be on their way.
+    """
+
+    def __init__(self, rank: int, key: str, make: _Make, device: torch.device, in_flight: int) -> None:
         self._make, self._device = make, device
+        self._in_flight = in_flight
         self._rank = rank
         self._prefix = f"{key}/group/"
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._group: Any = None
 
-    def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
-        """Send a payload; returns or raises once the group no longer reads it.
+    def write(
+        self, stream: Stream, client: Client, text: bytes, payload: memoryview | None, go_on: Callable[[], None]
+    ) -> None:
+        """Write a message to the connection, and send its payload; returns or raises once nobody reads that any more.
 
         Raises TransportError: the other rank has ended, or the group was aborted.
         """
-        self._meet(client)
-        self._move(_buckets(payload), in_flight, self._sending)
+        stream.write(text, None, go_on)
+        if payload is not None:
+            self._meet(client)
+            self._move(_buckets(payload), self._sending)
 
-    def receive(self, client: Client, payload: memoryview, in_flight: int) -> None:
+    def read(self, stream: Stream, client: Client, payload: memoryview) -> None:  # noqa: ARG002
         """Receive a payload; returns or raises once the group no longer writes it.
 
-        Raises TransportError: as `send`; the contents of ``payload`` are then undefined.
+        Raises TransportError: as `write`; the contents of ``payload`` are then undefined.
         """
         self._meet(client)
-        self._move(_buckets(payload), in_flight, self._receiving)
+        self._move(_buckets(payload), self._receiving)
 
-    def skip(self, client: Client, nbytes: int, in_flight: int) -> None:
+    def skip(self, stream: Stream, client: Client, nbytes: int) -> None:  # noqa: ARG002
         """Receive a payload for which there is no memory, into the memory of one bucket.
 
-        Raises TransportError: as `send`, or there is not even memory for a bucket.
+        Raises TransportError: as `write`, or there is not even memory for a bucket.
         """
         self._meet(client)
         scratch = torch.frombuffer(anonymous(min(nbytes, BUCKET_NBYTES)), dtype=torch.uint8)
         starts = range(0, nbytes, BUCKET_NBYTES)
-        self._move([scratch[: nbytes - start] for start in starts], in_flight, self._receiving)
+        self._move([scratch[: nbytes - start] for start in starts], self._receiving)
 
     def abort(self) -> None:
         """Make all operations in flight fail, here and at the other end. The group is unusable afterwards."""
@@ -171,17 +210,12 @@ class Group:
         group.abort()
         raise TransportError("the process group was aborted")
 
-    def _move(
-        self,
-        buckets: Sequence[torch.Tensor],
-        in_flight: int,
-        start: Callable[[torch.Tensor, int], Callable[[], None]],
-    ) -> None:
+    def _move(self, buckets: Sequence[torch.Tensor], start: Callable[[torch.Tensor, int], Callable[[], None]]) -> None:
         ends: deque[Callable[[], None]] = deque()
         try:
             with _errors_as("failed"):
                 for number, bucket in enumerate(buckets):
-                    if len(ends) == in_flight:
+                    if len(ends) == self._in_flight:
                         ends.popleft()()
                     ends.append(start(bucket, number))
                 while ends:
@@ -236,15 +270,15 @@ def _errors_as(what: str) -> Any:
         raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
 
 
-def group_of(backend: str, rank: int, key: str) -> Group | None:
-    """The group that carries a link's payloads; None: its connection does.
+def group_of(end: StoreEnd, rank: int, key: str) -> Group | NoGroup:
+    """What carries a link's payloads.
 
     Raises ConfigurationError: this torch, or this machine, does not have the backend.
     """
-    require_backend(backend)
-    if backend == "gloo":
-        return None
-    return Group(rank, key, _nccl, torch.device("cuda", torch.cuda.current_device()))
+    require_backend(end.backend)
+    if end.backend == "gloo":
+        return NoGroup()
+    return Group(rank, key, _nccl, torch.device("cuda", torch.cuda.current_device()), end.in_flight)
 
 
 def require_backend(name: str) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Bye, Message, Update
-from weightsync.transports.base import Received, Remarks
+from weightsync.protocol.messages import Bye, Message, Refusal, Update
+from weightsync.transports.base import CarriesDeltas, Received, Remarks
 from weightsync.transports.buffers import Buffer, sent_digest
 from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
-from weightsync.transports.store.store import Client, StoreEnd
+from weightsync.transports.store.store import StoreEnd
 from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.wakeup import WakeableLink
 
 
-class StoreLink(WakeableLink, Remarks):
+class StoreLink(WakeableLink, Remarks, CarriesDeltas):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
 
     Raises:
@@ -26,11 +27,15 @@ class StoreLink(WakeableLink, Remarks):
     """
 
     delivery = Delivery.ORDERED
+    carries_deltas = True
 
     def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard) -> None:
         super().__init__(side.peer)
         self._rank, self._hints = rendezvous.rank, rendezvous.hints
         self._side = side
+        #: Why the peer's handshake was refused; empty: it was not.
+        self._refused = ""
+        self._when_refused: Callable[[str], None] = _nobody_asks
         try:
             self._worker = StoreWorker(rendezvous, name, side, guard, self._waker)
         except BaseException:
@@ -40,6 +45,14 @@ class StoreLink(WakeableLink, Remarks):
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
         """Call one of the two, from any thread, once it is known whether the peer is authentic."""
         self._worker.when_admitted(lambda: (accept if self._worker.admits else turn_away)(self))
+
+    def when_refused(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` with the reason when this end closes the link because it has refused the handshake."""
+        self._when_refused = callback
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, from any thread, once the peer's end of a closed link has ended, or after a while."""
+        self._worker.when_over(callback)
 
     @property
     def failure(self) -> str:
@@ -56,15 +69,18 @@ class StoreLink(WakeableLink, Remarks):
         self._require_open()
         if self._worker.failed is not None:
             raise TransportError(str(self._worker.failed)) from self._worker.failed
+        if isinstance(message, Refusal) and not message.version:
+            self._refused = message.reason
         frame, carried = codec.encode(message), None
         if isinstance(message, Update) and message.nbytes:
             if payload is None or payload.nbytes < message.nbytes:
                 raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
             carried = payload.view[: message.nbytes]
         if payload is None or not isinstance(message, Update):
-            before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
-            hint = self._hints.of(message, self._rank)
-            self._worker.post(StoreMessage(frame, carried, hint, _nothing, before=before))
+            store_message = StoreMessage(frame, carried, self._hints.of(message, self._rank))
+            if isinstance(message, Bye):
+                store_message = replace(store_message, before=self._side.before_goodbye)
+            self._worker.post(store_message)
             return
         token = object()
         payload.pin(token)
@@ -106,6 +122,8 @@ class StoreLink(WakeableLink, Remarks):
         self._closed = True
         self._worker.close()
         self._let_go()
+        if self._refused:
+            self._when_refused(self._refused)
 
     def forget(self) -> None:
         """In a forked child: count as closed."""
@@ -113,9 +131,5 @@ class StoreLink(WakeableLink, Remarks):
         self._worker.forget()
 
 
-def _nothing() -> None:
-    return None
-
-
-def _nothing_first(_: Client) -> None:
+def _nobody_asks(_: str) -> None:
     return None

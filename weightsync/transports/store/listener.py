@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from weightsync.errors import ConfigurationError, TransportError
@@ -85,7 +86,7 @@ class _Listener:
         #: Wakes the thread when it is blocked on the other client.
         self._waking_client: Client | None = None
         self._next = 0
-        self._told = ""
+        self._warned_of = ""
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
         self._heartbeat_member = heartbeat.join(
@@ -112,7 +113,7 @@ class _Listener:
                 self._next += 1
         except TransportError as error:
             if not self._over.is_set():
-                self._accept(LostLink(error))
+                self._accept(StandIn(error))
         finally:
             _listeners.drop(self)
             self._heartbeat_member.leave()
@@ -125,8 +126,8 @@ class _Listener:
         if self._next or self._over.is_set():
             return
         found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)
-        if found and found != self._told:
-            self._told = found
+        if found and found != self._warned_of:
+            self._warned_of = found
             logger.warning(
                 "model %r: a sender of %s waits for rank %d, and none of %r so far: give both sides the same model_id",
                 *(self._model_id, found, self._rendezvous.rank, self._model_id),
@@ -155,7 +156,7 @@ class _Listener:
         except TransportError as error:
             logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)
-            self._accept(LostLink(error))
+            self._accept(StandIn(error))
             return
         self._unproven.add(link)
         link.when_admitted(self._let_in, self._turn_away)
@@ -164,7 +165,18 @@ class _Listener:
 
     def _let_in(self, link: StoreLink) -> None:
         self._unproven.discard(link)
+        link.when_refused(partial(self._await_successor, link))
         self._accept(link)
+
+    def _await_successor(self, link: StoreLink, why: str) -> None:
+        """A handshake was refused. Its sender may have replaced the link already, and announced another since.
+
+        Until its end of the link has ended, a stand-in keeps the receiver listening: then what it announced is known.
+        """
+        stand_in = StandIn()
+        if stand_in.waitables() and not self._over.is_set():
+            self._accept(stand_in)
+            link.when_over(lambda: stand_in.end(TransportError(f"its handshake was refused: {why}")))
 
     def _turn_away(self, link: StoreLink) -> None:
         self._unproven.discard(link)
@@ -212,34 +224,47 @@ class _Listener:
             self.cut()
 
 
-class LostLink:
-    """A link that could not be made: it raises the reason at the first read."""
+class StandIn:
+    """Stands for a link that could not be made, or that may still come: nothing is heard over it but how it ended.
+
+    Args:
+        error: how it has ended; None: it has not yet.
+    """
 
     delivery = Delivery.ORDERED
     peer = "the sender"
 
-    def __init__(self, error: TransportError) -> None:
-        self._error = error
+    def __init__(self, error: TransportError | None = None) -> None:
+        self._ended: TransportError | None = None
         self._wakers: list[Waker] = []
         # Without a descriptor it is read anyway, when its driver first gets it.
         with contextlib.suppress(TransportError):
             self._wakers.append(Waker())
-            self._wakers[0].fire()
+        if error is not None:
+            self.end(error)
+
+    def end(self, error: TransportError) -> None:
+        """It ends: the reader is woken."""
+        self._ended = error
+        for waker in self._wakers:
+            waker.fire()
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:  # noqa: ARG002
-        """Raise the reason."""
-        raise self._error
+        """Raise: nobody reads it."""
+        raise self._ended or TransportError("this link has no other end yet.")
 
     def flush(self) -> bool:
         """Nothing is queued."""
         return True
 
     def receive(self) -> list[Received]:
-        """Raise the reason."""
-        raise self._error
+        """Raise why it has ended, if it has."""
+        if self._ended is not None:
+            raise self._ended
+        return []
 
     def waitables(self) -> list[int]:
-        """Readable until the link is closed."""
+        """Readable once it has ended, until it is closed."""
         return [waker.fileno() for waker in self._wakers if waker.fileno() >= 0]
 
     def wants_write(self) -> int | None:
@@ -326,7 +351,7 @@ def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) 
         ConfigurationError: this process has another receiver of that model for that rank.
         TransportError: no more threads can be started.
     """
-    rendezvous.tell_if_exposed()
+    rendezvous.warn_if_exposed()
     leave = _registered.open(rendezvous, model_id, accept)
     try:
         listener = _Listener(rendezvous, model_id, accept)

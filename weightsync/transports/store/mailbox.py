@@ -1,4 +1,4 @@
-"""What the ends of a link tell each other in the store: numbered keys in each direction, each read once.
+"""What the ends of a link write to each other in the store: numbered keys in each direction, each read once.
 
 Each end introduces itself here. All later messages travel over the link's own connection.
 """
@@ -30,6 +30,10 @@ _END: Final = "E"
 _LOOK: Final = 0.05
 
 
+def _nothing() -> None:
+    return None
+
+
 def _nothing_there(_: Client) -> None:
     return None
 
@@ -50,8 +54,8 @@ class Side:
     #: Called by the writing thread before its first and after its last action.
     begin: Callable[[Client], None]
     leave: Callable[[Client], None]
-    #: Called by the writing thread before it writes a goodbye.
-    before_goodbye: Callable[[Client], None] = _nothing_there
+    #: Called before this end says goodbye, or its connection ends.
+    before_goodbye: Callable[[], None] = _nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
     #: Called now and then until there is a connection: why there may never be one; empty: there is nothing to say.
@@ -70,13 +74,13 @@ class StoreMessage:
     frame: bytes
     payload: memoryview | None
     #: TorchRL's key and value for it.
-    hint: tuple[str, str] | None
+    hint: tuple[str, str] | None = None
     #: Called once nobody reads the payload any more.
-    done: Callable[[], None]
+    done: Callable[[], None] = _nothing
     #: The payload's SHA-256, computed where there is a key.
     digest: Callable[[], bytes] = bytes
     #: Called by the writing thread before the message is written.
-    before: Callable[[Client], None] = _nothing_there
+    before: Callable[[], None] = _nothing
 
     @property
     def needs_the_peer(self) -> bool:
@@ -86,11 +90,7 @@ class StoreMessage:
     def alone(self) -> StoreMessage:
         """The same message with its own copy of the payload, so that nobody has to be notified."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
-        return StoreMessage(self.frame, payload, self.hint, _nothing, before=self.before)
-
-
-def _nothing() -> None:
-    return None
+        return StoreMessage(self.frame, payload, self.hint, before=self.before)
 
 
 class Outbox:

@@ -74,7 +74,7 @@ class Hints:
         """Write no hint for the next update or ack."""
         self._mode = Mode.AFTER_NEXT
 
-    def tell(self) -> None:
+    def write_all(self) -> None:
         """Write hints for everything."""
         self._mode = Mode.ALL
 
@@ -140,7 +140,7 @@ class StoreEnd:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
 
-    def tell_if_exposed(self) -> None:
+    def warn_if_exposed(self) -> None:
         """Warn once per process if other hosts can reach the store and there is no key."""
         base = base_of(self.store)
         if self.key is None and is_exposed(base.host, base.port):
@@ -200,7 +200,7 @@ class Client:
         base = base_of(store)
         self._where = f"the store at {base.host}:{base.port}"
         self._store: Store | None = None
-        with _dialling.lock, self._told():
+        with _dialling.lock, self._failures_named():
             _require_descriptors()
             before = connected()
             self._store = _connected(store, base)
@@ -218,11 +218,11 @@ class Client:
         store = self._store
         if store is None:
             raise TransportError(f"The connection to {self._where} was closed.")
-        with self._told():
+        with self._failures_named():
             yield store
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _failures_named(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, OSError) as error:

@@ -159,7 +159,7 @@ class Stream:
         self._socket.close()
 
 
-class Door:
+class Acceptor:
     """Where a worker awaits the connection of one sender.
 
     Raises TransportError: no descriptor is left, or it is not an address of ours.
@@ -199,7 +199,7 @@ class Door:
 
 
 def dial(address: str, name: str) -> Stream:
-    """The connection to a worker's door. Raises TransportError: it cannot be reached, or no descriptor is left."""
+    """The connection to a worker that listens. Raises TransportError: it is out of reach, or no descriptor is left."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host, int(port)), _DIAL)

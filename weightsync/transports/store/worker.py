@@ -19,18 +19,13 @@ from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
-from weightsync.transports.store.stream import Door, EndOfStream, ReceiveBuffers, Stream, decoded, dial, own_address
-from weightsync.transports.store.worker_threads import Outgoing, start
+from weightsync.transports.store.stream import Acceptor, EndOfStream, ReceiveBuffers, Stream, decoded, dial, own_address
+from weightsync.transports.store.worker_threads import Outgoing, notify_later, start, unforeseen
 
 logger = logging.getLogger("weightsync")
 
 #: Seconds that a closed link goes on writing what is queued, and waits for the other end to have read it.
 _LINGER: Final = 1.0
-
-
-#: The pauses, in seconds, between attempts at a connection that could not be made at once.
-_TRIES = 120
-_LOOK = 0.25
 #: How often a closed link finds no room for a message before it gives up: each time after a pause.
 _BLOCKED: Final = 20
 
@@ -59,9 +54,11 @@ class StoreWorker:
         self._held: list[Received] = []
         #: Called once the peer is known to be authentic, or lost before that.
         self._admitted: Callable[[], None] | None = None
+        #: Called once the reading thread has ended; None: it has, or nobody asks.
+        self._over: Callable[[], None] | None = None
         self._receive_buffers = ReceiveBuffers()
-        #: Set once the worker has opened its door, and once there is a connection; both also when there never will be.
-        self._opened_door, self._met = threading.Event(), threading.Event()
+        #: Set once the worker listens, and once there is a connection; both also when there never will be.
+        self._listening, self._met = threading.Event(), threading.Event()
         self._read_all, self._cut = threading.Event(), threading.Event()
         self._failed: TransportError | ProtocolError | None = None
         #: Why the reading thread must end after what was written to it; empty: it need not.
@@ -70,8 +67,8 @@ class StoreWorker:
         self._remark = ""
         #: The threads that may still use the connection.
         self._users = 2
-        self._group = group_of(rendezvous.backend, side.rank, self._key)
-        self._door: Door | None = None
+        self._group = group_of(rendezvous, side.rank, self._key)
+        self._acceptor: Acceptor | None = None
         self._stream: Stream | None = None
         self._writer: Client | None = None
         self._reader: Client | None = None
@@ -118,6 +115,14 @@ class StoreWorker:
                 return
         callback()
 
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, from any thread, once nothing is read any more: after `close`, when the peer has ended."""
+        with self._condition:
+            if not self._read_all.is_set():
+                self._over = callback
+                return
+        callback()
+
     @property
     def admits(self) -> bool:
         """Whether the peer is known to be authentic, as far as a key shows that."""
@@ -153,18 +158,17 @@ class StoreWorker:
             self._condition.notify_all()
             if self._stream is not None and self._outgoing.writing_payload:
                 self._stream.cut()
-        self._opened_door.set()
+        self._listening.set()
         self._heartbeat_member.leave()
-        if self._group is not None:
-            self._group.abort()
+        self._group.abort()
 
     def forget(self) -> None:
         """In a forked child: do nothing more. The threads and torch's objects are the parent's."""
         self._condition = threading.Condition()
         if self._stream is not None:
             self._stream.forget()
-        if self._door is not None:
-            self._door.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
 
     def _write(self) -> None:
@@ -173,7 +177,7 @@ class StoreWorker:
         except TransportError as error:
             self._fail(error)
             self._cut_clients()
-            self._notify_later()
+            notify_later(self._rendezvous.store, f"{self._key}/{self._side.writes}", self._side, self._cut)
             self._leave_stream()
             return
         outbox = Outbox(client, f"{self._key}/{self._side.writes}")
@@ -185,7 +189,7 @@ class StoreWorker:
         except TransportError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
-            self._fail(_unforeseen(error))
+            self._fail(unforeseen(error))
         finally:
             self._finish(client, outbox)
 
@@ -196,28 +200,11 @@ class StoreWorker:
             outbox.put(challenge)
         name = f"{heartbeat.process_name()} {own_network()}"
         if self._side.listens:
-            self._opened_door.wait()
-            if self._door is None:
+            self._listening.wait()
+            if self._acceptor is None:
                 return
-            name += f" {self._door.address}"
+            name += f" {self._acceptor.address}"
         outbox.put(self._guard.seal(name.encode()))
-
-    def _notify_later(self) -> None:
-        """There was no connection: notify the peer, which waits for us, once there is one."""
-        for _ in range(_TRIES):
-            if self._cut.wait(_LOOK):
-                return
-            try:
-                client = Client(self._rendezvous.store)
-            except TransportError as error:
-                if isinstance(error.__cause__, OSError):
-                    continue  # still no descriptor
-                return
-            with contextlib.suppress(TransportError):
-                Outbox(client, f"{self._key}/{self._side.writes}").shut()
-                self._side.leave(client)
-            client.close()
-            return
 
     def _next(self, client: Client) -> StoreMessage | None:
         """The next message to write; None: there is none."""
@@ -242,7 +229,7 @@ class StoreWorker:
     def _post(self, store_message: StoreMessage, client: Client) -> None:
         assert self._stream is not None
         try:
-            store_message.before(client)
+            store_message.before()
             self._transfer(store_message, self._stream, client)
             if store_message.hint is not None:
                 client.set(store_message.hint[0], store_message.hint[1].encode())
@@ -263,18 +250,12 @@ class StoreWorker:
                 raise TransportError(f"{self._side.peer} takes nothing more.")
 
         try:
-            if self._group is None:
-                stream.write(self._guard.seal(frame, digest), payload, go_on)
-                return
-            stream.write(self._guard.seal(frame, digest), None, go_on)
-            if payload is not None:
-                self._group.send(client, payload, self._rendezvous.in_flight)
+            self._group.write(stream, client, self._guard.seal(frame, digest), payload, go_on)
         except TransportError as error:
             self.end_reading(str(error))
             with self._condition:
                 self._outgoing.drop()  # later messages would overtake it
-            if self._group is not None:
-                self._group.notify_aborted(client)
+            self._group.notify_aborted(client)
 
     def _written(self) -> None:
         with self._condition:
@@ -303,6 +284,8 @@ class StoreWorker:
 
     def _leave_stream(self) -> None:
         """A thread has ended: the other cannot go on either, and the last closes the connection."""
+        if self._closed:
+            self._side.before_goodbye()
         with self._condition:
             self._users -= 1
             if self._stream is not None:
@@ -347,7 +330,7 @@ class StoreWorker:
             if not self._closed:
                 self._fail(TransportError(self._why_ended()) if self._ending else error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
-            self._fail(_unforeseen(error))
+            self._fail(unforeseen(error))
         finally:
             self._leave(client)
 
@@ -362,13 +345,22 @@ class StoreWorker:
         if self._inbox is not None:
             with contextlib.suppress(TransportError):
                 self._inbox.forget()
-        if client is not None:
-            client.close()
         if self._stream is not None and self._closed and self._failed is None:
             self._stream.drain()
+        if client is not None:
+            if self._over is not None:
+                self._before_end(client)
+            client.close()
         self._end_rendezvous()
-        self._read_all.set()
+        self._end_reading_thread()
         self._leave_stream()
+
+    def _end_reading_thread(self) -> None:
+        with self._condition:
+            self._read_all.set()
+            callback, self._over = self._over, None
+        if callback is not None:
+            callback()
 
     def _receive_all(self, client: Client) -> None:
         with self._condition:
@@ -395,12 +387,12 @@ class StoreWorker:
         self._heartbeat_member.follow(process)
         if not self._side.listens:
             return self._adopt(dial(address, self._name))
-        door = self._door = Door(own_address(network == own_network(), client.own_address))
+        listener = self._acceptor = Acceptor(own_address(network == own_network(), client.own_address))
         try:
-            self._opened_door.set()
-            return self._adopt(door.accept(self._name, lambda: self._go_on_waiting(inbox, client)))
+            self._listening.set()
+            return self._adopt(listener.accept(self._name, lambda: self._go_on_waiting(inbox, client)))
         finally:
-            door.close()
+            listener.close()
 
     def _go_on_waiting(self, inbox: Inbox, client: Client) -> None:
         if self._failed is not None or self._closed or self._ending:
@@ -427,7 +419,7 @@ class StoreWorker:
             if opened is not None:
                 return opened
             if self._guard.replies:
-                self.post(StoreMessage(b"", None, None, _nothing))
+                self.post(StoreMessage(b"", None))
 
     def _admit(self) -> None:
         """Deliver the messages held back, once their sender has proved that it is alive."""
@@ -457,21 +449,12 @@ class StoreWorker:
             buffer = self._receive_buffers.find(nbytes)
         except NoRoom as error:
             # Later messages are for us all the same.
-            self._skip(nbytes, stream, client)
+            self._group.skip(stream, client, nbytes)
             return Received(message, untaken=str(error))
-        if self._group is None:
-            stream.read_into(buffer)
-        else:
-            self._group.receive(client, buffer, self._rendezvous.in_flight)
+        self._group.read(stream, client, buffer)
         if self._guard.keyed and digest_of(buffer) != opened.digest:
             raise AuthenticationError("A payload is not the one that its sender sealed: it was rejected.")
         return Received(message, buffer)
-
-    def _skip(self, nbytes: int, stream: Stream, client: Client) -> None:
-        if self._group is None:
-            stream.skip(nbytes)
-        else:
-            self._group.skip(client, nbytes, self._rendezvous.in_flight)
 
     def _lose(self, reason: str) -> None:
         """Called by the heartbeat: the peer or the store is silent."""
@@ -505,18 +488,7 @@ class StoreWorker:
         self._waker.fire()
 
     def _end_rendezvous(self) -> None:
-        """Whoever waits for the peer to connect need not any more. The wait at a door ends by itself."""
-        self._opened_door.set()
+        """Whoever waits for the peer to connect need not any more. The wait for a connection ends by itself."""
+        self._listening.set()
         self._met.set()
-        if self._group is not None:
-            self._group.abort()
-
-
-def _nothing() -> None:
-    return None
-
-
-def _unforeseen(error: Exception) -> TransportError:
-    failed = TransportError(f"A link's thread failed: {error!r}")
-    failed.__cause__ = error
-    return failed
+        self._group.abort()

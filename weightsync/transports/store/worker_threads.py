@@ -6,6 +6,7 @@ A daemon thread that returns from C++ while the interpreter shuts down aborts th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -14,7 +15,8 @@ from typing import Final, Protocol
 
 from weightsync.errors import TransportError
 from weightsync.transports.process import forget_after_fork
-from weightsync.transports.store.mailbox import StoreMessage
+from weightsync.transports.store.mailbox import Outbox, Side, StoreMessage
+from weightsync.transports.store.store import Client, Store
 
 _PATIENCE: Final = 1.0
 
@@ -146,3 +148,33 @@ class Outgoing:
         for store_message in self._queue:
             store_message.done()
         self._queue.clear()
+
+
+#: Attempts at a connection that could not be made at once, and the pause between them in seconds.
+_TRIES: Final = 120
+_LOOK: Final = 0.25
+
+
+def notify_later(store: Store, key: str, side: Side, over: threading.Event) -> None:
+    """There was no connection to the store: notify the peer, which waits for us, once there is one."""
+    for _ in range(_TRIES):
+        if over.wait(_LOOK):
+            return
+        try:
+            client = Client(store)
+        except TransportError as error:
+            if isinstance(error.__cause__, OSError):
+                continue  # still no descriptor
+            return
+        with contextlib.suppress(TransportError):
+            Outbox(client, key).shut()
+            side.leave(client)
+        client.close()
+        return
+
+
+def unforeseen(error: Exception) -> TransportError:
+    """What a link's thread fails with if it raised what nobody expected."""
+    failed = TransportError(f"A link's thread failed: {error!r}")
+    failed.__cause__ = error
+    return failed

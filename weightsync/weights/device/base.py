@@ -119,6 +119,9 @@ class DeviceMemory:
     def remap(self) -> None:
         """Do nothing: a device has no pages of one process alone, so what a worker has written there stays."""
 
+    def tidy(self) -> None:
+        """Do nothing: see `remap`."""
+
     def views(self, layout: Layout) -> list[Tensor]:
         """The entries of a layout as views of the memory, made once while the layout stays the same."""
         if self._views is None or self._views[0] != layout:

@@ -1,0 +1,110 @@
+"""What is waited for: links are asked for their descriptors when these may have changed, and nothing is missed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import threading
+from collections.abc import Callable
+
+import pytest
+from conftest import Pair
+
+from weightsync.errors import TransportError
+from weightsync.protocol.messages import Ack, Update
+from weightsync.transports.base import Waits, Waker
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.process import started_at
+
+Laying = Callable[..., Pair]
+
+
+def ack(version: int, model_id: str = "policy") -> Ack:
+    return Ack(model_id=model_id, incarnation=1, version=version)
+
+
+def test_a_pipe_is_asked_for_its_descriptors_once(laid: Laying, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second), asked, ask = laid(), [], PipeLink.waitables
+    monkeypatch.setattr(PipeLink, "waitables", lambda link: asked.append(link) or ask(link))
+    waits, links = Waits(Waker()), (second,)
+    assert waits.wait(links, 0.0) == []
+    for version in (1, 2, 3):
+        first.send(ack(version))
+        assert waits.wait(links, 5.0) == [second]
+        assert [received.message.version for received in second.receive()] == [version]
+        assert waits.wait(links, 0.0) == []
+
+    assert asked == [second]
+
+
+def test_a_pipe_that_another_has_emptied_is_not_ready_for_ever(laid: Laying) -> None:
+    first, second = laid()
+    waits, links, nbytes = Waits(Waker()), (first,), 2**20
+    first.send(Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=nbytes), Buffer(nbytes))
+    assert not first.outlet.idle
+    assert waits.wait(links, 0.0) == []
+    while not first.flush():  # by another thread, or by the link of another model over the same connection
+        second.receive()
+    assert [received.message.version for received in second.receive()] == [1]
+    assert waits.wait(links, 0.0) == [first]
+
+    assert waits.wait(links, 0.0) == []
+
+
+def test_the_death_of_a_process_watched_over_one_link_ends_the_wait_for_another_of_its_connection(laid: Laying) -> None:
+    ends = multiprocessing.Pipe()
+    (one, _), (other, _) = laid("one", ends), laid("other", ends)
+    waits, links = Waits(Waker()), (other,)
+    assert waits.wait(links, 0.0) == []
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            one.watch(process.pid, started_at(process.pid) or 0)
+            assert waits.wait(links, 5.0) == [other]
+            assert other.receive() == []
+        finally:
+            process.kill()
+        assert waits.wait(links, 10.0) == [other]
+    with pytest.raises(TransportError, match=f"process {process.pid} is dead"):
+        other.receive()
+
+
+def test_a_write_that_failed_over_one_link_is_told_over_the_other_of_its_connection(laid: Laying) -> None:
+    ends = multiprocessing.Pipe()
+    (one, _), (other, _) = laid("one", ends), laid("other", ends)
+
+    class Breaks:
+        def sendmsg(self, *_: object) -> int:
+            raise OSError(105, "No buffer space available")
+
+    one._channel.outlet._socket = Breaks()
+    with pytest.raises(TransportError, match="No buffer space"):
+        one.send(ack(1, "one"))
+
+    assert not other.outlet.idle
+    with pytest.raises(TransportError, match="No buffer space"):
+        other.flush()
+
+
+def test_a_nudge_ends_a_wait_and_leaves_nothing_for_the_next() -> None:
+    waker = Waker()
+    waits, begun, ended = Waits(waker), threading.Event(), []
+    seen = waker.fired
+
+    def wait() -> None:
+        begun.set()
+        ended.append(waits.wait((), 10.0, seen))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert begun.wait(5.0)
+    waker.nudge()
+    waiting.join(5.0)
+    assert ended == [[]]
+    seen = waker.fired
+    waker.nudge()
+
+    assert waits.wait((), None, seen) == [], "it does not block"
+    threading.Timer(0.05, waker.fire).start()
+    seen = waker.fired
+    assert (waits.wait((), 10.0, seen), waker.fired) == ([], seen + 1), "it has waited"

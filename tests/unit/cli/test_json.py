@@ -1,0 +1,129 @@
+"""Every command has `--json`, says its exit codes, and leaves standard output to the JSON that it prints."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import weightsync
+from weightsync import cli
+from weightsync.bench import running
+from weightsync.bench.results import Results
+from weightsync.cli import demo as demo_command
+from weightsync.cli import doctor
+from weightsync.cli._app import build
+from weightsync.cli._probes import Finding, Status
+from weightsync.demo.state import Proof, Result
+from weightsync.engine import recorder
+from weightsync.soak.run import Soak, Tally, Usage
+
+
+def commands() -> Iterator[list[str]]:
+    """Each command, and each command of a group, as its words."""
+    context: Any = None
+    whole: Any = get_command(build())
+    for name in whole.list_commands(context):
+        _, found, _ = whole.resolve_command(context, [name])
+        under = found.list_commands(context) if hasattr(found, "list_commands") else [""]
+        yield from ([name, each] if each else [name] for each in under)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder, scheme = tmp_path_factory.mktemp("traces"), weightsync.MultiProcessWeightSyncScheme()
+    ours, theirs = multiprocessing.Pipe()
+    with recorder.record(folder), ours, theirs:
+        sender = weightsync.WeightSender(scheme)
+        sender.add_worker(0, ours)
+        sender.send_async(torch.nn.Linear(2, 2))
+        sender.close()
+    return str(folder)
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_every_command_has_json_and_says_its_exit_codes(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    said = CliRunner().invoke(build(), [*words, "--help"])
+
+    assert said.exit_code == 0, said.output
+    assert "--json" in said.output
+    assert re.search(r"exit\s+code", said.output), said.output
+
+
+def test_the_documents_have_every_command_and_its_exit_codes() -> None:
+    table = Path(__file__).parents[3].joinpath("docs", "observability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `weightsync ([a-z ]+)` \| .* \| (0.*) \|$", table, re.MULTILINE)
+
+    assert sorted(name for name, _ in rows) == sorted(" ".join(words) for words in commands())
+
+
+#: For each command, its other arguments, and what one finds in its JSON.
+PRINTED: Mapping[str, tuple[Callable[[str, Path], list[str]], Callable[[Any], bool]]] = {
+    "check": (lambda trace, folder: ["--list", "MCAsync"], lambda data: data[0]["name"] == "MCAsync"),
+    "doctor": (lambda trace, folder: [], lambda data: data["healthy"]),
+    "verify": (lambda trace, folder: [trace], lambda data: len(data["runs"]) == 1),
+    "trace show": (lambda trace, folder: [trace], lambda data: len(data["rows"]) > 1),
+    "trace export": (
+        lambda trace, folder: [trace, "--to", str(folder / "a.svg")],
+        lambda data: (data["format"], data["machines"]) == ("svg", ["sender (policy)"]),
+    ),
+    "soak": (lambda trace, folder: [], lambda data: data["versions"] == 3),
+    "bench": (lambda trace, folder: [], lambda data: data["machine"] == {"cores": "2"} and data["cases"] == []),
+    "demo": (lambda trace, folder: [], lambda data: data["sent"]["version"] == 1),
+}
+
+
+def test_every_command_is_tried_below() -> None:
+    assert sorted(PRINTED) == sorted(" ".join(words) for words in commands())
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that take long say what they would have found."""
+    used = Usage(1, 2, 3, 0)
+    monkeypatch.setattr(Soak, "run", lambda *_: Tally(versions=3, before=used, after=used))
+    monkeypatch.setattr(running, "run", lambda *_: Results({"cores": "2"}, 0.25, ()))
+    monkeypatch.setattr(demo_command, "run", lambda state: Result(state, Proof(1, b"d"), ()))
+    monkeypatch.setattr(doctor, "PROBES", {name: lambda: Finding(Status.WORKS, "so it is") for name in doctor.PROBES})
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("name", PRINTED)
+def test_json_alone_is_printed_and_what_people_read_goes_to_standard_error(
+    name: str, trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    arguments, holds = PRINTED[name]
+
+    ran = CliRunner().invoke(build(), [*name.split(), *arguments(trace, tmp_path), "--json", "-"])
+
+    assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
+    assert holds(json.loads(ran.stdout)), ran.stdout
+    assert ran.stderr
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("name", PRINTED)
+def test_results_that_cannot_be_written_are_one_line_and_exit_code_1(
+    name: str, trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, _ = PRINTED[name]
+    nowhere = str(tmp_path / "no" / "folder.json")
+    monkeypatch.setattr("sys.argv", ["weightsync", *name.split(), *arguments(trace, tmp_path), "--json", nowhere])
+
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+
+    assert end.value.code == 1
+    assert f"weightsync: the results cannot be written to {nowhere}" in capsys.readouterr().err

@@ -1,0 +1,434 @@
+"""`delta=True`: a version travels as what it has other than the one before, or whole where its base is not held."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Pair, large
+from torch import nn
+
+from weightsync import (
+    ConfigurationError,
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    RefusedError,
+    SharedMemWeightSyncScheme,
+    SyncReport,
+    WeightSyncScheme,
+)
+from weightsync.engine.delta import HeldBase
+from weightsync.protocol.messages import Ack, BaseRef, NoBase, Update
+from weightsync.protocol.report_codec import decode_report, encode_report
+from weightsync.transports.pipe.link import PipeLink
+
+WHOLE = sum(each.nbytes for each in large().state_dict().values())
+deltas = partial(MultiProcessWeightSyncScheme, delta=True)
+
+
+@pytest.fixture
+def one() -> Iterator[Pair]:
+    """A sender of deltas and one receiver, which serves the first version."""
+    with _pair() as made:
+        made.sync()
+        yield made
+
+
+@contextlib.contextmanager
+def _pair(scheme: Any = deltas, workers: int = 1, model: Callable[..., nn.Module] = large) -> Iterator[Pair]:
+    pair = Pair(scheme, workers, model)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def step(pair: Pair, row: int = 0) -> None:
+    """A small step of training."""
+    with torch.no_grad():
+        pair.source.get_parameter("0.weight")[row] += 1.0
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    """All weights, to the last bit."""
+    return {name: bytes(each.flatten().view(torch.uint8).numpy().data) for name, each in model.state_dict().items()}
+
+
+def resent(pair: Pair) -> SyncReport:
+    """A send whose delta is refused for its base."""
+    pair.sender.send_async()
+    assert pair.receiver.receive(0) is False
+    pair.sender.poll()
+    assert pair.receiver.receive(0) is True
+    return pair.sender.wait_async(timeout=PATIENCE)
+
+
+def test_the_first_version_travels_whole_and_the_next_as_what_has_changed() -> None:
+    with _pair() as one:
+        first = one.sync()
+        step(one)
+        second = one.sync()
+
+        assert first.payload_nbytes == {0: WHOLE}
+        assert second.payload_nbytes == {0: 16 + 8 + 200 * 6}
+        assert bits(one.model) == bits(one.source)
+        assert one.receiver.digest() == one.sender.digest()
+        assert f"{WHOLE} bytes, {second.payload_nbytes[0]} sent to 1 workers, in" in str(second)
+        assert second.to_dict()["payload_nbytes"] == {"0": second.payload_nbytes[0]}
+        assert decode_report(encode_report(second)) == second
+
+
+def test_only_the_trainers_scheme_says_that_deltas_are_sent() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with deltas() as trainer, MultiProcessWeightSyncScheme() as worker, ours, theirs:
+        source, model = large(1.0), large()
+        trainer.init_on_sender("policy", pipes=[ours], model=source)
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        for expected in (WHOLE, 16):
+            trainer.get_sender().send_async()
+            worker.get_receiver().receive(0)
+            assert trainer.get_sender().wait_async(timeout=PATIENCE).payload_nbytes == {0: expected}
+
+
+def test_without_deltas_nothing_is_kept_and_the_report_counts_no_payloads() -> None:
+    with _pair(MultiProcessWeightSyncScheme) as plain:
+        report = plain.sync()
+
+        assert report.payload_nbytes == {}
+        assert plain.receiver.driver.held._update is None
+
+
+def test_a_step_that_changes_most_travels_whole(one: Pair) -> None:
+    for parameter in one.source.parameters():
+        parameter.data += 1.0
+    report = one.sync()
+
+    assert report.payload_nbytes == {0: WHOLE}
+    assert bits(one.model) == bits(one.source)
+
+
+class Everything(nn.Module):
+    """Every kind of element, and extra state."""
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        for number, dtype in enumerate(
+            (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.int8, torch.bool, torch.complex64)
+        ):
+            values = torch.full((7, 300), fill).to(dtype)
+            self.register_buffer(f"b{number}", values)
+        self.extra: Any = {"fill": fill}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_every_dtype_arrives_bit_for_bit_and_extra_state_with_it() -> None:
+    with _pair(model=Everything) as pair:
+        pair.sync()
+        patterns = {"b0": [0x7FC00001, -1, 1 << 31], "b1": [0x7FC1, -1], "b2": [-1, 1], "b3": [-1, 2**62], "b5": [1, 0]}
+        widths = {"b0": torch.int32, "b1": torch.int16, "b2": torch.int8, "b3": torch.int64, "b5": torch.uint8}
+        for name, values in patterns.items():
+            found = pair.source.get_buffer(name).view(widths[name])[3]
+            found[: len(values)] = torch.tensor(values).to(widths[name])
+        pair.source.extra = {"step": 2}
+        report = pair.sync()
+
+        assert report.payload_nbytes[0] < report.nbytes / 10
+        assert bits_of_buffers(pair.model) == bits_of_buffers(pair.source)
+        assert pair.model.extra == {"step": 2}
+
+
+def bits_of_buffers(model: nn.Module) -> list[bytes]:
+    return [bytes(each.flatten().view(torch.uint8).numpy().data) for each in model.buffers()]
+
+
+def test_a_worker_that_does_not_hold_the_base_is_sent_the_whole_within_the_same_send(one: Pair) -> None:
+    step(one)
+    one.receiver.driver.held.drop()
+    report = resent(one)
+    delta = 16 + 8 + 200 * 6
+
+    assert (report[0].kind, report.version) == (OutcomeKind.APPLIED, 2)
+    assert report.payload_nbytes == {0: delta + WHOLE}
+    assert bits(one.model) == bits(one.source)
+    step(one, 1)
+    assert one.sync().payload_nbytes == {0: delta}
+
+
+def test_the_refusal_of_a_base_that_comes_twice_is_followed_by_the_whole_once(one: Pair) -> None:
+    step(one)
+    one.receiver.driver.held.drop()
+    one.sender.send_async()
+    one.receiver.receive(0)
+    again = NoBase(model_id="policy", incarnation=one.sender.incarnation, version=2)
+    one.receiver.driver.links()[0].send(again)
+    one.sender.poll()
+    one.receiver.receive(0)
+    report = one.sender.wait_async(timeout=PATIENCE)
+
+    assert report.payload_nbytes == {0: 16 + 8 + 200 * 6 + WHOLE}
+
+
+@pytest.mark.parametrize(("version", "older"), [(1, 0), (2, 1), (7, 0)])
+def test_the_refusal_of_a_base_that_nobody_was_sent_changes_nothing(one: Pair, version: int, older: int) -> None:
+    one.sender.send_async()
+    refused = NoBase(model_id="policy", incarnation=one.sender.incarnation - older, version=version)
+    one.receiver.driver.links()[0].send(refused)
+    one.sender.poll()
+    one.receiver.receive(0)
+    report = one.sender.wait_async(timeout=PATIENCE)
+
+    assert (report.ok, report.payload_nbytes) == (True, {0: 16})
+
+
+def test_a_version_whose_base_is_refused_is_not_sent_behind_a_newer_one(one: Pair) -> None:
+    one.receiver.driver.held.drop()
+    step(one)
+    one.sender.send_async()
+    step(one)
+    one.sender.send_async(on_pending="supersede")
+    assert one.receiver.receive(0) is True
+    report = one.sender.wait_async(timeout=PATIENCE)
+
+    assert report.payload_nbytes == {0: WHOLE}
+    assert one.receiver.receive(0) is False
+    assert (one.receiver.version, bits(one.model)) == (3, bits(one.source))
+
+
+def test_nor_if_the_version_is_still_due_to_another_worker() -> None:
+    with _pair(workers=2) as two:
+        two.sync()
+        two.receiver.driver.held.drop()
+        step(two)
+        two.sender.send_async()
+        step(two)
+        two.sender.send_async(worker_ids=[0], on_pending="supersede")
+        assert two.receiver.receive(0) is True
+        report = two.sender.wait_async(timeout=PATIENCE)
+
+        assert report.payload_nbytes == {0: WHOLE}
+        assert two.receiver.receive(0) is False
+        assert two.receivers[1].receive(0) is True
+        assert [receiver.version for receiver in two.receivers] == [3, 2]
+        two.sender.poll()
+        assert two.sender.stale_answers == 2  # that it is superseded for one worker, applied by the other
+
+
+def test_an_abandoned_delta_is_a_base_only_once_it_was_acked(one: Pair) -> None:
+    step(one)
+    one.sender.send_async()
+    step(one)
+    one.sender.send_async(on_pending="supersede")
+    one.receiver.receive(0)
+    report = one.sender.wait_async(timeout=PATIENCE)
+
+    assert report.payload_nbytes == {0: WHOLE}
+    assert bits(one.model) == bits(one.source)
+
+
+def test_after_a_refusal_the_next_version_travels_whole(one: Pair) -> None:
+    step(one)
+    one.sender.send_async()
+    one.receiver.take_update(PATIENCE)
+    one.receiver.nack(ValueError("not now"))
+    with pytest.raises(RefusedError, match="not now"):
+        one.sender.wait_async(timeout=PATIENCE)
+
+    assert one.sync().payload_nbytes == {0: WHOLE}
+    assert bits(one.model) == bits(one.source)
+
+
+def test_weights_taken_from_a_delta_are_whole_and_once_acked_its_base(one: Pair) -> None:
+    step(one)
+    one.sender.send_async()
+    weights = one.receiver.take_update(PATIENCE)
+    one.receiver.ack()
+    one.sender.wait_async(timeout=PATIENCE)
+    step(one)
+
+    assert torch.equal(weights["0.weight"], one.source.get_parameter("0.weight") - one_row())
+    assert one.sync().payload_nbytes[0] < WHOLE / 10
+    assert bits(one.model) == bits(one.source)
+
+
+def one_row() -> torch.Tensor:
+    found = torch.zeros(100, 200)
+    found[0] = 1.0
+    return found
+
+
+def test_weights_that_were_written_by_hand_do_not_reach_the_base(one: Pair) -> None:
+    one.receiver.apply_weights({name: torch.full_like(each, 9.0) for name, each in one.model.state_dict().items()})
+    step(one)
+    report = one.sync()
+
+    assert report.payload_nbytes[0] < WHOLE / 10
+    assert bits(one.model) == bits(one.source)
+
+
+def test_a_base_that_was_overwritten_is_found_by_the_digest_of_the_result(one: Pair) -> None:
+    one.receiver.driver.held._payload[12345] ^= 1
+    step(one)
+    before = bits(one.model)
+    with pytest.raises(RefusedError, match="damaged"):
+        one.sync()
+
+    assert bits(one.model) == before
+    assert one.sync().payload_nbytes == {0: WHOLE}
+    assert bits(one.model) == bits(one.source)
+
+
+def test_each_worker_gets_a_delta_only_if_it_serves_the_version_before() -> None:
+    with _pair(workers=3) as three:
+        three.sync()
+        step(three)
+        three.sync(worker_ids=[0, 1])
+        step(three)
+        report = three.sync()
+        delta = 16 + 8 + 200 * 6
+
+        assert report.payload_nbytes == {0: delta, 1: delta, 2: WHOLE}
+        assert [bits(model) for model in three.models] == [bits(three.source)] * 3
+
+
+def test_over_a_new_link_nothing_is_a_delta_until_a_version_was_acked_over_it(one: Pair) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, deltas() as scheme:
+        model = large()
+        one.schemes[0].close()
+        one.sender.poll()
+        scheme.init_on_worker("policy", pipe=theirs, model=model)
+        one.sender.add_worker(0, ours)
+        step(one)
+        reports = []
+        for version in (2, 3):
+            one.sender.send_async()
+            while scheme.get_receiver().version != version:
+                one.sender.poll()
+                scheme.get_receiver().receive(0)
+            reports.append(one.sender.wait_async(timeout=PATIENCE).payload_nbytes)
+
+        # The version that follows the handshake, and the one behind it; then the delta.
+        assert reports == [{0: WHOLE}, {0: 16}]
+        assert bits(model) == bits(one.source)
+
+
+def test_chosen_weights_that_are_cast_travel_as_deltas() -> None:
+    def narrow(fill: float) -> nn.Module:
+        return large(fill) if fill else large(fill).bfloat16()
+
+    ours, theirs = multiprocessing.Pipe()
+    with deltas(wire_dtype="bfloat16") as trainer, deltas() as worker, ours, theirs:
+        source, model = narrow(1.0), narrow(0.0)
+        trainer.init_on_sender("policy", pipes=[ours], model=source, names=["0.*"])
+        worker.init_on_worker("policy", pipe=theirs, model=model, names=["0.*"])
+        for expected in (2 * (200 * 100 + 100), 16 + 8 + 200 * 4):
+            trainer.get_sender().send_async()
+            worker.get_receiver().receive(0)
+            assert trainer.get_sender().wait_async(timeout=PATIENCE).payload_nbytes == {0: expected}
+            with torch.no_grad():
+                source.get_parameter("0.weight")[3] += 1.0
+        assert not model.get_parameter("1.weight").any()
+
+
+def test_workers_with_weights_of_their_own_get_them_whole() -> None:
+    with deltas(per_worker_weights=True) as trainer, contextlib.ExitStack() as ends:
+        pipes = [multiprocessing.Pipe() for _ in range(2)]
+        for pipe in pipes:
+            for end in pipe:
+                ends.enter_context(end)
+        trainer.init_on_sender("policy", pipes=[ours for ours, _ in pipes], model=large(1.0))
+        workers = [ends.enter_context(deltas()) for _ in pipes]
+        models = [large() for _ in pipes]
+        for worker, (_, theirs), model in zip(workers, pipes, models, strict=True):
+            worker.init_on_worker("policy", pipe=theirs, model=model)
+        sender = trainer.get_sender()
+        for round_ in range(2):
+            for worker_id in range(2):
+                sender.send_async(large(float(worker_id + round_)), worker_id)
+                workers[worker_id].get_receiver().receive(0)
+                assert sender.wait_async(timeout=PATIENCE).payload_nbytes == {worker_id: WHOLE}
+
+        assert [bits(model) for model in models] == [bits(large(1.0)), bits(large(2.0))]
+
+
+_HELD = Update(model_id="m", incarnation=3, version=2, layout_digest=b"", digest=b"d" * 16, base=BaseRef())
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "base", "holds"),
+    [
+        (3, BaseRef(version=2, digest=b"d" * 16), True),
+        (4, BaseRef(version=2, digest=b"d" * 16), False),
+        (3, BaseRef(version=1, digest=b"d" * 16), False),
+        (3, BaseRef(version=2, digest=b"e" * 16), False),
+        (3, None, False),
+    ],
+    ids=["it", "another sender's", "another version", "other weights", "no delta"],
+)
+def test_a_base_is_held_if_sender_version_and_digest_are_those_that_are_named(
+    incarnation: int, base: BaseRef | None, holds: bool
+) -> None:
+    held = HeldBase()
+    update = Update(model_id="m", incarnation=incarnation, version=5, layout_digest=b"", base=base)
+    assert not held.holds(update)
+    held.keep(_HELD, memoryview(bytearray(4)))
+
+    assert held.holds(update) is holds
+
+
+@pytest.mark.parametrize("scheme", [deltas, MultiProcessWeightSyncScheme], ids=["deltas", "none"])
+def test_deltas_take_no_payload_more_in_the_trainer(scheme: Any) -> None:
+    with _pair(scheme) as one:
+        for _ in range(5):
+            one.sync()
+            step(one)
+
+        assert one.sender._packer._pool.statistics().buffers == 2
+
+
+@pytest.mark.untraced("puts an update on the wire that no step has asked for")
+def test_a_delta_that_comes_twice_is_acked_twice_though_its_base_is_gone(
+    one: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[Any, Any]] = []
+    send = PipeLink.send
+
+    def watched(link: PipeLink, message: Any, payload: Any = None) -> None:
+        sent.append((message, payload))
+        send(link, message, payload)
+
+    step(one)
+    monkeypatch.setattr(PipeLink, "send", watched)
+    report = one.sync()
+    update = next(each for each in sent if isinstance(each[0], Update))
+    send(one.sender.transports()[0], *update)
+    assert one.receiver.receive(0) is False
+    one.sender.poll()
+
+    assert (update[0].base.version, report.ok, one.sender.stale_answers) == (1, True, 1)
+    assert [type(each) for each, _ in sent] == [Update, Ack, Ack]
+
+
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, partial(WeightSyncScheme.from_backend, "shared")])
+def test_shared_memory_refuses_deltas(scheme: Any) -> None:
+    with pytest.raises(ConfigurationError, match="faster than any delta"):
+        scheme(delta=True)
+
+
+@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, DistributedWeightSyncScheme])
+def test_deltas_need_digests_and_a_plain_choice(scheme: Any) -> None:
+    with pytest.raises(ConfigurationError, match="verify='layout'"):
+        scheme(delta=True, verify="layout")
+    with pytest.raises(ConfigurationError, match="delta='yes' is not a bool"):
+        scheme(delta="yes")

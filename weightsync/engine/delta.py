@@ -1,0 +1,119 @@
+"""Deltas: a version may travel as what it has other than the version before, to workers that hold that one.
+
+`tla/Delta.tla` has the rules. The sender's driver keeps each version that is due to a worker, so it has the base of all
+that have acked the version before. A worker keeps the packed bytes of the version that it applied last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from weightsync.protocol.messages import BaseRef, Update
+from weightsync.transports.buffers import Buffer
+from weightsync.weights.delta import apply, encode, word_of
+from weightsync.weights.layout import Layout
+
+#: A delta that is larger than this share of the payload is not sent: the worker would have more work for little.
+MOST: Final = 0.75
+_WHOLE: Final = BaseRef()
+
+
+class Travelling:
+    """How the payload of one version travels: as a delta to workers that hold its base, to all others whole.
+
+    Args:
+        base: what the delta is against; `BaseRef()`: there is no delta.
+        payload: the delta, if there is one.
+    """
+
+    def __init__(self, base: BaseRef = _WHOLE, payload: Buffer | None = None) -> None:
+        self._base = base
+        self._payload = payload
+        #: Worker id to the bytes of payload that were sent to it.
+        self.sent: dict[int, int] = {}
+        #: The sender's numbers of the links over which the delta was sent, and not refused.
+        self._links: set[int] = set()
+        #: The messages made last, and what of: the same for all workers, so that a link may keep how one is encoded.
+        self._made: dict[BaseRef, tuple[Update, Update]] = {}
+
+    def to(self, worker: int, link: int, served: int, update: Update, whole: Buffer) -> tuple[Update, Buffer]:
+        """The message and the payload for a worker.
+
+        Args:
+            served: the version that it acked last over this link; 0: none.
+            update: the message that carries the whole payload.
+            whole: the whole payload.
+        """
+        payload, base = whole, _WHOLE
+        if self._payload is not None and served == self._base.version:
+            payload, base = self._payload, self._base
+            self._links.add(link)
+        made = self._made.get(base)
+        if made is None or made[0] is not update:
+            nbytes = update.nbytes if payload is whole else payload.nbytes
+            made = self._made[base] = update, replace(update, nbytes=nbytes, base=base)
+        self.sent[worker] = self.sent.get(worker, 0) + made[1].nbytes
+        return made[1], payload
+
+    def again(self, worker: int, link: int, whole: Buffer) -> tuple[Update, Buffer] | None:
+        """The message and the payload for a worker that does not hold the base; None: it was sent no delta of this."""
+        if link not in self._links:
+            return None
+        self._links.discard(link)
+        return self.to(worker, link, 0, self._made[self._base][0], whole)
+
+
+def travelling(layout: Layout, payload: memoryview, base: BaseRef, held: memoryview) -> Travelling:
+    """Encode a version once for all its workers.
+
+    Args:
+        layout: of the version, and of its base.
+        payload: its packed bytes.
+        base: the version before.
+        held: the packed bytes of that.
+    """
+    delta = encode(held[: layout.nbytes], payload[: layout.nbytes], word_of(layout), int(MOST * layout.nbytes))
+    if delta is None:
+        return Travelling()
+    buffer = Buffer(len(delta))
+    buffer.view[:] = delta
+    return Travelling(base, buffer)
+
+
+class HeldBase:
+    """A worker's base: the packed bytes of the version that it applied last, if its sender may send deltas."""
+
+    def __init__(self) -> None:
+        self._update: Update | None = None
+        self._payload = memoryview(b"")
+
+    def holds(self, update: Update) -> bool:
+        """Whether it is the base of an update's delta."""
+        held, base = self._update, update.base
+        if held is None or base is None:
+            return False
+        return (held.incarnation, held.version, held.digest) == (update.incarnation, base.version, base.digest)
+
+    def whole(self, update: Update, layout: Layout, payload: memoryview) -> memoryview:
+        """The whole payload of an update. That of a delta is made in the base's memory: it is not held any more.
+
+        Raises:
+            ProtocolError: the delta is malformed.
+        """
+        assert update.base is not None
+        if not update.base.version:
+            return payload
+        made = self._payload
+        self.drop()
+        apply(payload, made[: layout.nbytes])
+        return made
+
+    def keep(self, update: Update, payload: memoryview) -> None:
+        """A version was applied: it is the base of the next."""
+        self._update = update
+        self._payload = memoryview(bytearray(payload)) if payload.readonly else payload
+
+    def drop(self) -> None:
+        """Hold nothing."""
+        self._update, self._payload = None, memoryview(b"")

@@ -1,0 +1,163 @@
+"""Workers as Ray actors: how each is started, reached, watched and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Final
+
+from weightsync.clock import Deadline
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.group.launcher import Asked, Launched
+from weightsync.group.members import Running
+from weightsync.group.reception import Reception
+from weightsync.group.worker import Job, live
+from weightsync.schemes.ray import RayWeightSyncScheme
+from weightsync.schemes.ray_server import actor_server_of
+from weightsync.transports.base import Waker
+from weightsync.transports.calls.server import Frames
+from weightsync.transports.ray.session import ACTOR_WATCH, plain, require_ray, settle
+
+#: Threads of an actor: one for the function, the others for the calls that bring weights.
+_THREADS: Final = 9
+#: What the group decides itself.
+_OURS: Final = frozenset(
+    {
+        *("max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries", "max_pending_calls"),
+        *("name", "namespace", "get_if_exists", "lifetime"),
+    }
+)
+
+
+class GroupActor:
+    """What runs in the actor. The function has one of its threads; calls that bring weights have the others."""
+
+    def __init__(self) -> None:
+        self._listening = threading.Event()
+
+    def live(self, job: Job) -> None:
+        """Live one life of a worker."""
+        try:
+            live(job, self._listening.set)
+        finally:
+            self._listening.set()
+
+    def _weightsync_call(self, model_id: str, *arguments: Any) -> Frames:
+        """What senders call: see `weightsync.transports.ray.client.ActorCallClient`."""
+        self._listening.wait()
+        return actor_server_of(model_id).receive_and_apply(*arguments)
+
+
+class ActorProcess:
+    """An actor that lives one life of a worker.
+
+    Args:
+        handle: the actor.
+        job: what it does.
+    """
+
+    fate = "killed"
+
+    def __init__(self, handle: Any, job: Job) -> None:
+        self.handle = handle
+        self._waker = Waker()
+        #: Ends with its life; with an error if the actor has died.
+        self._life: Future[None] = Future()
+        peer = f"worker {job.index}"
+        ACTOR_WATCH.attend(self._life, peer)
+        self._life.add_done_callback(lambda _: self._waker.fire())
+        handle.live.remote(job).future().add_done_callback(self._ended)
+
+    def _ended(self, over: Future[Any]) -> None:
+        """Runs in a thread of Ray's."""
+        error = over.exception()
+        settle(self._life, error=error if isinstance(error, Exception) else None)
+
+    def fileno(self) -> int:
+        """Readable once it is dead."""
+        return self._waker.fileno()
+
+    @property
+    def dead(self) -> bool:
+        """Whether its life is over, or Ray was shut down here."""
+        return self._life.done()
+
+    def how_it_ended(self) -> str:
+        """In Ray's words, once it is dead."""
+        error = self._life.exception()
+        return "its actor has ended" if error is None else plain(str(error))
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait until its life is over."""
+        wait([self._life], deadline.nap)
+
+    def kill(self) -> None:
+        """Have Ray kill the actor, and the processes that it has started."""
+        ray = require_ray("WorkerGroup")
+        if ray.is_initialized():  # else Ray has ended all its actors; and would start anew to end this one
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(self.handle, no_restart=True)
+
+    def close(self) -> None:
+        """Kill it, and let go of it."""
+        self.kill()
+        ACTOR_WATCH.leave(self._life)
+        self._waker.close()
+
+
+class ActorLauncher:
+    """Starts Ray actors, which get weights by calls and connect to the trainer's host for results.
+
+    Args:
+        scheme: Ray's.
+        asked: what the user has asked for.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or not for actors; or an option is the group's own affair.
+    """
+
+    def __init__(self, scheme: RayWeightSyncScheme, asked: Asked) -> None:
+        asked.refuse_others("ctx")
+        options = asked.actor_options or {}
+        taken = sorted(_OURS & options.keys())
+        if taken:
+            raise ConfigurationError(
+                f"actor_options= has {', '.join(taken)}: the group decides that (max_restarts= of the group restarts a "
+                "worker). Nothing was started."
+            )
+        self.scheme = scheme
+        self.size = asked.least_one_worker()
+        self._plan = asked.plan()
+        self._options = {"num_cpus": 0, **options}
+        self._reception: Reception | None = None
+
+    def open(self) -> None:
+        """Listen for the workers' channels: see `Launcher.open`."""
+        self._ray = require_ray("WorkerGroup")
+        if not self._ray.is_initialized():
+            raise ConfigurationError("Ray is not running in this process: call ray.init() before the group is started.")
+        self._reception = Reception(self._ray.util.get_node_ip_address())
+        self._class = self._ray.remote(GroupActor)
+
+    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """See `Launcher.reached`."""
+        return {"actor_refs": [life.endpoint for life in lives]}
+
+    def launch(self, index: int, restarts: int) -> Launched:
+        """Start an actor: see `Launcher.launch`."""
+        if self._reception is None:
+            raise TransportError("the group is closed.")
+        if not self._ray.is_initialized():  # else Ray would start a cluster of its own for it
+            raise TransportError(f"Ray was shut down: worker {index} cannot be started.")
+        invitation, channel = self._reception.expect()
+        handle = self._class.options(max_concurrency=_THREADS, max_restarts=0, **self._options).remote()
+        job = Job(self._plan, index, restarts, self.scheme, {}, invitation, None)
+        return Launched(Running(ActorProcess(handle, job), channel, channel.announce), handle, None)
+
+    def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - actors leave nothing to close
+        """Listen no more."""
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None

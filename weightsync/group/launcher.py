@@ -1,0 +1,146 @@
+"""How the workers of a group are started and reached: the strategy that a group is given by its scheme."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from weightsync.engine.copies import require_whole
+from weightsync.errors import ConfigurationError
+from weightsync.group.members import Running
+from weightsync.group.steps import Staleness
+from weightsync.group.worker import MakeModel, Plan, Worker
+from weightsync.schemes.base import WeightSyncScheme
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user has asked a group for: the arguments of `WorkerGroup` of these names."""
+
+    run: Callable[[Worker], object] | None
+    model: nn.Module
+    num_workers: int | None
+    make_model: MakeModel | None
+    model_id: str
+    capacity: int
+    max_restarts: int
+    staleness: Staleness
+    ctx: BaseContext | None
+    actor_options: Mapping[str, Any] | None
+
+    def plan(self) -> Plan:
+        """What the workers have in common, where the group starts them.
+
+        Raises:
+            ConfigurationError: there is no function, or the model cannot be copied.
+        """
+        if self.run is None:
+            raise ConfigurationError("run= is None: give the function that each worker runs. Nothing was started.")
+        made = CopiedModel(self.model) if self.make_model is None else self.make_model
+        return Plan(self.run, made, self.model_id, self.capacity, self.staleness)
+
+    def least_one_worker(self) -> int:
+        """How many workers are to be started. Raises ConfigurationError: none."""
+        return least_one(self.num_workers, "num_workers")
+
+    def refuse_others(self, *arguments: str) -> None:
+        """Refuse arguments that mean nothing to workers of this kind. Raises ConfigurationError: one was given."""
+        given = [argument for argument in arguments if vars(self)[argument]]
+        if given:
+            raise ConfigurationError(
+                f"{', '.join(given)}: not for the workers of this scheme (see docs/group.md). Nothing was started."
+            )
+
+
+def least_one(value: object, argument: str) -> int:
+    """A number, 1 or more. Raises ConfigurationError: it is not."""
+    number = require_whole(value, argument, "a number, 1 or more")
+    if number < 1:
+        raise ConfigurationError(f"{argument}= is {number}: give 1 or more. Nothing was started.")
+    return number
+
+
+class Launched(NamedTuple):
+    """A life that was begun."""
+
+    running: Running
+    #: How the sender reaches it: what `add_worker` takes.
+    endpoint: Any
+    #: The process whose death the sender shall notice before it has connected; None: its link tells.
+    watched: Any
+
+
+class Launcher(Protocol):
+    """Starts the lives of workers."""
+
+    #: How many workers there are.
+    size: int
+
+    @property
+    def scheme(self) -> WeightSyncScheme:
+        """The trainer's scheme."""
+
+    def open(self) -> None:
+        """Make what all workers need.
+
+        Raises:
+            WeightSyncError: workers cannot be started from here.
+        """
+
+    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """What `init_on_sender` is given, to reach the first lives of all workers, which are in their order."""
+
+    def launch(self, index: int, restarts: int) -> Launched:
+        """Begin a life of a worker. Never waits.
+
+        Raises:
+            Exception: it could not be begun. Nothing is left of it.
+        """
+
+    def close(self, unreached: Sequence[Launched]) -> None:
+        """Let go of what `open` has made. The workers are dead, or were given up.
+
+        Args:
+            unreached: lives that the sender was never given.
+        """
+
+
+class CopiedModel:
+    """Makes a worker's model of the trainer's: a copy without its weights, which the first version brings.
+
+    Args:
+        model: the trainer's.
+
+    Raises:
+        ConfigurationError: it cannot be copied or pickled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        bare: dict[int, Any] = {}
+        for parameter in model.parameters():
+            bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for buffer in model.buffers():
+            bare[id(buffer)] = _on_host(buffer)
+        try:
+            # Plain pickle: multiprocessing's would put tensors into shared memory.
+            self._pickled = pickle.dumps(copy.deepcopy(model, bare))
+        except Exception as error:
+            raise ConfigurationError(
+                f"the model {type(model).__name__} cannot be copied to workers ({type(error).__name__}: {error}): give "
+                "make_model=, a function that makes one."
+            ) from error
+
+    def __call__(self) -> nn.Module:
+        """A new model. Its parameters are on the meta device."""
+        model: nn.Module = pickle.loads(self._pickled)
+        return model
+
+
+def _on_host(buffer: Tensor) -> Tensor:
+    return buffer.detach().cpu().clone()

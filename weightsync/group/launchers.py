@@ -1,0 +1,44 @@
+"""Which launcher starts the workers of a group: its scheme says."""
+
+from __future__ import annotations
+
+from weightsync.errors import ConfigurationError
+from weightsync.group.launcher import Asked, Launcher
+from weightsync.group.process import ProcessLauncher
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.distributed import DistributedWeightSyncScheme
+from weightsync.schemes.pipes import PipeScheme
+from weightsync.schemes.ray import RayWeightSyncScheme
+from weightsync.schemes.ray_module import RayModuleTransformScheme
+from weightsync.schemes.shared import SharedMemWeightSyncScheme
+
+
+def launcher_for(scheme: WeightSyncScheme | str | None, asked: Asked) -> Launcher:
+    """The launcher of a group.
+
+    Raises:
+        ConfigurationError: the scheme starts no workers, or what is asked for is for another one.
+    """
+    made = SharedMemWeightSyncScheme() if scheme is None else scheme
+    made = WeightSyncScheme.from_backend(made) if isinstance(made, str) else made
+    if not isinstance(made, WeightSyncScheme) or made.initialized_on_sender:
+        raise _unusable(scheme)
+    if isinstance(made, PipeScheme):
+        return ProcessLauncher(made, asked)
+    if isinstance(made, RayWeightSyncScheme) and not isinstance(made, RayModuleTransformScheme):
+        from weightsync.group.actors import ActorLauncher  # noqa: PLC0415 - for Ray alone
+
+        return ActorLauncher(made, asked)
+    if isinstance(made, DistributedWeightSyncScheme):
+        from weightsync.group.ranks import RankLauncher  # noqa: PLC0415 - for torch.distributed alone
+
+        return RankLauncher(made, asked)
+    raise _unusable(scheme)
+
+
+def _unusable(scheme: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"scheme= is {scheme!r}: give a new SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, "
+        "RayWeightSyncScheme or DistributedWeightSyncScheme, which the group initialises, or "
+        '"shared", "process", "ray" or "distributed". Nothing was started.'
+    )

@@ -1,0 +1,223 @@
+"""Workers as ranks of a running `torch.distributed` world: rank 0 is the trainer, and each other rank is a worker.
+
+The ranks belong to their launcher, torchrun for example: the group starts none, restarts none and kills none. They meet
+at the world's store, where rank 0 leaves a note for each of them; from then on they have connections of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from weightsync.clock import Deadline, Timeout
+from weightsync.errors import AckTimeoutError, ConfigurationError, TransportError
+from weightsync.group.channel import TrainerEnd
+from weightsync.group.launcher import Asked, Launched
+from weightsync.group.members import Running
+from weightsync.group.reception import Invitation, Reception
+from weightsync.group.steps import Staleness
+from weightsync.group.worker import Job, Plan, Worker, live
+from weightsync.keys import SharedKey
+from weightsync.options import OnStale
+from weightsync.schemes.distributed import DistributedWeightSyncScheme
+from weightsync.transports.store.store import Client, PrefixStore, Store, base_of
+from weightsync.transports.store.stream import own_address
+
+#: Seconds between two looks for the trainer's note.
+_LOOK_SECONDS: Final = 0.05
+_PREFIX: Final = "weightsync group"
+
+
+class _World(NamedTuple):
+    """The world that this process is a rank of."""
+
+    store: Store
+    rank: int
+    size: int
+
+
+def _world() -> _World:
+    """Raises ConfigurationError: there is none, or it has no TCPStore."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigurationError("torch.distributed is not initialised here: call init_process_group() first.")
+    # torch has no public name for the store of a world that was made from an address or by torchrun.
+    store = dist.distributed_c10d._get_default_store()
+    base_of(store)
+    return _World(store, dist.get_rank(), dist.get_world_size())
+
+
+def _store_of_group(world: _World, number: int) -> PrefixStore:
+    return PrefixStore(f"{_PREFIX} {number}", world.store)
+
+
+class RankProcess:
+    """A rank, as far as the group knows it: its channel. It is dead when that has ended.
+
+    Args:
+        rank: its rank.
+        channel: the trainer's end.
+    """
+
+    fate = "given up"
+
+    def __init__(self, rank: int, channel: TrainerEnd) -> None:
+        self.handle = rank
+        self._channel = channel
+
+    def fileno(self) -> int:
+        """Readable when the channel is."""
+        return self._channel.fileno()
+
+    @property
+    def dead(self) -> bool:
+        """Whether its channel has ended."""
+        return self._channel.ended
+
+    def how_it_ended(self) -> str:
+        """In words, once it is dead."""
+        return f"its connection has ended: the process of rank {self.handle} is dead, or its host cannot be reached"
+
+    def join(self, deadline: Deadline) -> None:
+        """There is nothing to wait for: the group has closed its channel, and the process is its launcher's."""
+
+    def kill(self) -> None:
+        """Give it up: its function wakes with `SenderClosed` at its next `put`, or where it waits for a version."""
+        self._channel.close()
+
+    def close(self) -> None:
+        """Give it up."""
+        self._channel.close()
+
+
+class RankLauncher:
+    """Leaves a note for each rank, which comes by itself.
+
+    Args:
+        scheme: of torch.distributed.
+        asked: what the user has asked for.
+
+    Raises:
+        ConfigurationError: this is not rank 0 of a world with more ranks; or an argument is not for ranks.
+    """
+
+    def __init__(self, scheme: DistributedWeightSyncScheme, asked: Asked) -> None:
+        asked.refuse_others("run", "make_model", "max_restarts", "ctx", "actor_options")
+        self.scheme = scheme
+        self._world = _world()
+        self.size = self._world.size - 1
+        if self._world.rank != 0 or not self.size:
+            raise ConfigurationError(
+                f"this is rank {self._world.rank} of {self._world.size}: rank 0 makes the WorkerGroup, and each other "
+                "rank calls run_worker(). Nothing was started."
+            )
+        if asked.num_workers not in (None, self.size):
+            raise ConfigurationError(
+                f"num_workers= is {asked.num_workers}, but {self.size} other ranks are in the world: leave it out. "
+                "Nothing was started."
+            )
+        self._terms = {
+            "model_id": asked.model_id,
+            "capacity": asked.capacity,
+            "max_staleness": asked.staleness.limit,
+            "on_stale": asked.staleness.on_stale.value,
+        }
+        self._reception: Reception | None = None
+
+    def open(self) -> None:
+        """Listen for the ranks' channels: see `Launcher.open`."""
+        with contextlib.closing(Client(self._world.store)) as client:
+            number = client.add(_PREFIX, 1)
+            local = _is_loopback(base_of(self._world.store).host)
+            self._reception = Reception(own_address(local, client.own_address), SharedKey.given(self.scheme._key))
+        self._store = _store_of_group(self._world, number)
+        self._notes = Client(self._store)
+
+    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """See `Launcher.reached`."""
+        return {"store": self._store, "num_workers": len(lives)}
+
+    def launch(self, index: int, restarts: int) -> Launched:  # noqa: ARG002 - it has one life
+        """Leave a rank its note: see `Launcher.launch`."""
+        if self._reception is None:
+            raise TransportError("the group is closed.")
+        rank = index + 1
+        invitation, channel = self._reception.expect()
+        reach = {"host": invitation.host, "port": invitation.port, "token": invitation.token.hex()}
+        self._notes.set(str(rank), json.dumps({**self._terms, **reach}).encode())
+        return Launched(Running(RankProcess(rank, channel), channel, channel.announce), (self._store, rank), None)
+
+    def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - ranks leave nothing to close
+        """Listen no more."""
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None
+            self._notes.close()
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def run_worker(
+    run: Callable[[Worker], object],
+    model: nn.Module,
+    *,
+    scheme: DistributedWeightSyncScheme | None = None,
+    timeout: float | Timeout | None = Timeout.START,
+) -> None:
+    """Be a worker of the `WorkerGroup` of rank 0, in another rank of a running `torch.distributed` world.
+
+    The n-th call in a rank belongs to the n-th group that rank 0 starts. It returns when ``run`` has returned, or was
+    ended by the end of the group.
+
+    Args:
+        run: ``run(worker)`` is called once the model has the trainer's weights.
+        model: this rank's own model, laid out like the trainer's. The weights are received into it.
+        scheme: a new `DistributedWeightSyncScheme` like the trainer's, if that was given a key or a backend.
+        timeout: seconds to wait for rank 0 to start its group; None: for ever; default: five times
+            `WEIGHTSYNC_TIMEOUT` or 60.
+
+    Raises:
+        ConfigurationError: there is no such world, or this is its rank 0.
+        AckTimeoutError: rank 0 has started no group in time.
+        TransportError: rank 0 has closed the group already, or is gone.
+        BaseException: what ``run`` has raised. The trainer has its traceback.
+    """
+    world, deadline = _world(), Deadline(timeout)
+    if world.rank == 0:
+        raise ConfigurationError("this is rank 0, the trainer: it makes the WorkerGroup, and calls no run_worker().")
+    store, note = _await_note(world, deadline)
+    made = DistributedWeightSyncScheme() if scheme is None else scheme
+    staleness = Staleness(note["max_staleness"], OnStale(note["on_stale"]))
+    plan = Plan(run, lambda: model, note["model_id"], note["capacity"], staleness)
+    key = SharedKey.given(made._key)
+    invitation = Invitation(note["host"], note["port"], bytes.fromhex(note["token"]), key)
+    job = Job(plan, world.rank - 1, 0, made, {"store": store, "rank": world.rank}, invitation, None)
+    error = live(job)
+    if error is not None:
+        raise error
+
+
+def _await_note(world: _World, deadline: Deadline) -> tuple[PrefixStore, dict[str, Any]]:
+    with contextlib.closing(Client(world.store)) as client:
+        joined = f"{_PREFIX}s of rank {world.rank}"
+        number = client.add(joined, 0) + 1
+        key = f"{_PREFIX} {number}/{world.rank}"
+        while not client.present(key):
+            if deadline.passed:
+                raise AckTimeoutError(
+                    f"rank 0 has not started its WorkerGroup number {number} in time. run_worker() may be called again."
+                )
+            threading.Event().wait(_LOOK_SECONDS)
+        client.add(joined, 1)
+        note: dict[str, Any] = json.loads(client.await_value(key))
+    return _store_of_group(world, number), note

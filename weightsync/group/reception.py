@@ -1,0 +1,189 @@
+"""Where workers on other hosts, or of other parents, connect their result channels.
+
+Each life of such a worker is given an invitation: an address, and a token that is good for one connection. Where
+trainer and workers share a key, the worker shows what only its holders can make of the token. Who shows anything else
+is sent away before anything more is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import select
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+from weightsync.clock import Deadline
+from weightsync.errors import TransportError
+from weightsync.group.channel import TrainerEnd
+from weightsync.keys import SharedKey
+from weightsync.transports.process import forget_after_fork
+
+logger = logging.getLogger("weightsync")
+
+_PURPOSE: Final = "weightsync group channel"
+_TOKEN_NBYTES: Final = 32
+#: Seconds that a connection has to show its token, and how many may be about to do so.
+_PROOF_SECONDS: Final = 5.0
+_MOST_STRANGERS: Final = 64
+_BACKLOG: Final = 1024
+#: Seconds in which a worker must have reached the trainer.
+_DIAL_SECONDS: Final = 30.0
+#: A peer whose host is gone is noticed after about a minute: seconds idle, between probes, and the number of these.
+_KEEP_ALIVE: Final = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4))
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """How a worker connects its channel to the trainer, once."""
+
+    host: str
+    port: int
+    token: bytes
+    #: Shared with the trainer; None: the token is shown as it is.
+    key: SharedKey | None = None
+
+    @property
+    def proof(self) -> bytes:
+        """What the worker shows."""
+        return self.token if self.key is None else self.key.derived(_PURPOSE, self.token)
+
+    def connect(self) -> socket.socket:
+        """Connect.
+
+        Raises:
+            TransportError: the trainer cannot be reached.
+        """
+        try:
+            sock = socket.create_connection((self.host, self.port), _DIAL_SECONDS)
+            _set_up(sock)
+            sock.sendall(self.proof)
+        except OSError as error:
+            raise TransportError(
+                f"The trainer of this worker group cannot be reached at {self.host}:{self.port} ({error}): it has "
+                "closed the group, or that address is not routed from this host."
+            ) from error
+        return sock
+
+
+class _Stranger:
+    """A connection that has not shown a token yet."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.shown = bytearray()
+        self.deadline = Deadline(_PROOF_SECONDS)
+
+    def listen(self) -> bool:
+        """Read what it has shown by now. Returns whether that is all that we look at."""
+        try:
+            data = self.sock.recv(_TOKEN_NBYTES - len(self.shown))
+        except BlockingIOError:
+            return self.deadline.passed
+        except OSError:
+            data = b""
+        self.shown += data
+        return not data or len(self.shown) == _TOKEN_NBYTES
+
+
+class Reception:
+    """Listens at an address of this host. No call blocks.
+
+    Args:
+        host: the address.
+        key: shared with the workers.
+
+    Raises:
+        TransportError: it is none of this host's, or no descriptor is left.
+    """
+
+    def __init__(self, host: str, key: SharedKey | None = None) -> None:
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise TransportError(f"Workers cannot connect to {host}: {error.strerror or error}.") from error
+        self._listener.setblocking(False)
+        self._host, self._key = host, key
+        self._warned = False
+        self._poll = select.epoll()
+        self._poll.register(self._listener, select.EPOLLIN)
+        self._strangers: list[_Stranger] = []
+        self._expected: dict[bytes, TrainerEnd] = {}
+        forget_after_fork(self)
+
+    def expect(self) -> tuple[Invitation, TrainerEnd]:
+        """Invite a worker: what it is given, and the end that its connection will belong to."""
+        invitation = Invitation(
+            self._host, self._listener.getsockname()[1], secrets.token_bytes(_TOKEN_NBYTES), self._key
+        )
+        end = self._expected[invitation.proof] = TrainerEnd(None, self)
+        return invitation, end
+
+    def fileno(self) -> int:
+        """Readable when somebody has come, or shows a token."""
+        return self._poll.fileno()
+
+    def admit(self) -> None:
+        """Give each connection that has shown a token to the end that expects it; send the others away."""
+        if self._poll.closed:
+            return
+        with contextlib.suppress(OSError):
+            while True:
+                self._meet(self._listener.accept()[0])
+        for stranger in tuple(self._strangers):
+            if stranger.listen():
+                self._part_with(stranger)
+                self._judge(stranger)
+
+    def _meet(self, sock: socket.socket) -> None:
+        if len(self._strangers) == _MOST_STRANGERS:
+            oldest = self._strangers[0]
+            self._part_with(oldest)
+            oldest.sock.close()
+        self._poll.register(sock, select.EPOLLIN)
+        self._strangers.append(_Stranger(sock))
+
+    def _part_with(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        self._poll.unregister(stranger.sock)
+
+    def _judge(self, stranger: _Stranger) -> None:
+        self._expected = {proof: end for proof, end in self._expected.items() if not end.ended}
+        for proof in self._expected:
+            if hmac.compare_digest(proof, stranger.shown):
+                _set_up(stranger.sock)
+                self._expected.pop(proof).attach(stranger.sock)
+                return
+        stranger.sock.close()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "a connection to the worker group at %s was closed, because it was not invited: a stranger's, or that "
+                "of a worker with another key, or of one that was given up. This warning is logged once a group.",
+                self._host,
+            )
+
+    def close(self) -> None:
+        """Listen no more, and send away who has shown no token."""
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: close our copies of the descriptors."""
+        self._poll.close()
+        self._listener.close()
+        for stranger in self._strangers:
+            stranger.sock.close()
+        self._strangers.clear()
+        self._expected.clear()
+
+
+def _set_up(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

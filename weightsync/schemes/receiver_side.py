@@ -1,0 +1,114 @@
+"""`ReceiverSide`: a scheme in a worker. It has the receiver, which takes versions in the background once connected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weightsync.clock import Deadline
+from weightsync.engine.background import Background, RelayCall
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.errors import AckTimeoutError, ConfigurationError, StateError, WeightSyncError
+from weightsync.schemes.relay import is_torchrls, relay_call
+from weightsync.schemes.rendezvous import Rendezvous, Side
+from weightsync.weights.loader import Loader
+from weightsync.weights.strategy import WeightStrategy
+
+
+class ReceiverSide:
+    """The worker's side of one scheme. It is initialised once."""
+
+    def __init__(self) -> None:
+        self.rendezvous = Rendezvous(Side.RECEIVER)
+        self.receiver: WeightReceiver | None = None
+        #: This worker's id; None: it was not given.
+        self.worker_idx: int | None = None
+        #: Whether the model came without weights, and serves nothing before its first version.
+        self.is_blank = False
+
+    def require_receiver(self, asked: str) -> WeightReceiver:
+        """The receiver. Raises StateError: this side is not initialised."""
+        if self.receiver is None:
+            raise StateError("scheme", "uninitialized on the worker", asked, ["init_on_worker", "init_on_receiver"])
+        return self.receiver
+
+    def connect(
+        self,
+        relay: Callable[[], RelayCall | None],
+        await_first: Callable[[WeightReceiver, Background, Deadline], None],
+        deadline: Deadline,
+    ) -> None:
+        """Receive in the background from now on, and wait for the first version.
+
+        Raises:
+            As ``await_first``; nothing is received in the background any more.
+        """
+        receiver = self.require_receiver("connect")
+        background = Background(receiver, relay)
+        background.start()
+        try:
+            await_first(receiver, background, deadline)
+        except BaseException:
+            background.stop()
+            raise
+
+    def await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
+        """Wait until the first version is live, was refused, or the sender's handshake says that it has none.
+
+        Raises:
+            AckTimeoutError: none of these came in time.
+            WeightSyncError: the first version was refused.
+            ConfigurationError: the model came without weights, and the trainer has sent none. The receiver is closed,
+                and the trainer notified why.
+        """
+        driver = receiver.driver
+
+        def decided() -> bool:
+            return driver.data.decided != background.decided_before
+
+        def sender_has_none() -> bool:
+            return driver.greeting is not None and not driver.greeting.layout and not driver.greeting.version
+
+        def met() -> bool:
+            return receiver.version is not None or decided() or sender_has_none()
+
+        if not background.wait_until(met, deadline):
+            raise AckTimeoutError(
+                f"no first version of {receiver.model_id!r} arrived in time: the sender has not connected, or has not "
+                "sent. The model is unchanged; connect() may be called again."
+            )
+        background.seen()
+        if receiver.version is None and decided():
+            raise WeightSyncError(
+                f"the first version of {receiver.model_id!r} was refused, and the sender was told: "
+                f"{receiver.last_refusal}"
+            )
+        if receiver.version is None and self.is_blank:
+            error = ConfigurationError(
+                f"the model {receiver.model_id!r} came without its weights (on the meta device), and the trainer sends "
+                "none with connect(): give its init_on_sender() model= or weights=, or make the model with weights."
+            )
+            receiver.fail(error)  # the trainer may still be waiting for other workers
+            raise error
+
+    def relay_call(self, context: Any, strategy: WeightStrategy) -> RelayCall | None:
+        """How a version is passed on to this worker's own workers; None: it has none."""
+        receiver = self.require_receiver("connect")
+        relay = relay_call(context, receiver.model_id)
+        if relay is None or isinstance(receiver.model, Loader):
+            return None  # a loader has the weights: what it passes on is its own affair
+        form = WeightStrategy("tensordict") if is_torchrls(context) else strategy
+        return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
+
+    def receive(self, timeout: float | None, strategy: WeightStrategy) -> Any:
+        """The weights that the model holds now, or a loader's version; None: no new version went live.
+
+        Raises:
+            As `WeightSyncScheme.receive`.
+        """
+        receiver = self.require_receiver("receive")
+        self.rendezvous.require_connected("receive")
+        if not receiver.receive(timeout):
+            return None
+        held = receiver.target().destination
+        return receiver.version if isinstance(held, Loader) else strategy.extract_weights(held)

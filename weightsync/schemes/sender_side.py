@@ -1,0 +1,123 @@
+"""`SenderSide`: a scheme in the trainer. It has the sender, what there is to send, and the scheme's own sends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from weightsync.clock import Deadline
+from weightsync.engine.sender import WeightSender
+from weightsync.engine.sequential import SequentialSends
+from weightsync.errors import StateError
+from weightsync.options import OnFailure
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import SyncReport
+from weightsync.schemes.rendezvous import Rendezvous, Side
+from weightsync.schemes.worker_set import Groups, WorkerSet, groups_of, is_per_worker, per_worker, send_to_groups
+from weightsync.weights.selection import Selection
+
+logger = logging.getLogger("weightsync")
+
+
+class Sending(Protocol):
+    """A scheme, as its side in the trainer sees it."""
+
+    sync: bool
+    per_worker_weights: bool
+
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
+        """The weights that a send sends."""
+
+    def _context(self) -> Any:
+        """The context. Raises ConfigurationError: it was collected."""
+
+    def _found(self, model_id: str, context: Any) -> Any:
+        """What a send without weights sends; None: nothing is registered."""
+
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
+        """Weights, and the workers that get them (None: all): `SenderSide.groups`, unless a scheme overrides it."""
+
+
+class SenderSide:
+    """The trainer's side of one scheme. It is initialised once."""
+
+    def __init__(self, scheme: Sending) -> None:
+        self._scheme = scheme
+        self.rendezvous = Rendezvous(Side.SENDER)
+        self.sender: WeightSender | None = None
+        #: What the scheme's own `send` sends by; None until it connects.
+        self.sends: SequentialSends | None = None
+        #: The keywords of `init_on_sender`, and the workers that they define.
+        self.given: Mapping[str, Any] = {}
+        self.worker_set = WorkerSet()
+        #: Which weights are sent, and the name of the model if they must be finite: see `Packer`.
+        self.selection: Selection | None = None
+        self.finite: str | None = None
+
+    def require_sender(self, asked: str) -> WeightSender:
+        """The sender. Raises StateError: this side is not initialised."""
+        if self.sender is None:
+            raise StateError("scheme", "uninitialized on the sender", asked, ["init_on_sender"])
+        return self.sender
+
+    def begin_sends(self) -> SequentialSends:
+        """What the scheme's own `send` sends by, from now on."""
+        self.sends = self.sends or SequentialSends(self.require_sender("connect"))
+        return self.sends
+
+    def connect(self, weights: Any, deadline: Deadline) -> None:
+        """Lay the links, send the first weights to the groups of workers, and wait for all of them.
+
+        Raises:
+            As `WeightSyncScheme.connect`.
+        """
+        sender, sends = self.require_sender("connect"), self.begin_sends()
+        if weights is None:
+            weights = self.worker_set.weights or None
+        has_weights = weights is not None or self._registered() is not None
+        groups = self._scheme._groups(weights, None) if has_weights else []
+        if sender.state is State.UNINITIALIZED:
+            sender.connect(fence=self.given.get("fence"), weights=groups[0][0] if groups else None)
+        if groups:
+            send_to_groups(sends.send, groups, deadline, OnFailure.RAISE)
+        else:
+            sender.await_workers(deadline.remaining)
+
+    def send(
+        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
+    ) -> SyncReport:
+        """Send to one group of workers after another. Raises as `WeightSyncScheme.send`."""
+        self.require_sender("send")
+        self.rendezvous.require_connected("send")
+        sends = self.begin_sends()
+        groups = self._scheme._groups(weights, worker_ids)
+        return send_to_groups(sends.send if self._scheme.sync else sends.dispatch, groups, deadline, failing)
+
+    def groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
+        """Weights, and the workers that get them (None: all)."""
+        sender = self.require_sender("send")
+        if weights is None and self.worker_set.weights and self._registered() is None:
+            own: Mapping[int, Any] | None = self.worker_set.weights
+        else:
+            own = per_worker(weights, "weights") if is_per_worker(weights) else None
+
+        def prepared(each: Any) -> Any:
+            return self._scheme.weights_to_send(each, sender.model_id)
+
+        if own is None:
+            return [(prepared(weights), None if worker_ids is None else list(worker_ids))]
+        if worker_ids is None:
+            worker_ids = [each for each in sender.worker_ids if each in own or not self._scheme.per_worker_weights]
+        return groups_of(own, worker_ids, sender.worker_ids, prepared)
+
+    def _registered(self) -> Any:
+        return self._scheme._found(self.require_sender("send").model_id, self._scheme._context())
+
+    def settle(self) -> None:
+        """Wait for an update whose outcome was not reported yet, and log its failure."""
+        if self.sends is None or self.sender is None or self.sender.state is not State.PENDING_ASYNC:
+            return
+        report = self.sends.settle()
+        if report is not None and report.failed:
+            logger.warning("at shutdown: %s", report.error())

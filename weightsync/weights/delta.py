@@ -1,0 +1,164 @@
+"""Deltas between two packed payloads of one layout: the words that differ, with their new values, bit for bit.
+
+A payload is compared as words of 2 or 4 bytes, in blocks of 65,536 words, on as many threads as torch may use. All
+numbers are little-endian. A delta is
+
+    size of the payload (8 bytes), number of blocks that differ (4), bytes of a word (2), zero (2)
+    for each of these blocks: its number (4), how many of its words differ (4)
+    the new values of all these words, in order
+    for each of these blocks: which words differ
+    the last bytes of the payload, if they make no whole word
+
+Which words of a block differ is said by the shorter of a list of 2-byte positions and a map of one bit for each word;
+if all of them do, by nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy
+import torch
+
+from weightsync.protocol.codec import malformed
+from weightsync.weights.layout import Layout
+from weightsync.weights.tensors import DTYPES
+from weightsync.weights.tree_digest import in_threads, shares
+
+_HEAD: Final = struct.Struct("<QIHH")
+_WORDS: Final[dict[int, Any]] = {2: numpy.dtype("<u2"), 4: numpy.dtype("<u4")}
+_RECORD: Final = numpy.dtype([("block", "<u4"), ("count", "<u4")])
+#: Words of a block: a position in it takes 2 bytes.
+BLOCK: Final = 1 << 16
+#: Blocks that are compared in one go.
+_STRIDE: Final = 64
+#: The largest payload: the numbers of its blocks take 4 bytes.
+_LARGEST: Final = BLOCK * 2 * 2**32
+
+#: A block that differs: its number, how many words do, their values, and which they are.
+_Block = tuple[int, int, bytes, bytes]
+
+
+def word_of(layout: Layout) -> int:
+    """The bytes of a word for payloads of a layout: 2 if most of its bytes are in types of 1 or 2 bytes, else 4."""
+    narrow = sum(group.nbytes for group in layout.groups if DTYPES[group.dtype].itemsize <= 2)
+    return 2 if 2 * narrow > layout.nbytes else 4
+
+
+def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes | None:
+    """Encode what a payload has other than its base, which has the same size.
+
+    Args:
+        word: 2 or 4.
+        most: the largest delta that is wanted, in bytes.
+
+    Returns:
+        The delta; None: it would be larger.
+    """
+    if payload.nbytes > _LARGEST:
+        return None
+    whole = payload.nbytes // word * word
+    old = numpy.frombuffer(base[:whole], _WORDS[word])
+    new = numpy.frombuffer(payload[:whole], _WORDS[word])
+    parts = shares(whole, _STRIDE * BLOCK * word, torch.get_num_threads())
+    found: dict[int, list[_Block]] = {start: [] for start, _ in parts}
+    sizes = dict.fromkeys(found, _HEAD.size)
+
+    def compare(start: int, end: int) -> None:
+        for first in range(start // word, end // word, _STRIDE * BLOCK):
+            if sum(sizes.values()) > most:
+                return
+            last = min(first + _STRIDE * BLOCK, end // word)
+            for block in _differing(old[first:last], new[first:last], first // BLOCK):
+                found[start].append(block)
+                sizes[start] += _RECORD.itemsize + len(block[2]) + len(block[3])
+
+    in_threads(compare, parts)
+    if sum(sizes.values()) > most:
+        return None
+    blocks = [block for start in sorted(found) for block in found[start]]
+    records = numpy.array([block[:2] for block in blocks], dtype=_RECORD) if blocks else numpy.empty(0, _RECORD)
+    head = _HEAD.pack(payload.nbytes, len(blocks), word, 0)
+    values, positions = (block[2] for block in blocks), (block[3] for block in blocks)
+    return b"".join((head, records.tobytes(), *values, *positions, payload[whole:]))
+
+
+def _differing(old: Any, new: Any, number: int) -> Iterator[_Block]:
+    """The blocks that differ, of words that begin with a block."""
+    differs = old != new
+    if not differs.any():
+        return
+    for start in range(0, len(new), BLOCK):
+        where = differs[start : start + BLOCK]
+        count = int(numpy.count_nonzero(where))
+        if count:
+            words = new[start : start + BLOCK]
+            yield number + start // BLOCK, count, words[where].tobytes(), _positions(where, count)
+
+
+def _positions(where: Any, count: int) -> bytes:
+    if count == len(where):
+        return b""
+    if 2 * count < -(-len(where) // 8):
+        return numpy.flatnonzero(where).astype("<u2").tobytes()
+    return numpy.packbits(where, bitorder="little").tobytes()
+
+
+def apply(delta: memoryview, payload: memoryview) -> None:
+    """Make what a delta was made for of its base, in place.
+
+    Args:
+        payload: the base, writable.
+
+    Raises:
+        ProtocolError: the delta is malformed, or is for a payload of another size. The payload is then undefined.
+    """
+    word, records = _read_head(delta, payload.nbytes)
+    whole = payload.nbytes // word * word
+    counts = records["count"].astype(numpy.int64)
+    words = numpy.minimum(whole // word - records["block"].astype(numpy.int64) * BLOCK, BLOCK)
+    if (numpy.diff(records["block"].astype(numpy.int64)) <= 0).any() or (counts < 1).any() or (counts > words).any():
+        raise malformed("A delta names blocks that its payload does not have", delta[: _HEAD.size])
+    sizes = numpy.where(counts == words, 0, numpy.minimum(2 * counts, -(-words // 8)))
+    start = _HEAD.size + records.nbytes
+    end = start + int(counts.sum()) * word
+    tail = end + int(sizes.sum())
+    if tail + payload.nbytes - whole != delta.nbytes:
+        raise malformed("A delta is shorter or longer than it says", delta[: _HEAD.size])
+    values = numpy.frombuffer(delta[start:end], _WORDS[word])
+    held = numpy.frombuffer(payload[:whole], _WORDS[word])
+    at, before = 0, end
+    for block, count, size, length in zip(
+        records["block"].tolist(), counts.tolist(), sizes.tolist(), words.tolist(), strict=True
+    ):
+        which = _which(delta[before : before + size], count, length)
+        held[block * BLOCK : block * BLOCK + length][which] = values[at : at + count]
+        at, before = at + count, before + size
+    payload[whole:] = delta[tail:]
+
+
+def _read_head(delta: memoryview, nbytes: int) -> tuple[int, Any]:
+    if delta.nbytes < _HEAD.size:
+        raise malformed("A delta ends within its head", delta)
+    whole, blocks, word, zero = _HEAD.unpack_from(delta)
+    end = _HEAD.size + blocks * _RECORD.itemsize
+    if whole != nbytes or word not in _WORDS or zero or end > delta.nbytes:
+        raise malformed(f"A delta for {whole} bytes came for a payload of {nbytes}", delta[: _HEAD.size])
+    return word, numpy.frombuffer(delta[_HEAD.size : end], _RECORD)
+
+
+def _which(told: memoryview, count: int, length: int) -> Any:
+    """Which words of a block differ, as an index of them."""
+    if count == length:
+        return slice(None)
+    if 2 * count < -(-length // 8):
+        where = numpy.frombuffer(told, "<u2")
+        if int(where.max()) < length:
+            return where
+    else:
+        where = numpy.unpackbits(numpy.frombuffer(told, numpy.uint8), count=length, bitorder="little").view(bool)
+        if int(numpy.count_nonzero(where)) == count:
+            return where
+    raise malformed("A delta names words that its block does not have", b"")
