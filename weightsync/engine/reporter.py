@@ -33,12 +33,12 @@ class Reporter:
         self._travelling: Travelling | None = None
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
-        #: The report of the update before, until it is part of the next report.
+        #: The report that no caller has got yet: it becomes part of the next one.
         self._previous: SyncReport | None = None
 
-    def follows(self, previous: SyncReport) -> None:
-        """Add ``previous``, the report of the update that the next one waited for, to the next report."""
-        self._previous = previous
+    def delivered(self) -> None:
+        """Note that a caller gets the newest report: the next one need not contain it."""
+        self._previous = None
 
     def dispatched(self, packed: Packed) -> None:
         """Note that ``packed`` was dispatched."""
@@ -53,14 +53,16 @@ class Reporter:
         for worker in report.of(OutcomeKind.ABANDONED):
             assert report.version is not None
             self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
+        self._previous = report.previous
 
     def concluded(self, version: int) -> SyncReport:
-        """The report of a version that has ended. It can be taken once."""
+        """The report of a version that has ended. It can be taken once, and is part of the next until `delivered`."""
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         if self._given_up:
             told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
             self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
+        self._previous = report
         return report
 
     def so_far(self, owing: OutcomeKind) -> SyncReport:
@@ -75,29 +77,28 @@ class Reporter:
 
     def empty(self) -> SyncReport:
         """The report of a send to no worker."""
-        incarnation, previous = self._driver.data.incarnation, self._tell_previous()
         return SyncReport(
-            model_id=self._driver.model_id, version=None, incarnation=incarnation, outcomes={}, previous=previous
+            model_id=self._driver.model_id,
+            version=None,
+            incarnation=self._driver.data.incarnation,
+            outcomes={},
+            previous=self._previous,
         )
 
-    def not_sent(self, targets: tuple[int, ...] | None) -> SyncReport:
-        """The report of an update that was not sent: time was up before the one before it was answered."""
-        assert self._previous is not None
-        before, owing = self._previous.version, self._previous.of(OutcomeKind.TIMED_OUT)
+    def not_sent(self, previous: SyncReport, targets: tuple[int, ...] | None) -> SyncReport:
+        """The report of an update that was not sent: time was up before ``previous``, the one before, was answered."""
+        before, owing = previous.version, previous.of(OutcomeKind.TIMED_OUT)
         reason = f"not sent: time was up while version {before} still awaited {workers_text(owing)}"
         chosen = self._driver.data.workers if targets is None else targets
         outcomes = {worker: Outcome(kind=OutcomeKind.TIMED_OUT, reason=reason) for worker in chosen}
-        return replace(self.empty(), outcomes=outcomes)
-
-    def _tell_previous(self) -> SyncReport | None:
-        previous, self._previous = self._previous, None
-        return previous
+        return replace(self.empty(), outcomes=outcomes, previous=previous)
 
     def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
         """``error``, raised because every target is lost or has refused the handshake, with its report added."""
         workers, told = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
         outcomes = {worker: ended(workers[worker]) for worker in told if worker in workers}
         error.report = replace(self.empty(), outcomes=outcomes)
+        self.delivered()
         self._driver.told(error.report)
         return error
 
@@ -123,7 +124,7 @@ class Reporter:
         left: Mapping[int, str],
     ) -> SyncReport:
         seconds, connecting = self._dispatched.seconds, self._connecting(outcomes)
-        given_up, (previous, self._previous) = self._given_up, (self._previous, None)
+        given_up = self._given_up
         report = SyncReport(
             model_id=self._driver.model_id,
             version=version,
@@ -138,7 +139,7 @@ class Reporter:
             apply_s=max(map(_SECONDS, outcomes.values()), default=0.0),
             superseded={w: given_up[w] for w in outcomes if w in given_up} if given_up else {},
             not_caught_up=not_caught_up,
-            previous=previous,
+            previous=self._previous,
             left=left,
         )
         self._driver.told(report)

@@ -181,11 +181,11 @@ class WeightSender(Participant):
         wanted = Wanted(targets, expected_workers, allow_empty)
         packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, _pending(on_pending))
         if isinstance(packed, SyncReport):
-            return _delivered(packed, failing)
+            return self._delivered(packed, failing)
         with Shield(self._driver.waker.fire) as shield:
             version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
             report = self._wait_for(version, deadline, shield)
-        return _delivered(report, failing)
+        return self._delivered(report, failing)
 
     def send_async(
         self,
@@ -223,11 +223,12 @@ class WeightSender(Participant):
         wanted = Wanted(targets, expected_workers, allow_empty)
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, _pending(on_pending))
         if isinstance(packed, SyncReport):
-            return _delivered(packed, OnFailure.RAISE)
+            return self._delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
             report = self._reporter.so_far(OutcomeKind.PENDING)
+            self._reporter.delivered()
         report.raise_for_previous()
         return report
 
@@ -248,7 +249,7 @@ class WeightSender(Participant):
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
         deadline, failing = Deadline(timeout), _failing(on_failure)
-        return _delivered(self._wait(deadline), failing)
+        return self._delivered(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:
         """Send weights to all workers: an older name of ``send(weights=weights)``."""
@@ -266,7 +267,11 @@ class WeightSender(Participant):
         self._driver.require_open("poll")
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
-            return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
+            if self._driver.data.outstanding is None:
+                return None
+            report = self._reporter.so_far(OutcomeKind.PENDING)
+            self._reporter.delivered()
+            return report
 
     def abandon(self) -> SyncReport:
         """Give up the outstanding update. Workers that have not answered are ABANDONED: they may yet apply it.
@@ -277,7 +282,9 @@ class WeightSender(Participant):
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             self._driver.take(pure.Abandon())
-            return self._reporter.concluded(self.version)
+            report = self._reporter.concluded(self.version)
+            self._reporter.delivered()
+            return report
 
     def close(self) -> None:
         """Close for good: links close, waiting callers wake, an outstanding update is ABANDONED.
@@ -385,9 +392,8 @@ class WeightSender(Participant):
             self.connect()
         if in_the_way and pending is OnPending.WAIT:
             previous = self._wait(deadline)
-            self._reporter.follows(previous)
             if previous.of(OutcomeKind.TIMED_OUT):
-                return self._reporter.not_sent(wanted.targets)
+                return self._reporter.not_sent(previous, wanted.targets)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
     def _refuse_too_few(self, wanted: Wanted) -> None:
@@ -451,8 +457,12 @@ class WeightSender(Participant):
                 ready = driver.wait(self._nap(deadline), seen)
                 seen = driver.waker.fired
                 driver.pump(ready or None)
+            shield.deliver()
         except BaseException:
-            self._driver.take(pure.Interrupted(version))
+            with driver.lock:
+                driver.take(pure.Interrupted(version))
+                if version in driver.concluded:
+                    self._reporter.concluded(version)
             raise
         with driver.lock:
             if version in driver.concluded:
@@ -460,19 +470,19 @@ class WeightSender(Participant):
             driver.take(pure.Deadline(version))
             return self._reporter.so_far(OutcomeKind.TIMED_OUT)
 
+    def _delivered(self, report: SyncReport, failing: OnFailure) -> SyncReport:
+        """Return the report or raise its failures. That the update was abandoned during the wait is always raised."""
+        self._reporter.delivered()
+        all_is_well = report.ok and report.previous is None
+        if not all_is_well and (failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED)):
+            report.raise_on_failure()
+        return report
+
     def _nap(self, deadline: Deadline) -> float | None:
         """Seconds to sleep before the deadline, and processes that have not started yet, are checked again."""
         if not self._driver.awaits_processes:
             return deadline.nap
         return STARTS if deadline.nap is None else min(deadline.nap, STARTS)
-
-
-def _delivered(report: SyncReport, failing: OnFailure) -> SyncReport:
-    """Return the report or raise its failures. That the update was abandoned during the wait is always raised."""
-    all_is_well = report.ok and report.previous is None
-    if not all_is_well and (failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED)):
-        report.raise_on_failure()
-    return report
 
 
 def _failing(given: OnFailure | str) -> OnFailure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import select
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
@@ -261,6 +262,11 @@ def _drain(eventfd: int) -> None:
         return
 
 
+#: The longest poll, in seconds. A signal that arrives just before poll(2) sleeps, or in another thread, does not end
+#: that poll, and Python runs its handler only afterwards.
+SLICE: Final = 1.0
+
+
 class Waitable(Protocol):
     """Anything that can be waited for: a link, or a whole channel."""
 
@@ -341,7 +347,11 @@ class Waits(Generic[_Waited]):
                 self._ask(links, fd)
             if since is not None and self._waker.fired != since:
                 timeout = 0.0
-            ready = self._poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)
+            left = math.inf if timeout is None else max(timeout, 0.0)
+            ready = self._poller.poll((left if left < SLICE else SLICE) * 1000)
+            while left > SLICE and not ready:
+                left -= SLICE
+                ready = self._poller.poll((left if left < SLICE else SLICE) * 1000)
         except BaseException:
             self._forget()
             raise

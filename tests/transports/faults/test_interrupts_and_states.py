@@ -81,6 +81,53 @@ def test_g11_a_failure_that_an_interrupted_send_did_not_report_is_raised_by_the_
         three.sender.send_async(on_pending="wait", timeout=PATIENCE)
 
 
+def test_an_interrupt_that_does_not_end_the_poll_ends_the_wait(three: Pair, signum: int) -> None:
+    waiting = threading.Event()
+
+    def strike() -> None:
+        waiting.wait(PATIENCE)
+        # It interrupts this thread, not the one that polls.
+        signal.pthread_kill(threading.get_ident(), signum)
+
+    three.sender._driver.machine.observe(lambda _b, _i, after: after is State.AWAITING_ACK and waiting.set())
+    striking = threading.Thread(target=strike)
+    striking.start()
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        three.sender.send(timeout=None)
+    striking.join(PATIENCE)
+
+    assert three.sender.state is State.PENDING_ASYNC
+
+
+def test_g11_a_failure_is_raised_by_the_next_send_if_a_signal_came_with_the_last_answer(
+    three: Pair, signum: int
+) -> None:
+    three.receivers[1].model.more = nn.Linear(1, 1)
+    sent = threading.Event()
+
+    def listener(_before: Any, taken: Any, after: Any) -> None:
+        if taken is SenderInput.SEND:
+            sent.set()
+        elif sent.is_set() and after is State.READY:
+            os.kill(os.getpid(), signum)
+
+    def answer() -> None:
+        sent.wait(PATIENCE)
+        for receiver in three.receivers:
+            receiver.receive(timeout=PATIENCE)
+
+    three.sender._driver.machine.observe(listener)
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        three.sender.send(timeout=PATIENCE)
+    answering.join(PATIENCE)
+
+    assert three.sender.state is State.READY
+    with pytest.raises(RefusedError, match="version 1 of 'policy' did not reach 1 of 3"):
+        three.sender.send_async()
+
+
 def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(three: Pair, signum: int) -> None:
     interrupt_at(three.sender._driver.machine, SenderInput.SEND, signum)
     with pytest.raises((KeyboardInterrupt, Alarm)):

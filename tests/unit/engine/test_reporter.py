@@ -222,16 +222,36 @@ def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_work
     assert made.reporter._given_up == {}
 
 
-def test_the_outcome_of_the_update_before_is_reported_once() -> None:
+def test_a_report_is_part_of_the_next_one_until_a_caller_has_got_it() -> None:
     made = Reported(Scripted(), Scripted())
-    before = SyncReport(model_id="policy", version=7, incarnation=EPOCH, outcomes={})
-    made.reporter.follows(before)
-    assert made.reporter.empty() == replace(before, version=None, previous=before)
-    assert made.reporter.empty().previous is None
     made.sends()
-    made.reporter.follows(before)
+    made.driver.take(pure.Abandon())
+    before = made.reporter.concluded(1)
+
+    assert made.reporter.empty().previous is before
+    made.sends()
     assert made.reporter.so_far(OutcomeKind.PENDING).previous is before
+    assert made.reporter.so_far(OutcomeKind.PENDING).previous is before
+    made.reporter.delivered()
     assert made.reporter.so_far(OutcomeKind.PENDING).previous is None
+    assert made.reporter.empty().previous is None
+
+
+def test_a_failure_that_no_caller_has_got_outlives_an_update_given_up_after_it() -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends()
+    made.driver.take(pure.Abandon())
+    before = made.reporter.concluded(1)
+    made.sends()
+    made.driver.take(pure.Abandon())
+    given_up = made.reporter.concluded(2)
+    made.reporter.delivered()
+    made.reporter.superseded(given_up)
+
+    made.sends()
+    report = made.reporter.so_far(OutcomeKind.PENDING)
+    assert report.previous is before
+    assert report.superseded == {0: (2,), 1: (2,)}
 
 
 @pytest.mark.parametrize("targets", [None, (1,)])
@@ -242,12 +262,10 @@ def test_an_update_that_was_not_sent_for_want_of_time_says_whom_the_one_before_a
     applied = Outcome(kind=OutcomeKind.APPLIED)
     late = Outcome(kind=TIMED_OUT)
     before = SyncReport(model_id="policy", version=7, incarnation=EPOCH, outcomes={0: applied, 1: late})
-    made.reporter.follows(before)
 
     reason = "not sent: time was up while version 7 still awaited worker 1"
     told = dict.fromkeys((0, 1) if targets is None else targets, Outcome(kind=TIMED_OUT, reason=reason))
-    assert made.reporter.not_sent(targets) == replace(before, version=None, outcomes=told, previous=before)
-    assert made.reporter.empty().previous is None
+    assert made.reporter.not_sent(before, targets) == replace(before, version=None, outcomes=told, previous=before)
 
 
 def test_a_send_that_no_target_can_take_says_why_of_each() -> None:

@@ -23,8 +23,9 @@ class GivenUp(TransportError):
     """The other end has closed the link. Every call of that link ends."""
 
 
-#: Seconds that a call waits for those that were begun before it, where calls overtake each other.
-PATIENCE_FOR_ORDER: Final = 15.0
+#: Seconds that a call waits for those that were begun before it, where calls overtake each other. They arrive, however
+#: busy the machine is, unless a process dies, and that is noticed otherwise.
+PATIENCE_FOR_ORDER: Final = 60.0
 #: A frame in place of answers, followed by the reason: the call came before calls that were begun earlier, in a thread
 #: that must not wait for them. It is to be repeated.
 EARLY: Final = b"WSYE"
