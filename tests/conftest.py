@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import multiprocessing.context
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ settings.register_profile(
     "mutants", max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_configure() -> None:
+    """Processes that tests start take Ctrl-C, also where this one was started in the background, which ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -120,7 +120,7 @@ def _sends(
     update = moment.message
     if moment.line.what is not What.SENT or not isinstance(update, Update):
         return
-    workers = [e.line.fields["worker"] for e in machine.of(What.LINK) if e.link == moment.link]
+    workers = machine.workers[moment.link]
     data = moment.after
     assert isinstance(data, sending.SenderData)
     wide = update.version == data.due_all
@@ -184,10 +184,7 @@ def _counts(network: Network, machine: Machine, moment: Moment, digests: Digests
 
 def _applied(peer: Machine, key: Key, until: Moment, clock: str) -> bool:
     """Whether a receiver applied a version: before ``until``, where the times can be compared."""
-    for moment in peer.of(What.STEP):
-        data = moment.after
-        if isinstance(moment.event, receiving.Applied | receiving.Defer) and isinstance(data, receiving.ReceiverData):
-            in_time = peer.clock != clock or moment.line.time <= until.line.time
-            if data.served == key and in_time:
-                return True
+    applied = peer.applied.get(key)
+    if applied is not None and (peer.clock != clock or applied <= until.line.time):
+        return True
     return peer.finding is not None or peer.is_unseen(clock, until.line.time)

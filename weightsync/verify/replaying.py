@@ -10,6 +10,7 @@ import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from weightsync.engine.recorder import What, plain
@@ -90,6 +91,25 @@ class Machine:
     def of(self, *whats: What) -> Iterator[Moment]:
         """Its moments of these kinds."""
         return (moment for moment in self.moments if moment.line.what in whats)
+
+    @cached_property
+    def workers(self) -> dict[int, list[int]]:
+        """A sender's links, and the workers that each was laid to. Read once all lines are replayed."""
+        workers: dict[int, list[int]] = defaultdict(list)
+        for moment in self.of(What.LINK):
+            workers[moment.link].append(moment.line.fields["worker"])
+        return workers
+
+    @cached_property
+    def applied(self) -> dict[tuple[int, int], int]:
+        """When a receiver applied each version first, by incarnation and version. Read once all lines are replayed."""
+        applied: dict[tuple[int, int], int] = {}
+        for moment in self.of(What.STEP):
+            data = moment.after
+            assert isinstance(data, receiving.ReceiverData)
+            if isinstance(moment.event, receiving.Applied | receiving.Defer) and data.served is not None:
+                applied.setdefault(data.served, moment.line.time)
+        return applied
 
 
 class _Broken(Exception):
