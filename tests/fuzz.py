@@ -2,15 +2,17 @@
 
     python tests/fuzz.py SECONDS [NAME...]
 
-looks so many seconds at each of `decoders.DECODERS`, each in a process of its own. What it finds is printed and left in
-`crash-*`; `python tests/fuzz.py --again NAME FILE` tries such a file again.
+looks so many seconds at each of `decoders.DECODERS`, each in a process of its own, as many at a time as there are
+cores. What it finds is printed and left in `crash-*`; `python tests/fuzz.py --again NAME FILE` tries such a file again.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -24,7 +26,10 @@ def main(arguments: list[str]) -> int:
     seconds, *names = arguments
     from decoders import DECODERS  # noqa: PLC0415 - in the other processes it is instrumented first
 
-    failed = [name for name in names or DECODERS if not _passes(name, seconds, DECODERS[name][1])]
+    chosen = names or list(DECODERS)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        passed = pool.map(lambda name: _passes(name, seconds, DECODERS[name][1]), chosen)
+        failed = [name for name, passes in zip(chosen, passed, strict=True) if not passes]
     print(f"failed: {', '.join(failed)}" if failed else "Nothing but typed errors.")
     return 1 if failed else 0
 
@@ -37,14 +42,14 @@ def _decoder(name: str):
 
 def _passes(name: str, seconds: str, seeds: list[bytes]) -> bool:
     """Fuzz one decoder in a process of its own, beginning with the seeds; whether nothing was found."""
-    print(f"{name}: {seconds} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(seeds):
             Path(folder, f"seed{number}").write_bytes(seed)
         command = [sys.executable, __file__, "--one", name, seconds, folder]
         found = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     said = [line for line in found.stderr.splitlines() if line.startswith("stat::")]
-    print("  " + "\n  ".join(said[:1] if found.returncode == 0 else found.stderr.splitlines()[-60:]), flush=True)
+    lines = said[:1] if found.returncode == 0 else found.stderr.splitlines()[-60:]
+    print("\n  ".join([f"{name}: {seconds} s", *lines]), flush=True)
     return found.returncode == 0
 
 
