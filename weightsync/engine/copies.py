@@ -7,7 +7,7 @@ import enum
 import multiprocessing.context
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -147,6 +147,19 @@ def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
             f"{argument}= is {worker_id!r}: a worker's id is an int of 0 or more. Nothing has changed."
         )
     return number
+
+
+def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The ids that a send's ``worker_ids`` names; None: all.
+
+    Raises:
+        ConfigurationError: one of them is no id.
+    """
+    if worker_ids is None:
+        return None
+    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
+    given: Iterable[Any] = worker_ids if several else (worker_ids,)  # type: ignore[assignment]
+    return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in given)
 
 
 def require_whole(value: Any, argument: str, what: str) -> int:

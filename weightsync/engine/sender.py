@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
-from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, require_worker_id
+from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, worker_ids_of
 from weightsync.engine.driver import Shield
 from weightsync.engine.events import Events
 from weightsync.engine.observing import SenderObserver
@@ -491,16 +491,3 @@ def _failing(given: OnFailure | str) -> OnFailure:
 
 def _pending(given: OnPending | str) -> OnPending:
     return given if isinstance(given, OnPending) else OnPending(given)
-
-
-def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """The ids that a send's ``worker_ids`` names; None: all.
-
-    Raises:
-        ConfigurationError: one of them is no id.
-    """
-    if worker_ids is None:
-        return None
-    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
-    given: Iterable[Any] = worker_ids if several else (worker_ids,)  # type: ignore[assignment]
-    return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in given)

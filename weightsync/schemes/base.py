@@ -21,11 +21,12 @@ from weightsync.engine.copies import (
     require_name,
     require_whole,
     require_worker_id,
+    worker_ids_of,
 )
 from weightsync.engine.events import Callback, Events, Subscription, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.engine.sender import WeightSender, worker_ids_of
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure, Verify, WireDtype, switch
 from weightsync.protocol.report import SyncReport

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from weightsync.clock import Timeout
 from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.packer import Packed
 from weightsync.errors import ConfigurationError, ModelPathError
-from weightsync.options import OnFailure, OnPending, Verify, WireDtype
+from weightsync.options import Verify, WireDtype
+from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.facade_services import torchrl_transport
@@ -33,6 +34,9 @@ class RayModuleTransformSender(ActorSender):
     context (each an actor, or an object whose ``._actor`` is one), and as the only entry of ``actor_refs``. Its id is
     0.
 
+    `send` and `send_async` raise ConfigurationError (a ValueError) if no actor is found, and take None, 0 or [0] for
+    ``worker_ids``.
+
     Args:
         scheme: the `RayModuleTransformScheme` that sets it up.
     """
@@ -44,52 +48,9 @@ class RayModuleTransformSender(ActorSender):
 
     _register_worker = register_worker
 
-    def send(
-        self,
-        weights: Any = None,
-        worker_ids: int | Sequence[int] | None = None,
-        *,
-        timeout: float | Timeout | None = Timeout.DEFAULT,
-        on_failure: OnFailure | str = OnFailure.RAISE,
-        on_pending: OnPending | str = OnPending.RAISE,
-        allow_empty: bool = False,
-        expected_workers: int | None = None,
-    ) -> SyncReport:
-        """Send weights and wait for the actor: see `WeightSender.send`.
-
-        Args:
-            worker_ids: None, 0 or [0].
-
-        Raises:
-            ConfigurationError: (a ValueError) no actor is found, or another worker is named.
-        """
+    def _prepare(self, asked: SenderInput, *call: Any) -> Packed | SyncReport:
         self.find_actor()
-        wanted: dict[str, Any] = {"allow_empty": allow_empty, "expected_workers": expected_workers}
-        return super().send(
-            weights, worker_ids, timeout=timeout, on_failure=on_failure, on_pending=on_pending, **wanted
-        )
-
-    def send_async(
-        self,
-        weights: Any = None,
-        worker_ids: int | Sequence[int] | None = None,
-        *,
-        on_pending: OnPending | str = OnPending.RAISE,
-        timeout: float | Timeout | None = Timeout.DEFAULT,
-        allow_empty: bool = False,
-        expected_workers: int | None = None,
-    ) -> SyncReport:
-        """Send weights and go on: see `WeightSender.send_async`.
-
-        Args:
-            worker_ids: None, 0 or [0].
-
-        Raises:
-            ConfigurationError: (a ValueError) no actor is found, or another worker is named.
-        """
-        self.find_actor()
-        wanted: dict[str, Any] = {"allow_empty": allow_empty, "expected_workers": expected_workers}
-        return super().send_async(weights, worker_ids, on_pending=on_pending, timeout=timeout, **wanted)
+        return super()._prepare(asked, *call)
 
     def find_actor(self) -> None:
         """Find the actor, unless it was found already.
