@@ -229,7 +229,7 @@ class Sender:
     not_caught_up: dict[int, str] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
     given_up: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    #: What became of the update that was waited for, until somebody is told.
+    #: The report that no caller has got yet: it becomes part of the next one.
     before: Report | None = None
     contents: dict[int, Content] = field(default_factory=dict)
     #: What was applied last: handshakes tell its layout.
@@ -300,6 +300,7 @@ class Sender:
             for worker, kind in given_up.outcomes.items():
                 if kind == "ABANDONED":
                     self.given_up[worker] = (*self.given_up.get(worker, ()), given_up.version or 0)
+            self.before = given_up.previous  # no caller gets the report of what was given up
         self._allow("ready")
         self._dispatch(to, targets, content)
         if to == "pending_async":
@@ -356,6 +357,8 @@ class Sender:
             except Interrupt:
                 if self.state == "awaiting_ack" and self.outstanding == version:
                     self.state = "pending_async"
+                elif version in self.concluded:
+                    self.before = self._hand_out(version)
                 raise
             self.pump()
         if version in self.concluded:
