@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from weightsync import DistributedWeightSyncScheme, TransportError
 from weightsync.clock import Deadline
 from weightsync.protocol.messages import Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.store.stream import Stream
 
 PATIENCE = 15.0
 INLINE, GROUPED = 1000, 200_000
@@ -44,17 +49,21 @@ class Ends:
         self.sender.close()
 
     def heard(self) -> list[str | int]:
-        """All that comes out at the receiver's end until it is told the end."""
-        found: list[str | int] = []
-        waited = Deadline(PATIENCE)
-        while not waited.passed:
-            wait(Waker(), self.accepted, 0.5)
-            try:
-                arrived = [received.message for received in self.accepted[0].receive()]
-            except TransportError:
-                return found
-            found += [each.version if isinstance(each, Update) else type(each).__name__ for each in arrived]
-        return [*found, "and was never told the end"]
+        return _heard(self.accepted[0])
+
+
+def _heard(link: Link) -> list[str | int]:
+    """All that comes out at the receiver's end of a link until the end is reported."""
+    found: list[str | int] = []
+    waited = Deadline(PATIENCE)
+    while not waited.passed:
+        wait(Waker(), [link], 0.5)
+        try:
+            arrived = [received.message for received in link.receive()]
+        except TransportError:
+            return found
+        found += [each.version if isinstance(each, Update) else type(each).__name__ for each in arrived]
+    return [*found, "and the end was never reported"]
 
 
 @pytest.fixture
@@ -105,3 +114,39 @@ def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> No
     assert not ends.buffers[0].pinned
     ends.bye_and_close()
     assert ends.heard() == ["Hello", 1, "Bye"]
+
+
+def _end_before_anything_is_written(port: int) -> None:
+    """A trainer that closes its link and ends, while its writing thread has not come to run yet."""
+    runs = threading.Event()
+    write = Stream.write
+
+    def write_later(*message: Any) -> None:
+        runs.wait(PATIENCE)
+        write(*message)
+
+    Stream.write = write_later  # type: ignore[method-assign]
+    Finalize(None, runs.set, exitpriority=100)
+    sender = DistributedWeightSyncScheme().lay_link((_client(port), 1), "policy", "the worker")
+    sender.send(Hello(model_id="policy", incarnation=5))
+    sender.send(Bye(model_id="policy", incarnation=5, reason="done"))
+    sender.close()
+
+
+def _client(port: int) -> Any:
+    return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+
+
+def test_a_process_of_multiprocessing_ends_only_after_its_goodbyes(store: Any, forkserver: Any) -> None:
+    accepted: list[Link] = []
+    stop = DistributedWeightSyncScheme().listen((store, 1), "policy", accepted.append)
+    trainer = forkserver.Process(target=_end_before_anything_is_written, args=(store.port,))
+    trainer.start()
+    waited = Deadline(PATIENCE)
+    while not accepted and not waited.passed:
+        wait(Waker(), [], 0.001)
+
+    assert _heard(accepted[0]) == ["Hello", "Bye"]
+    trainer.join(PATIENCE)
+    stop()
+    accepted[0].close()

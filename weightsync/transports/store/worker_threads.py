@@ -5,12 +5,12 @@ A daemon thread that returns from C++ while the interpreter shuts down aborts th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from multiprocessing.util import Finalize
 from typing import Final, Protocol
 
 from weightsync.errors import TransportError
@@ -19,6 +19,8 @@ from weightsync.transports.store.mailbox import Outbox, Side, StoreMessage
 from weightsync.transports.store.store import Client, Store
 
 _PATIENCE: Final = 1.0
+#: Other finalizers come first: they may still close links.
+_LATE: Final = 0
 
 
 class Owner(Protocol):
@@ -36,11 +38,11 @@ class _Running:
 
     def __init__(self) -> None:
         self.forget()
-        atexit.register(self.end)
 
     def forget(self) -> None:
         """In a forked child: there are none."""
         self._threads: dict[threading.Thread, Owner] = {}
+        self._at_exit: Finalize | None = None
         self._lock = threading.Lock()
         forget_after_fork(self)
 
@@ -48,6 +50,9 @@ class _Running:
         thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
         with self._lock:
             self._threads[thread] = owner
+            if self._at_exit is None:
+                # Processes of `multiprocessing` run its finalizers at their end, and no function of `atexit`.
+                self._at_exit = Finalize(None, self.end, exitpriority=_LATE)
         try:
             thread.start()
         except RuntimeError as error:
