@@ -33,6 +33,8 @@ from weightsync.transports.store.stream import own_address
 #: Seconds between two looks for the trainer's note.
 _LOOK_SECONDS: Final = 0.05
 _PREFIX: Final = "weightsync group"
+#: The note that a group is closed.
+_CLOSED: Final = "closed"
 
 
 class _World(NamedTuple):
@@ -154,8 +156,10 @@ class RankLauncher:
         return Launched(Running(RankProcess(rank, channel), channel, channel.announce), (self._store, rank), None)
 
     def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - ranks leave nothing to close
-        """Listen no more."""
+        """Listen no more, and leave a note that the group is closed."""
         if self._reception is not None:
+            with contextlib.suppress(TransportError):
+                self._notes.set(_CLOSED, b"")
             self._reception.close()
             self._reception = None
             self._notes.close()
@@ -177,7 +181,7 @@ def run_worker(
     """Be a worker of the `WorkerGroup` of rank 0, in another rank of a running `torch.distributed` world.
 
     The n-th call in a rank belongs to the n-th group that rank 0 starts. It returns when ``run`` has returned, or was
-    ended by the end of the group.
+    ended by the end of the group, or if the group was closed before this rank had joined it.
 
     Args:
         run: ``run(worker)`` is called once the model has the trainer's weights.
@@ -189,7 +193,7 @@ def run_worker(
     Raises:
         ConfigurationError: there is no such world, or this is its rank 0.
         AckTimeoutError: rank 0 has started no group in time.
-        TransportError: rank 0 has closed the group already, or is gone.
+        TransportError: rank 0 cannot be reached.
         BaseException: what ``run`` has raised. The trainer has its traceback.
     """
     world, deadline = _world(), Deadline(timeout)
@@ -202,9 +206,21 @@ def run_worker(
     key = SharedKey.given(made._key)
     invitation = Invitation(note["host"], note["port"], bytes.fromhex(note["token"]), key)
     job = Job(plan, world.rank - 1, 0, made, {"store": store, "rank": world.rank}, invitation, None)
-    error = live(job)
+    try:
+        error = live(job)
+    except TransportError:
+        if _is_closed(store):
+            return
+        raise
     if error is not None:
         raise error
+
+
+def _is_closed(store: PrefixStore) -> bool:
+    """Whether rank 0 has closed the group of this store."""
+    with contextlib.suppress(TransportError), contextlib.closing(Client(store)) as client:
+        return client.present(_CLOSED)
+    return False
 
 
 def _await_note(world: _World, deadline: Deadline) -> tuple[PrefixStore, dict[str, Any]]:

@@ -71,14 +71,15 @@ class World:
         self._context = context
         self.processes: list[Any] = []
 
-    def start(self, run: Any, count: int) -> None:
-        """Make it."""
+    def start(self, run: Any, count: int) -> dist.TCPStore:
+        """Make it. Returns its store."""
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         for rank in range(1, count + 1):
             arguments = rank, count + 1, store.port, run
             self.processes.append(self._context.Process(target=workers.be_rank, args=arguments))
             self.processes[-1].start()
         dist.init_process_group("gloo", store=store, rank=0, world_size=count + 1)
+        return store
 
     def codes(self) -> list[int | None]:
         """The exit codes of the ranks, which end by themselves."""

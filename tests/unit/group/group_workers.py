@@ -107,11 +107,18 @@ def fill_and_hang(worker: Worker) -> None:
         time.sleep(600)
 
 
+def come_late(worker: Worker) -> None:
+    """Never called: the group is closed before this rank joins it."""
+    raise AssertionError(worker)
+
+
 def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None]) -> None:
     """Be a rank of a world, and a worker of its rank 0."""
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
+        if run is come_late:
+            store.wait(["the group is closed"])
         run_worker(run, policy())
     finally:
         dist.destroy_process_group()

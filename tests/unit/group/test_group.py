@@ -17,7 +17,7 @@ import group_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make
+from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make, World
 from torch import nn
 
 from weightsync import (
@@ -339,6 +339,20 @@ def test_arguments_that_cannot_be_are_refused(make: Make, count: int, options: d
 def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match="max_restarts, name"):
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options={"name": "one", "max_restarts": 1})
+
+
+@pytest.mark.gloo
+def test_a_rank_that_joins_when_the_group_is_closed_returns(
+    model: nn.Module, forkserver: Any, request: pytest.FixtureRequest
+) -> None:
+    world = World(forkserver)
+    request.addfinalizer(world.close)
+    store = world.start(workers.come_late, 1)
+    with WorkerGroup(None, model, scheme="distributed"):
+        pass
+    store.set("the group is closed", b"")
+
+    assert world.codes() == [0]
 
 
 @pytest.mark.gloo
