@@ -115,7 +115,10 @@ class Applier:
         Returns:
             True: it went live. False: it was refused. None: another thread still serves, or nothing is staged.
         """
-        self._served.follow_path()
+        try:
+            self._served.follow_path()
+        except (ConfigurationError, LayoutError, ModelPathError) as error:
+            return self._turn_down(error)
         with self._served.serving.swapping(timeout) as free, self._driver.lock:
             if not free or not self._appliable() or self._served.target is None:
                 return None

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import Hook, calling_frame
-from weightsync.errors import ProtocolError, TransportError
+from weightsync.errors import ProtocolError, TransportError, WeightSyncError
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
@@ -170,7 +170,10 @@ class Background:
         except Exception as raised:
             if not self._over():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
-                return self._end(raised)
+                self._end(raised)
+                if not isinstance(raised, WeightSyncError):  # those name what to do, and reading goes on after that
+                    self._receiver.fail_links(raised)
+                return False
         return self._end(self._receiver.broken) if self._over() else True
 
     def _attend(self) -> None:

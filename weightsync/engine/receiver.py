@@ -337,9 +337,12 @@ class WeightReceiver(Participant):
         This worker stays among the sender's workers, LOST in each report, until it joins again or is removed. Leaving
         a ``with receiver:`` block by an exception does this.
         """
+        self._end(lambda: self.fail_links(error))
+
+    def fail_links(self, error: BaseException) -> None:
+        """Close the links for good because ``error`` was raised, for a background reader: see `fail`."""
         reason = "".join(traceback.format_exception_only(error)).strip()
-        trace = "".join(traceback.format_exception(error))
-        self._end(lambda: self._driver.fail(reason, trace))
+        self._driver.fail(reason, "".join(traceback.format_exception(error)))
 
     def _end(self, close: Callable[[], None]) -> None:
         if self._listening.background_reader is not None:

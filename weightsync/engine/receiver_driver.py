@@ -98,9 +98,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def close(self) -> None:
         """Close for good: send Bye over every link, close them, wake callers that wait."""
         with self.lock:
+            self._take_handshake()
             self.take(pure.Close())
             for number in list(self._links):
-                self._leave(number)
+                self._leave(number, _NOBODY, _CLOSED)
             self._silence()
 
     def fail(self, reason: str, remote_traceback: str) -> None:
@@ -113,10 +114,17 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _end(self, event: pure.Fail | pure.Broken) -> None:
         with self.lock:
+            self._take_handshake()
             self.take(event)
             for number in list(self._links):
-                self._close_link(number)
+                self._leave(number, _NOBODY, event.reason, Ending.FAILED)
             self._silence()
+
+    def _take_handshake(self) -> None:
+        """Before this receiver ends: take a handshake that has arrived, so that its sender gets the last message."""
+        if self.data.link is None and self._links:
+            with contextlib.suppress(ProtocolError):
+                self.pump()
 
     def _silence(self) -> None:
         self.pending = None
@@ -150,7 +158,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.CloseLink(link):
                 self._close_link(link)
             case pure.Leave(link):
-                self._leave(link)
+                self._leave(link, self.data.fence, _CLOSED)
 
     def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
@@ -215,10 +223,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if known is link:
                 self._down(number, reason)
 
-    def _leave(self, link: int) -> None:
-        """Send a goodbye over a link, and close it."""
-        reason = "the receiver was closed"
-        self._say_last(link, Bye(model_id=self.model_id, incarnation=self.data.fence, reason=reason))
+    def _leave(self, link: int, incarnation: int, reason: str, ending: Ending = Ending.CLOSED) -> None:
+        """Send a goodbye to the sender of this incarnation over a link, and close it."""
+        self._say_last(link, Bye(model_id=self.model_id, incarnation=incarnation, reason=reason, ending=ending))
         self._close_link(link)
 
     def _close_link(self, link: int) -> None:
@@ -394,6 +401,9 @@ def _overtakes(update: Update, waiting: Message) -> bool:
     return update.incarnation == waiting.incarnation and update.version > waiting.version
 
 
+#: The incarnation that a last message over a link without a handshake names: no sender has said who it is.
+_NOBODY = 0
+_CLOSED = "the receiver was closed"
 _WANTED = frozenset({ReceiverInput.UPDATE, ReceiverInput.NEWER})
 _ANSWERED = pure.Answered()
 

@@ -174,17 +174,23 @@ class WeightSender(Participant):
                 dtypes), or have a value too large for the scheme's ``wire_dtype``; nothing was sent.
             NonFiniteError: with ``check_finite=True``, weights with NaN or infinite values; nothing was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
-            WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did.
+            WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did. If every target
+                was lost or had refused before, nothing was sent.
         """
         deadline, failing, stopwatch = Deadline(timeout), _failing(on_failure), Stopwatch()
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
         wanted = Wanted(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, _pending(on_pending))
-        if isinstance(packed, SyncReport):
-            return self._delivered(packed, failing)
-        with Shield(self._driver.waker.fire) as shield:
-            version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
-            report = self._wait_for(version, deadline, shield)
+        try:
+            packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, _pending(on_pending))
+            if isinstance(packed, SyncReport):
+                return self._delivered(packed, failing)
+            with Shield(self._driver.waker.fire) as shield:
+                version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
+                report = self._wait_for(version, deadline, shield)
+        except (WorkerLostError, RefusedError) as ended:  # every target is lost already, or has refused
+            if failing is OnFailure.RAISE:
+                raise
+            report = ended.report
         return self._delivered(report, failing)
 
     def send_async(

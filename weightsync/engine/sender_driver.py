@@ -427,6 +427,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         take(pure.LinkLost(worker, number, reason))
 
     def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
+        if not message.incarnation and isinstance(message, Bye | Refusal):
+            self._require_handshake(worker, message)
         match message:
             case Ack() | Refusal():
                 if isinstance(message, Ack):
@@ -450,6 +452,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 take(pure.Answer(worker, number, message))
             case Update():
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
+
+    def _require_handshake(self, worker: int, message: Bye | Refusal) -> None:
+        """Check that a last message without an incarnation is of no worker that we still expect.
+
+        Raises TransportError: that worker ended before it took our handshake. Its link is gone.
+        """
+        if self.data.workers[worker].link_state is pure.LinkState.EXPECTED:
+            raise TransportError(f"it ended before it took the handshake: {message.reason}")
 
     def _send_whole(self, worker: int, link: int, refused: NoBase) -> None:
         """A worker does not hold the base of a delta: send the version whole, unless a newer one was sent to it since.

@@ -148,7 +148,7 @@ class Ending(enum.Enum):
 
     #: It was closed cleanly.
     CLOSED = "closed"
-    #: Something failed; the reason says what. Only senders use this: a receiver that fails sends a `Refusal`.
+    #: Something failed; the reason says what. A receiver uses this before its handshake, and a `Refusal` afterwards.
     FAILED = "failed"
 
 

@@ -284,9 +284,7 @@ class ReceiverTalk(Talk):
     def _is_spontaneous(self, moment: Moment, message: Message | None) -> bool:
         if message is None:
             return moment.link in self._may_close
-        data = moment.after
-        assert isinstance(data, receiving.ReceiverData)
-        return isinstance(message, Bye) and moment.link in self._may_leave and message.incarnation == data.fence
+        return isinstance(message, Bye) and moment.link in self._may_leave and not message.incarnation
 
     def _stepped(self, moment: Moment) -> None:
         event, step, data = moment.event, moment.step, moment.after
@@ -297,7 +295,6 @@ class ReceiverTalk(Talk):
             self.open[event.link].failing = None
         if isinstance(event, receiving.Close | receiving.Fail | receiving.Broken) and step is not None:
             self._may_close |= set(self.open)
-        if isinstance(event, receiving.Close) and step is not None:
             self._may_leave |= set(self.open)
         for effect in () if step is None else step.effects:
             self._follow(effect, data)

@@ -45,11 +45,17 @@ def _resolve_model(context: object, path: str) -> Any:
 def _step(parent: Any, part: str, path: str, before: str) -> Any:
     try:
         return parent[_index(part[1:-1])] if part.startswith("[") else getattr(parent, part)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # a property of the user's may raise anything
         where = f"'{before}'" if before else "the context"
         kind = type(parent).__name__
-        message = f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): {error}"
+        message = f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): {_text(error)}"
         raise ModelPathError(message, path, part) from error
+
+
+def _text(error: Exception) -> str:
+    """The message of an error that says of itself what is missing, otherwise its type too."""
+    says_what = isinstance(error, AttributeError | LookupError | TypeError | ValueError)
+    return str(error) if says_what else f"{type(error).__name__}: {error}"
 
 
 def _index(written: str) -> int | str:

@@ -264,7 +264,18 @@ class Sender:
         del self.setups[worker]
 
     def send(self, **asked: object) -> Generator[None, None, Report]:
-        return (yield from self._send("awaiting_ack", **asked))
+        try:
+            return (yield from self._send("awaiting_ack", **asked))
+        except Raised as raised:
+            # Every target was lost or had refused before: that, too, is only reported.
+            if (
+                asked["raises"]
+                or raised.report is None
+                or raised.report.version
+                or "ABANDONED" in raised.report.kinds()
+            ):
+                raise
+            return raised.report
 
     def send_async(self, **asked: object) -> Generator[None, None, Report]:
         return (yield from self._send("pending_async", **asked))
@@ -505,7 +516,9 @@ class Sender:
     def _hear(self, worker: int, wire: Wire, message: Message) -> None:
         setup = self.setups[worker]
         assert setup.wire is wire, "only current links are open"
-        if message.incarnation != self.incarnation:
+        if message.incarnation == 0 and message.kind in ("Bye", "Refusal") and setup.link_state == "expected":
+            self._lose(worker, wire)
+        elif message.incarnation != self.incarnation:
             self.stale += 1
         elif message.kind == "Bye":
             self.left = [*(other for other in self.left if other != worker), worker]
@@ -615,10 +628,13 @@ class Receiver:
             self._refuse()
 
     def close(self) -> None:
+        if self.wire is None and self.open:
+            self.pump()
+        current = self.wire
         if self.state != "closed":
             self.state, self.wire, self.pending = "closed", None, None
         for wire in list(self.open):
-            self._close_wire(wire, Message("Bye", self.fence))
+            self._close_wire(wire, Message("Bye", self.fence if wire is current else 0))
 
     # -------------------------------------------------------------------------------------------- the swap
 

@@ -25,6 +25,7 @@ from weightsync import (
     StateError,
     TransportError,
     WeightSyncError,
+    WorkerLostError,
 )
 from weightsync.engine.background import Background
 
@@ -314,7 +315,9 @@ def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: 
     theirs.close()
 
 
-def test_an_error_on_the_thread_is_raised_by_the_next_receive(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_the_trainer(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def attend(self: Background) -> None:
         raise ZeroDivisionError("planted")
 
@@ -324,8 +327,34 @@ def test_an_error_on_the_thread_is_raised_by_the_next_receive(duo: Duo, monkeypa
         with pytest.raises(ZeroDivisionError, match="planted"):
             duo.receiving.receive(timeout=PATIENCE)
 
-    with beside(lambda: duo.send(2.0, timeout=PATIENCE)):
-        assert duo.receiving.receive(timeout=PATIENCE) is not None
+    with pytest.raises(WorkerLostError, match="ZeroDivisionError: planted"):
+        duo.send(2.0, timeout=PATIENCE)
+
+
+def test_what_a_property_of_the_users_raises_refuses_the_version_and_later_ones_are_applied(duo: Duo) -> None:
+    receiver, model = duo.receiving.get_receiver(), duo.receiving.model
+
+    class Holder:
+        broken = True
+
+        @property
+        def policy(self) -> Any:
+            if self.broken:
+                raise RuntimeError("not now")
+            return model
+
+    holder = Holder()
+    holder.broken = False
+    receiver.set_context(holder, "policy")
+    receiver.register_model("policy")
+    duo.send(1.0, timeout=PATIENCE)
+    holder.broken = True
+    with pytest.raises(RefusedError, match="RuntimeError: not now"):
+        duo.send(2.0, timeout=PATIENCE)
+
+    holder.broken = False
+    duo.send(3.0, timeout=PATIENCE)
+    assert duo.model() == {3.0}
 
 
 class Fragile(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +37,60 @@ def test_g11_a_worker_that_left_its_block_by_an_exception_is_lost_in_every_repor
         assert str(error) in caught.value.lost[0]
     assert pair.sender.worker_ids == (0,)
     assert "leave_by" in caught.value.report[0].remote_traceback
+
+
+@pytest.fixture(params=[False, True], ids=["", "the trainer holds both ends"])
+def held(pair: Pair, request: pytest.FixtureRequest) -> Iterator[None]:
+    """A trainer that has not closed its copy of the worker's end of the pipe never reads that pipe's end."""
+    kept = os.dup(pair.pipes[0][1].fileno()) if request.param else -1
+    yield
+    if request.param:
+        os.close(kept)
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("side", ["receiver", "scheme"])
+def test_g11_a_worker_that_fails_before_it_reads_its_handshake_is_lost_with_the_reason(pair: Pair, side: str) -> None:
+    pair.sender.send_async()
+    leave_by(pair.receiver if side == "receiver" else pair.schemes[0], ValueError("out of cheese"))
+
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match="ValueError: out of cheese"):
+            pair.sender.send(timeout=PATIENCE, on_pending="wait")
+    assert pair.sender.worker_ids == (0,)
+
+
+@pytest.mark.usefixtures("held")
+def test_a_worker_that_is_closed_before_it_reads_its_handshake_says_goodbye(pair: Pair) -> None:
+    pair.sender.send_async()
+    pair.receiver.close()
+    report = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert dict(report.left) == {0: "the receiver was closed"}
+    assert pair.sender.worker_ids == ()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_g11_a_worker_that_ended_before_it_was_sent_a_handshake_is_lost_with_the_reason(
+    pair: Pair, scheme_class: Any, fails: bool
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    pair.pipes.append((ours, theirs))
+    with scheme_class() as scheme, scheme_class() as trainer:
+        scheme.init_on_worker("policy", pipe=theirs, model=small(0.0))
+        receiver = scheme.get_receiver()
+        kept = os.dup(theirs.fileno())
+        if fails:
+            leave_by(receiver, ValueError("out of cheese"))
+        else:
+            receiver.close()
+        trainer.init_on_sender("policy", pipes=[ours], model=pair.source)
+        with pytest.raises(WorkerLostError) as caught:
+            trainer.get_sender().send(timeout=PATIENCE)
+        os.close(kept)
+
+    reason = "ValueError: out of cheese" if fails else "the receiver was closed"
+    assert caught.value.lost == {0: f"it ended before it took the handshake: {reason}"}
 
 
 @pytest.mark.parametrize("error", [SystemExit(), SystemExit(0)])
@@ -135,6 +191,8 @@ def test_g11_a_worker_whose_link_fails_while_it_lives_stays_a_member(pair: Pair)
     for _ in range(2):
         with pytest.raises(WorkerLostError, match="Too many open files"):
             pair.sender.send(timeout=PATIENCE)
+    report = pair.sender.send(timeout=PATIENCE, on_failure="report")
+    assert (report.version, report.of(OutcomeKind.LOST)) == (None, (0,))
     ours, theirs = multiprocessing.Pipe()
     pair.pipes.append((ours, theirs))
     pair.sender.add_worker(0, ours)
