@@ -40,6 +40,9 @@ class OnDevice(Slot, Protocol):
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host."""
 
+    def register(self, view: memoryview) -> object | None:
+        """Pin memory of the host for `read`, until the result is dropped; None: it cannot be pinned."""
+
     def seal_with(self, seal: bytes) -> None:
         """Write the seal."""
 
@@ -106,6 +109,8 @@ class DeviceBuffer(Buffer):
             self._host = Buffer(self.nbytes, Storage.SEGMENTS)
             self.segment = self._host.segment
         if not self._staged:
+            if self.segment is not None:
+                self.segment.pin(self.slot.memory.register)
             self.slot.memory.read(self._host.view)
             if self.segment is not None:
                 self.segment.seal_with(self.slot.seal)
@@ -139,6 +144,10 @@ class CarriesDevices(ABC):
     @abstractmethod
     def reached(self) -> frozenset[bytes]:
         """The identities of the devices whose slots the other end can open."""
+
+    @abstractmethod
+    def copied_to_device(self) -> None:
+        """What arrives in shared memory of the host is copied to a device: map it so that it can be pinned."""
 
 
 class Reach:
