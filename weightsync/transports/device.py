@@ -15,6 +15,7 @@ from typing import Protocol
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Hello, Message, Refusal, SlotRef, Update
 from weightsync.transports.buffers import NUMBERS, SEAL_NBYTES, Buffer, Slot, Storage
+from weightsync.transports.process import forget_after_fork
 
 logger = logging.getLogger("weightsync")
 
@@ -36,6 +37,9 @@ class OnDevice(Slot, Protocol):
     @property
     def fd(self) -> int:
         """The descriptor by which another process opens it."""
+
+    def forget(self) -> None:
+        """Close the descriptor."""
 
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host."""
@@ -60,6 +64,7 @@ class DeviceSlot:
     def __init__(self, memory: OnDevice) -> None:
         self.memory = memory
         self.number = next(NUMBERS)
+        forget_after_fork(self)
         #: The seal of what it holds; zeros: it may be written.
         self.seal = bytes(SEAL_NBYTES)
 
@@ -72,6 +77,10 @@ class DeviceSlot:
     def ref(self) -> SlotRef:
         """How an update names it."""
         return SlotRef(segment=self.number, seal=self.seal, device=self.memory.identity, nbytes=self.memory.nbytes)
+
+    def forget(self) -> None:
+        """In a forked child: the memory is the parent's, which a descriptor left open here would keep."""
+        self.memory.forget()
 
     def put(self, seal: bytes) -> None:
         """Write a seal behind the payload."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 from weightsync.testing.fake_device import FakeDevice, fake_device
 from weightsync.transports.buffers import Mapping, Segment
+from weightsync.transports.device import DeviceSlot
 from weightsync.weights.device import base, transfer
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.packing import pack
@@ -156,6 +158,21 @@ def test_a_tensor_that_cannot_cross_is_named(full: FakeDevice) -> None:
             pair.sender.send_async(bad)
         assert pair.sync().ok
     assert full is not None
+
+
+def test_a_forked_child_closes_the_descriptors_of_slots() -> None:
+    with fake_device() as device:
+        slot = DeviceSlot(device.allocate(100))
+        fd = slot.fd
+        child = os.fork()
+        if child == 0:
+            try:
+                os.fstat(fd)
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.fstat(fd).st_size
 
 
 # ---------------------------------------------------------------------------------------------- CUDA graphs

@@ -187,10 +187,14 @@ class DeviceMemory:
         """Pin memory of the host, for `read` to be fast: see `Device.register`."""
         return self.device.register(view, read_only=False)
 
-    def __del__(self) -> None:
+    def forget(self) -> None:
+        """Close the descriptor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        self.forget()
 
 
 def on_host(payload: memoryview | DeviceMemory, nbytes: int) -> memoryview:

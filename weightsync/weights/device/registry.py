@@ -28,6 +28,11 @@ def installed(kind: str, backend: Backend) -> Iterator[None]:
         backends.update(before)
 
 
+def capturing() -> bool:
+    """Whether the current stream captures a graph: nobody may wait for kernels then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def devices_of(tensors: Iterable[Tensor]) -> tuple[Device, ...]:
     """The devices that hold some of these tensors."""
     return tuple(found for place in {tensor.device for tensor in tensors} if (found := device_at(place)) is not None)
