@@ -170,6 +170,8 @@ class Packer:
         device = device_of(read.tensors.values()) if plan.place is None else device_at(plan.place)
         with self._lock:
             slot = None if device is None else self._on_devices.acquire(device, layout, readers)
+            if slot is not None:
+                self._pool.close()  # what the first version, before any handshake, was sent in
             buffer = slot or self._pool.acquire(layout.nbytes)
             buffer.pin(self)
         try:

@@ -289,7 +289,7 @@ def test_every_bit_of_every_dtype_arrives(name: str) -> None:
     if not hasattr(torch, name):
         pytest.skip(f"this torch has no {name}")
     dtype = getattr(torch, name)
-    every = torch.arange(256, dtype=torch.uint8).repeat(8) % (2 if name == "bool" else 256)
+    every = torch.arange(256, dtype=torch.int16).repeat(8).remainder(2 if name == "bool" else 256).to(torch.uint8)
     source = {"weight": every.view(dtype).cuda(), "beside": torch.ones(3, device="cuda")}
     weights = read_weights(source)
     layout = layout_of(weights)

@@ -160,6 +160,18 @@ def test_a_tensor_that_cannot_cross_is_named(full: FakeDevice) -> None:
     assert full is not None
 
 
+def test_no_host_memory_is_kept_once_weights_stay_on_the_device() -> None:
+    with fake_device() as device, paired(copied, model=large) as pair:
+        pair.sync()
+        pool = pair.sender._packer._pool
+        assert pool.statistics().buffers == 1
+        for _ in range(3):
+            pair.sync()
+        assert pool.statistics().buffers == 0
+        gc.collect()
+        assert [each for each in device.pinned if not each.view.readonly] == []
+
+
 def test_a_forked_child_closes_the_descriptors_of_slots() -> None:
     with fake_device() as device:
         slot = DeviceSlot(device.allocate(100))

@@ -30,7 +30,7 @@ def installed(kind: str, backend: Backend) -> Iterator[None]:
 
 def capturing() -> bool:
     """Whether the current stream captures a graph: nobody may wait for kernels then."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[Device, ...]:
