@@ -23,7 +23,7 @@ from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_non_finite, refuse_overflow
 from weightsync.weights.device.base import Device, DeviceError, DeviceMemory
-from weightsync.weights.device.registry import allocate_memory, device_at, device_of, open_memory
+from weightsync.weights.device.registry import allocate_memory, backends, device_at, device_of, open_memory
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
@@ -167,7 +167,9 @@ class Packer:
         layout = plan.sent
         extras = encode_extras(read.extras())
         _require_room(layout, extras)
-        device = device_of(read.tensors.values()) if plan.place is None else device_at(plan.place)
+        device = None
+        if plan.place is None or plan.place.type in backends:
+            device = device_of(read.tensors.values()) if plan.place is None else device_at(plan.place)
         with self._lock:
             slot = None if device is None else self._on_devices.acquire(device, layout, readers)
             if slot is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from weightsync.errors import LayoutError
-from weightsync.weights.destination import plan_for
 from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import views
-from weightsync.weights.target import Mode, Staged, Target
+from weightsync.weights.target import Mode, Staged, Target, plan_for
 from weightsync.weights.tensors import address_of, borrowed
 
 
