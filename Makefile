@@ -4,6 +4,9 @@ PYTHON ?= python3
 DEMO ?= --scheme shared --workers 2
 # The short set: ten minutes, also on two cores.
 BENCH ?= --payloads E,S,M,L,T --workers 2 --verify default,layout --seconds 15
+# What is measured on a GPU, and where the results are kept: `make docs` renders them.
+GPU_BENCH ?= --payloads S,M,L,T,G --workers 1,2,8 --schemes shared,pipe,torchrl-multiprocess,torchrl-shared --verify default --seconds 5
+GPU_RESULTS ?= docs/performance/one-gpu.json
 # How many processes share the tests. Each starts processes of its own, a Ray cluster among them: more is not faster on two cores.
 WORKERS ?= 2
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.
@@ -25,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-loaded test-matrix fuzz smoke verify verify-quick demo bench check check-all lint format generate docs protocol clean
+.PHONY: help install test test-loaded test-matrix fuzz smoke verify verify-quick demo bench bench-gpu check check-all lint format generate docs protocol clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 14 minutes'
@@ -37,6 +40,7 @@ help:
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
 	@echo 'make bench      the schemes against the floors of this machine, a short set: 10 minutes'
+	@echo 'make bench-gpu  the same on one GPU, in all three directions; keeps the results for the docs'
 	@echo 'make check      the quick set of the model checker'
 	@echo 'make check-all  all of it'
 	@echo 'make lint       generated files, ruff, mypy, import-linter'
@@ -88,6 +92,11 @@ demo: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/weightsync bench $(BENCH)
+
+bench-gpu: $(INSTALLED)
+	for device in cuda cuda-to-cpu cpu-to-cuda; do \
+		$(BIN)/weightsync bench --device $$device $(GPU_BENCH) --json $(GPU_RESULTS) --append || exit; \
+	done
 
 check: $(INSTALLED)
 	$(BIN)/weightsync check

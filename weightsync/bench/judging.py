@@ -146,6 +146,8 @@ TARGETS = (
     Target("rpc", "L", 1.2, Floor.RPC.value),
     Target("shared", "L", 0.6, _MS, "cuda"),
     Target("shared", "T", 2.5, _MS, "cuda"),
+    Target("shared", "G", 2.0, _MS, "cuda"),
+    Target("pipe", "G", 4.5, _MS, "cuda"),
     Target("pipe", "L", 1.5, _MS, "cuda"),
     Target("pipe", "T", 3.0, _MS, "cuda"),
     Target("shared", "L", 1.15, Floor.D2H.value, "cuda-to-cpu"),

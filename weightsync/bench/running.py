@@ -23,6 +23,8 @@ from weightsync.errors import ConfigurationError, SyncError, TransportError
 
 #: How much of the free memory a case may take by the estimate.
 _SHARE_OF_MEMORY = 0.8
+#: What CUDA takes of a GPU for each process, about.
+_CONTEXT_NBYTES = 600 * 2**20
 #: torch asks the DNS about every connection, and gloo for the host's own address; the bench stays on the loopback.
 _ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo"}
 _WORKER_MODULES = ("weightsync.bench.call_schemes", "weightsync.bench.torchrl_schemes")
@@ -141,10 +143,21 @@ def _too_large(situation: Situation) -> str:
     fleets = sum(1 if name.is_torchrl else len(variants(situation)) for name in chosen)
     # The floors' copies; two slots or buffers a fleet; a worker's own copy, and what is under way to some of them.
     needed = int(situation.source.nbytes * (4 + 2 * fleets + 1.25 * (fleets + 1) * situation.workers))
-    left = available_memory()
+    if lacking := _lacking(needed, available_memory(), "GiB"):
+        return lacking
+    device = situation.settings.device
+    if device is Device.CPU:
+        return ""
+    # The floors' copies and the trainer's; two slots a fleet; a worker's own copy, where it is there, and its context.
+    processes = fleets * situation.workers if device.worker == "cuda" else 0
+    needed = situation.source.nbytes * (4 + 2 * fleets + processes) + _CONTEXT_NBYTES * processes
+    return _lacking(needed, torch.cuda.mem_get_info()[0], "GiB of the GPU")
+
+
+def _lacking(needed: int, left: int, unit: str) -> str:
     if needed <= left * _SHARE_OF_MEMORY:
         return ""
-    return f"takes about {needed / 2**30:.0f} GiB and {left / 2**30:.0f} GiB are free: choose fewer schemes or workers"
+    return f"takes about {needed / 2**30:.0f} {unit} and {left / 2**30:.0f} are free: choose fewer schemes or workers"
 
 
 def _contenders(situation: Situation, backends: Sequence[Backend]) -> Iterator[Contender]:

@@ -19,7 +19,7 @@ from weightsync.bench.contenders import Contender, Situation
 from weightsync.bench.models import digest_of_model, make_model
 from weightsync.bench.processes import Ask, Workers, calls_of
 from weightsync.bench.results import Kind, Label
-from weightsync.bench.settings import DEFAULT_VERIFY, SEND_TIMEOUT, START_TIMEOUT, Payload, SchemeName
+from weightsync.bench.settings import DEFAULT_VERIFY, SEND_TIMEOUT, START_TIMEOUT, Device, Payload, SchemeName
 from weightsync.transports.store.store import hosted
 
 #: How many seconds a worker waits for a new version before it checks for a request.
@@ -51,7 +51,7 @@ class ProcessScheme(Sending):
     """A scheme with worker processes of its own, each with a copy of the scheme."""
 
     def __init__(self, name: SchemeName, verify: str, situation: Situation) -> None:
-        scheme = make_scheme(name, verify)
+        scheme = make_scheme(name, verify, situation.settings.device)
         situation.cleanup.callback(scheme.close)
         # With torch.distributed the trainer is rank 0, and worker i is rank i + 1.
         first = 1 if name is SchemeName.DISTRIBUTED else 0
@@ -106,11 +106,14 @@ class AsyncReturn(Contender):
         return calls_of(self.send), None
 
 
-def make_scheme(name: SchemeName, verify: str) -> WeightSyncScheme:
-    """Make a scheme. Worker processes get copies of it, which find the trainer by themselves."""
+def make_scheme(name: SchemeName, verify: str, device: Device = Device.CPU) -> WeightSyncScheme:
+    """Make a scheme. Worker processes get copies of it, which find the trainer by themselves.
+
+    Workers map what is shared, on a GPU too. Over pipes they copy it out.
+    """
     match name:
         case SchemeName.SHARED:
-            return weightsync.SharedMemWeightSyncScheme(verify=verify)
+            return weightsync.SharedMemWeightSyncScheme(verify=verify, map_on_device=device is Device.CUDA)
         case SchemeName.PIPE:
             return weightsync.MultiProcessWeightSyncScheme(verify=verify)
         case SchemeName.RPC:

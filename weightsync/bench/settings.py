@@ -81,9 +81,12 @@ PAYLOADS = MappingProxyType(
             Payload("M", 16 * MIB, 100),
             Payload("L", 256 * MIB, 200),
             Payload("T", 8 * MIB, 2000),
+            Payload("G", 2048 * MIB, 200),
         )
     }
 )
+#: What is sent if nothing is chosen: G takes the memory of a large machine.
+USUAL_PAYLOADS = tuple(payload for payload in PAYLOADS.values() if payload.name != "G")
 #: The word for the verification that the library does by default.
 DEFAULT_VERIFY = "default"
 
@@ -107,7 +110,7 @@ class Settings:
         ConfigurationError: a number is too small, or there is nothing to measure.
     """
 
-    payloads: tuple[Payload, ...] = tuple(PAYLOADS.values())
+    payloads: tuple[Payload, ...] = USUAL_PAYLOADS
     workers: tuple[int, ...] = (2,)
     schemes: tuple[SchemeName, ...] = tuple(SchemeName)
     verify: tuple[str, ...] = (DEFAULT_VERIFY, "layout", "digest")
@@ -153,7 +156,7 @@ def payloads(names: str | None, factory: str | None) -> tuple[Payload, ...]:
     Raises:
         ConfigurationError: a name is unknown, or the factory is not ``module:function``.
     """
-    chosen = tuple(PAYLOADS.values()) if names is None and factory is None else ()
+    chosen = USUAL_PAYLOADS if names is None and factory is None else ()
     if names is not None:
         chosen = tuple(PAYLOADS[_known(name, PAYLOADS, "payload")] for name in listed(names))
     if factory is not None:

@@ -27,7 +27,7 @@ def bench(  # noqa: PLR0917
     payload_names: Annotated[
         str | None,
         typer.Option(
-            "--payloads", metavar="E,S,M,L,T", help="What to send.", show_default="all, unless --model is given"
+            "--payloads", metavar="E,S,M,L,T,G", help="What to send.", show_default="all but G, unless --model is given"
         ),
     ] = None,
     model: Annotated[

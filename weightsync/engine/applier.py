@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from weakref import ref
 
 from weightsync.clock import Stopwatch
@@ -17,7 +19,7 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.messages import Ack, Refusal, Update
 from weightsync.protocol.report import Evidence
-from weightsync.transports.buffers import NoRoom, Slot
+from weightsync.transports.buffers import Mapping, NoRoom, Slot
 from weightsync.weights.target import Mode, SwapBroken, Target
 from weightsync.weights.tree_digest import digest
 
@@ -133,6 +135,9 @@ class Applier:
         try:
             digest = self.verified(pending)
             staged = target.stage(pending.layout, pending.payload, pending.update.extras)
+            if isinstance(pending.slot, Mapping) and pending.slot.pinnable and target.device is not None:
+                register = partial(target.device.register, read_only=True)
+                staged = replace(staged, pinned=pending.slot.pinned(pending.layout.nbytes, register))
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
             self.refuse_for(pending, error)
             return False

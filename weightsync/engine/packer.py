@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 from tensordict import TensorDictBase
@@ -21,8 +22,9 @@ from weightsync.protocol.messages import SlotRef, WeightsForm
 from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_non_finite, refuse_overflow
-from weightsync.weights.device.base import DeviceError, DeviceMemory
-from weightsync.weights.device.registry import backends, device_of, open_memory
+from weightsync.weights.device.base import Device, DeviceError, DeviceMemory
+from weightsync.weights.device.registry import allocate_memory, backends, device_at, device_of, open_memory
+from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import SendPlan, pack, pack_digested
@@ -165,15 +167,21 @@ class Packer:
         layout = plan.sent
         extras = encode_extras(read.extras())
         _require_room(layout, extras)
+        device = None
+        if plan.place is None or plan.place.type in backends:
+            device = device_of(read.tensors.values()) if plan.place is None else device_at(plan.place)
         with self._lock:
-            buffer = self._on_devices.acquire(read, layout, readers) or self._pool.acquire(layout.nbytes)
+            slot = None if device is None else self._on_devices.acquire(device, layout, readers)
+            if slot is not None:
+                self._pool.close()  # what the first version, before any handshake, was sent in
+            buffer = slot or self._pool.acquire(layout.nbytes)
             buffer.pin(self)
         try:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
             # A thread or kernel that outlived an interrupted copy would write into what holds other weights by then.
-            with Shield(lambda: None) if _outlasts(packed) else contextlib.nullcontext():
-                _copy(read, packed, readers, plan)
+            with Shield(lambda: None) if device or layout.nbytes > LEAST else contextlib.nullcontext():
+                _copy(read, packed, readers, plan, device)
             if self.wire_dtype is not None and layout is not plan.layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
             if self._finite is not None:
@@ -194,15 +202,16 @@ class Packer:
             self._on_devices.close()
 
 
-def _outlasts(packed: Packed) -> bool:
-    """Whether the copy is also made by others than the calling thread."""
-    return packed.layout.nbytes > LEAST or isinstance(packed.buffer, DeviceBuffer)
-
-
-def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan) -> None:
+def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, device: Device | None) -> None:
     layout, buffer = packed.layout, packed.buffer
     if isinstance(buffer, DeviceBuffer):
         write_slot(buffer, read, layout, readers)
+    elif device is not None:
+        if buffer.segment is not None:
+            buffer.segment.pin(partial(device.register, read_only=False))
+        pack_from(device, read, layout, buffer.view)
+        if _compares(packed.verify, readers.all_share(buffer, layout.nbytes)):
+            packed.digested()
     elif _compares(packed.verify, readers.all_share(buffer, layout.nbytes)):
         packed.digest = pack_digested(read, layout, buffer.view, packed.extras, plan.pieces(read))
     else:
@@ -243,28 +252,25 @@ class DevicePools:
         #: Devices without memory for a slot.
         self._full: set[bytes] = set()
 
-    def acquire(self, weights: Weights, layout: Layout, readers: Readers) -> DeviceBuffer | None:
-        """A slot on the device of these weights that nobody reads.
+    def acquire(self, device: Device, layout: Layout, readers: Readers) -> DeviceBuffer | None:
+        """A slot on a device that nobody reads.
 
-        None if they are to go by way of the host: they are there, or on several devices, or no worker can open a slot
-        on theirs, or it has no memory left.
+        None if the weights are to go by way of the host: no worker can open a slot there, or there is no memory left.
         """
-        first = next(iter(weights.tensors.values()), None)
-        if first is None or first.device.type not in backends:
-            return None
-        device = device_of(weights.tensors.values())
-        if device is None or device.identity in self._full:
+        if device.identity in self._full:
             return None
         if not any(device.identity in link for link in readers.reached()):
             return None
         pool = self._pools.get(device.identity)
         if pool is None:
-            pool = self._pools[device.identity] = Pool(make=lambda nbytes: DeviceBuffer(device.allocate(nbytes)))
+            pool = self._pools[device.identity] = Pool(
+                make=lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes))
+            )
         try:
             buffer = pool.acquire(layout.nbytes)
         except DeviceError as error:
             self._full.add(device.identity)
-            logger.warning("weights on a device are sent by way of the host from now on: %s", error)
+            logger.warning("weights on a device are sent by way of the host from now on: %s", str(error))
             return None
         assert isinstance(buffer, DeviceBuffer)
         return buffer

@@ -23,6 +23,7 @@ from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.weights.device.registry import capturing
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
@@ -302,6 +303,8 @@ class WeightReceiver(Participant):
     def begin_serving(self, frame: FrameType | None) -> None:
         """Begin a forward. First swap in what is staged, so that a busy worker never delays a swap for ever.
 
+        A forward that is captured as a CUDA graph swaps nothing: the swap would wait for kernels.
+
         Args:
             frame: the forward's call.
 
@@ -311,7 +314,8 @@ class WeightReceiver(Participant):
         broken, served = self._applier.broken, self._served
         if broken is not None:
             raise WeightSyncError(str(broken)) from broken
-        if served.staged is not None and self._listening.background_reader is not None and not served.serving.mine():
+        behind = served.staged is not None and self._listening.background_reader is not None
+        if behind and not served.serving.mine() and not capturing():
             with Shield(self._driver.waker.fire):
                 self._applier.swap_staged(PATIENCE)
         served.serving.enter(frame)

@@ -60,8 +60,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._unwritable = 0
         #: The Hello of the sender whose handshake was accepted last; None: none was.
         self.greeting: Hello | None = None
-        #: The devices whose slots the model can be served from, as our Hello names them; empty: it is on the host.
-        self.devices = b""
+        self._devices = b""
         #: The base of deltas; empty unless the sender may send some.
         self.held = HeldBase()
         #: The delta that came last without its base, and the number of its link.
@@ -70,6 +69,17 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         #: Where those links write that say whether something is left there.
         self._outlets: dict[int, Outlet] = {}
         self._layouts: dict[bytes, Layout] = {}
+
+    @property
+    def devices(self) -> bytes:
+        """The devices whose slots the model can be served from, as our Hello names them; empty: it is on the host."""
+        return self._devices
+
+    @devices.setter
+    def devices(self, devices: bytes) -> None:
+        self._devices = devices
+        for link in self._open if devices else ():
+            _tell(link)
 
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which link is current."""
@@ -82,6 +92,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if isinstance(link, Steady):
                 self._outlets[self._last_link] = link.outlet
             self._open = (*self._open, link)
+            if self._devices:
+                _tell(link)
             self.ended = ""
             self.waker.fire()
 
@@ -386,6 +398,12 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         if layout is None or (layout.nbytes != update.nbytes and not is_delta):
             raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
         return layout
+
+
+def _tell(link: Link) -> None:
+    """Tell a link that what it receives is copied to a device."""
+    if isinstance(link, CarriesDevices):
+        link.copied_to_device()
 
 
 def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:

@@ -49,9 +49,9 @@ class SharedMemWeightSyncScheme(PipeScheme):
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         map_on_device: whether parameters of a module on the trainer's GPU become views of the slot there. If not, they
-            are copied out of it. Not for models that `torch.cuda.graph` has captured: a graph reads the old addresses.
-            A worker that writes into such parameters writes into those of every worker on that GPU. Modules that torch
-            has compiled are copied into in any case.
+            are copied out of it. A worker that writes into such parameters writes into those of every worker on that
+            GPU. Modules that torch has compiled are copied into in any case, and so is every module of a worker that
+            captures a CUDA graph: a graph keeps the addresses of its capture.
         delta: refused: nothing travels that a delta could make smaller.
     """
 

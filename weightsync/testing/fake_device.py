@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import SEAL_NBYTES, Device, DeviceError, DeviceMemory
+from weightsync.weights.device.base import SEAL_NBYTES, Device, DeviceError, DeviceMemory, Piece
+from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.device.registry import installed
 
 Kernel = Callable[[], None]
@@ -87,6 +89,13 @@ class _Stream:
         self._thread.join()
 
 
+class Pinned:
+    """Memory of the host that counts as pinned until this is gone."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+
 class FakeDevice:
     """A device: see `weightsync.weights.device.base.Device`. Close it to end its threads.
 
@@ -99,10 +108,15 @@ class FakeDevice:
     def __init__(self, capacity: int = 2**30) -> None:
         self._free = capacity
         self._streams: dict[Lane, _Stream] = {}
+        self._watchers: WeakSet[KeepsAddresses] = WeakSet()
+        self._captured = False
         #: Called between two tensors of a copy, on its stream.
         self.between: Kernel = lambda: None
         #: Set when somebody waits for kernels that have not ended.
         self.waited = threading.Event()
+        #: Whether memory of the host can be pinned, and what is.
+        self.can_pin = True
+        self.pinned: WeakSet[Pinned] = WeakSet()
 
     def opens(self) -> tuple[bytes, ...]:
         """Its own identity: it has no peers."""
@@ -142,6 +156,39 @@ class FakeDevice:
                     self.between()
 
         self.launch(kernel)
+
+    def to_host(self, pieces: Sequence[Piece]) -> None:
+        """One kernel a piece."""
+        with torch.inference_mode():
+            for piece in pieces:
+                self.copy(piece.among(piece.host), piece.tensors)
+        self.finish()
+
+    def from_host(self, pieces: Sequence[Piece]) -> None:
+        """One kernel a piece."""
+        with torch.inference_mode():
+            for piece in pieces:
+                self.copy(piece.tensors, piece.among(piece.host))
+        self.finish()
+
+    def register(self, view: memoryview, read_only: bool) -> object | None:
+        """Note it; the memory stays as it is."""
+        if not self.can_pin or view.readonly is not read_only:
+            return None
+        made = Pinned(view)
+        self.pinned.add(made)
+        return made
+
+    def watch_captures(self, watcher: KeepsAddresses) -> bool:
+        """See `FakeDevice.capture`."""
+        self._watchers.add(watcher)
+        return self._captured
+
+    def capture(self) -> None:
+        """Begin to capture a graph, which keeps addresses."""
+        for watcher in list(self._watchers):
+            watcher.keep_addresses()
+        self._captured = True
 
     def finish(self) -> None:
         """Wait for the current stream."""

@@ -179,6 +179,8 @@ class Segment:
         self.nbytes = nbytes
         self._view: memoryview | None = None
         self._seal = _UNSEALED
+        self._pinned: object | None = None
+        self._asked = False
         try:
             self._allocate()
         except OSError as error:
@@ -234,9 +236,18 @@ class Segment:
         self._whole[self.nbytes :] = seal
         self._seal = seal
 
+    def pin(self, register: Callable[[memoryview], object | None]) -> None:
+        """Pin the memory for copies from a device, once; it stays so for as long as the segment lives.
+
+        Args:
+            register: see `weightsync.weights.device.base.Device.register`.
+        """
+        if not self._asked:
+            self._asked, self._pinned = True, register(self._whole)
+
     def forget(self) -> None:
         """In a forked child: release the memory."""
-        self._view = None
+        self._view = self._pinned = None
         self._close()
 
     def _close(self) -> None:
@@ -262,13 +273,15 @@ class Mapping:
 
     Args:
         fd: the segment's descriptor, which the caller closes.
+        pinnable: whether to map it once more, for reading and shared, so that it can be pinned: to pin pages that are
+            mapped private, the kernel would copy them.
 
     Raises:
         NoRoom: there is not enough memory, or no file descriptor is left.
         TransportError: it cannot be mapped, or is not a sealed segment.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, pinnable: bool = False) -> None:
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
                 raise TransportError("The peer's shared memory is not sealed, so it could shrink while it is read.")
@@ -276,6 +289,7 @@ class Mapping:
             if nbytes < SEAL_NBYTES:
                 raise TransportError(f"The peer's shared memory has {nbytes} bytes: there is no room for a seal.")
             self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE)
+            shared = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) if pinnable else None
         except (OSError, ValueError) as error:
             if isinstance(error, TransportError):
                 raise
@@ -284,6 +298,8 @@ class Mapping:
         with contextlib.suppress(OSError):  # the kernel is older than this advice, or has no memory for the tables
             self._map.madvise(_MADV_POPULATE_READ)
         self.view = memoryview(self._map)[:-SEAL_NBYTES]
+        self._shared = None if shared is None else memoryview(shared)
+        self._pinned: object | None = None
         #: What `lend` has returned, each until nobody has it any more.
         self._lent: list[weakref[memoryview]] = []
         #: Whether this process has written nothing here, and nobody has memory to write to.
@@ -298,6 +314,25 @@ class Mapping:
         self._lent = [each for each in self._lent if each() is not None]
         self._lent.append(weakref(lent))
         return lent
+
+    @property
+    def pinnable(self) -> bool:
+        """Whether it is mapped so that it can be pinned, and that has not failed."""
+        return self._shared is not None
+
+    def pinned(self, nbytes: int, register: Callable[[memoryview], object | None]) -> memoryview | None:
+        """The first bytes as the peer wrote them, in memory that is pinned for copies to a device. Read-only.
+
+        None: they cannot be pinned, or the mapping is not `pinnable`.
+
+        Args:
+            register: called once: see `weightsync.weights.device.base.Device.register`.
+        """
+        if self._shared is not None and self._pinned is None:
+            self._pinned = register(self._shared)
+            if self._pinned is None:
+                self._shared = None
+        return None if self._shared is None else self._shared[:nbytes]
 
     def tidy(self) -> None:
         """Do now what the next `remap` would have to do, once nobody has memory of it any more."""

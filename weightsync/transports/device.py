@@ -15,6 +15,7 @@ from typing import Protocol
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Hello, Message, Refusal, SlotRef, Update
 from weightsync.transports.buffers import NUMBERS, SEAL_NBYTES, Buffer, Slot, Storage
+from weightsync.transports.process import forget_after_fork
 
 logger = logging.getLogger("weightsync")
 
@@ -37,8 +38,14 @@ class OnDevice(Slot, Protocol):
     def fd(self) -> int:
         """The descriptor by which another process opens it."""
 
+    def forget(self) -> None:
+        """Close the descriptor."""
+
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host."""
+
+    def register(self, view: memoryview) -> object | None:
+        """Pin memory of the host for `read`, until the result is dropped; None: it cannot be pinned."""
 
     def seal_with(self, seal: bytes) -> None:
         """Write the seal."""
@@ -57,6 +64,7 @@ class DeviceSlot:
     def __init__(self, memory: OnDevice) -> None:
         self.memory = memory
         self.number = next(NUMBERS)
+        forget_after_fork(self)
         #: The seal of what it holds; zeros: it may be written.
         self.seal = bytes(SEAL_NBYTES)
 
@@ -69,6 +77,10 @@ class DeviceSlot:
     def ref(self) -> SlotRef:
         """How an update names it."""
         return SlotRef(segment=self.number, seal=self.seal, device=self.memory.identity, nbytes=self.memory.nbytes)
+
+    def forget(self) -> None:
+        """In a forked child: the memory is the parent's, which a descriptor left open here would keep."""
+        self.memory.forget()
 
     def put(self, seal: bytes) -> None:
         """Write a seal behind the payload."""
@@ -106,6 +118,8 @@ class DeviceBuffer(Buffer):
             self._host = Buffer(self.nbytes, Storage.SEGMENTS)
             self.segment = self._host.segment
         if not self._staged:
+            if self.segment is not None:
+                self.segment.pin(self.slot.memory.register)
             self.slot.memory.read(self._host.view)
             if self.segment is not None:
                 self.segment.seal_with(self.slot.seal)
@@ -139,6 +153,10 @@ class CarriesDevices(ABC):
     @abstractmethod
     def reached(self) -> frozenset[bytes]:
         """The identities of the devices whose slots the other end can open."""
+
+    @abstractmethod
+    def copied_to_device(self) -> None:
+        """What arrives in shared memory of the host is copied to a device: map it so that it can be pinned."""
 
 
 class Reach:

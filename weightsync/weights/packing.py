@@ -24,7 +24,16 @@ from weightsync.weights.casting import sent_layout
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Entry, Layout
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
-from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, Form, address_of, borrowed, why_uncopied
+from weightsync.weights.tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    PLAIN,
+    WITH_STORAGE,
+    Form,
+    address_of,
+    borrowed,
+    why_uncopied,
+)
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
 from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, in_threads, shares
 
@@ -34,7 +43,7 @@ CHUNK = 64 << 20
 #: by torch, which uses no threads of its own for them.
 LARGE: Final = 32 << 10
 
-_IS_CPU: Final = attrgetter("is_cpu")
+_DEVICE: Final = attrgetter("device")
 #: Called with the bytes of a buffer that have just been written.
 Behind = Callable[[int, int], None]
 
@@ -73,8 +82,7 @@ def _pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | N
     if view.readonly or not view.c_contiguous or view.nbytes < layout.nbytes:
         raise ConfigurationError(f"Packing {layout!r} needs {layout.nbytes} contiguous, writable bytes.")
     tensors, base = ordered(weights, layout), address_of(view)
-    for start, end in _gaps(layout):
-        borrowed(base + start, end - start).zero_()
+    zero_gaps(layout, base)
     if pieces is None and _on_one_device(tensors):
         for first, last in _chunks(layout):
             _fill(layout, first, last, tensors, base)
@@ -279,7 +287,9 @@ class SendPlan:
         self.sent: Layout = sent_layout(self.layout, wire_dtype)
         self._names = list(weights.tensors)
         self._slots = list(weights.slots)
-        self._plain = _are_plain(weights)
+        #: Where all of them are; None: in several places, or they are no plain tensors.
+        self.place = _place_of(weights)
+        self._plain = self.place is not None
         self._form = Form(weights.tensors.values() if self._plain else ())
         self._held = _held(weights) if self._plain else []
         self._pieces: Pieces | None = None
@@ -302,15 +312,17 @@ class SendPlan:
 
     def pieces(self, weights: Weights) -> Pieces | None:
         """How these weights, which fit, are copied; None: it is not planned."""
-        if self._stay and self._pieces is None:
+        if self._stay and self._pieces is None and self.place is not None and self.place.type == "cpu":
             self._pieces = Pieces(self.sent, movable(self.sent, ordered(weights, self.sent), least=0))
         return self._pieces
 
 
-def _are_plain(weights: Weights) -> bool:
-    """Whether these are tensors in the memory of this process."""
+def _place_of(weights: Weights) -> torch.device | None:
+    """The device that all of these plain tensors are on, if it tells where in its memory they are."""
     tensors = weights.tensors.values()
-    return PLAIN.issuperset(map(type, tensors)) and all(map(_IS_CPU, tensors))
+    places = set(map(_DEVICE, tensors)) if PLAIN.issuperset(map(type, tensors)) else set()
+    place = places.pop() if len(places) == 1 else None
+    return place if place is not None and place.type in WITH_STORAGE else None
 
 
 def _held(weights: Weights) -> list[int]:
@@ -419,6 +431,12 @@ def _on_one_device(tensors: list[Tensor]) -> bool:
     )
 
 
+def zero_gaps(layout: Layout, base: int) -> None:
+    """Write zeros into the gaps of the buffer at `base`."""
+    for start, end in _gaps(layout):
+        borrowed(base + start, end - start).zero_()
+
+
 def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
     """Yield the gaps between groups: bytes of no tensor, which the digest covers nevertheless."""
     for group, following in zip(layout.groups, layout.groups[1:], strict=False):
@@ -429,13 +447,17 @@ def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=8)
 def _chunks(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Split the entries into runs of one dtype, each of at most `CHUNK` bytes or of a single entry."""
+    return chunks_of(layout, CHUNK)
+
+
+def chunks_of(layout: Layout, limit: int) -> tuple[tuple[int, int], ...]:
+    """Split the entries into runs of one dtype, each of at most `limit` bytes or of a single entry."""
     chunks = []
     for group in layout.groups:
         first = group.first
         for index in range(group.first + 1, group.last):
             entry = layout.entries[index]
-            if entry.offset + entry.nbytes - layout.entries[first].offset > CHUNK:
+            if entry.offset + entry.nbytes - layout.entries[first].offset > limit:
                 chunks.append((first, index))
                 first = index
         chunks.append((first, group.last))

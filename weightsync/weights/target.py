@@ -6,6 +6,8 @@ does to each of them.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,13 +22,21 @@ from weightsync.errors import ConfigurationError, LayoutError, ProtocolError, We
 from weightsync.weights.aliasing import Sharing, agrees, mappable, same_bits, shared_with, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory
 from weightsync.weights.device.registry import device_of, devices_of
+from weightsync.weights.device.transfer import scatter_onto
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import digest_of, kept_views, pack, scatter, views
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
 from weightsync.weights.tensors import PLAIN, Form, address_of, borrowed, owning, why_unsupported
 
+logger = logging.getLogger("weightsync")
+
 Read = Callable[[object], Weights]
+
+_CAPTURED: Final = (
+    "map_on_device: this process has captured a CUDA graph, which keeps addresses; so parameters stay where they are "
+    "from now on, and each version is copied into them"
+)
 
 #: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made anew each time,
 #: which costs less than to look for pages that this process has written through views that somebody may still have.
@@ -205,8 +215,8 @@ class Mode(Enum):
     #: their own (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first. A view
     #: of a parameter that is kept outside the module keeps the old weights.
     MAP = "map"
-    #: As MAP, and parameters on a device become views of a slot on that device. What was captured by `torch.cuda.graph`
-    #: reads the old addresses, so this is not for such models; one compiled by torch is copied into.
+    #: As MAP, and parameters on a device become views of a slot on that device. A model that torch has compiled is
+    #: copied into; so is every model once the process captures a graph (`torch.cuda.graph`), which keeps addresses.
     MAP_ON_DEVICE = "map_on_device"
 
 
@@ -223,6 +233,8 @@ class Staged:
     extras: dict[str, ExtraState]
     #: The plan of the destination that it was validated against.
     plan: DestinationPlan
+    #: The payload's bytes in another mapping, which is pinned for copies to a device; None: there is none.
+    pinned: memoryview | None = None
 
 
 class Target:
@@ -255,12 +267,21 @@ class Target:
         self._mapped: OrderedDict[tuple[int, Layout], _Mapped | None] = OrderedDict()
         #: The slot on a device that parameters view; None: they view none.
         self._slot: DeviceMemory | None = None
+        #: Held while tensors are moved or written.
+        self._moving = threading.RLock()
+        #: Whether parameters may move to a slot on a device; None: nobody has asked yet.
+        self._movable: bool | None = None
 
     @property
     def devices(self) -> bytes:
         """The devices whose slots it can be served from, as a Hello names them; empty: its tensors are on the host."""
         device = device_of(self._plan.tensors)
         return b"" if device is None else b"".join(device.opens())
+
+    @property
+    def device(self) -> Device | None:
+        """The one device that its tensors are on; None: they are on the host, or in several places."""
+        return device_of(self._plan.tensors)
 
     @property
     def layout(self) -> Layout:
@@ -301,6 +322,10 @@ class Target:
             SwapBroken: the swap failed half way and could not be undone.
             Exception: whatever a module's own `set_extra_state` raised; nothing is changed.
         """
+        with self._moving:
+            self._swap(staged)
+
+    def _swap(self, staged: Staged) -> None:
         plan = self._revalidated(staged)
         undo = _Undo()
         try:
@@ -315,7 +340,7 @@ class Target:
             undo.all(error)
             raise
         try:
-            _copy_out(plan, staged.payload, mapped.copied if mapped else plan.copied())
+            _copy_out(plan, staged, mapped.copied if mapped else plan.copied())
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
@@ -408,24 +433,70 @@ class Target:
         """Give parameters that view a slot on a device memory of their own, to be copied into: others read the slot."""
         if self._slot is None:
             return
-        start = self._slot.flat.data_ptr()
-        here = range(start, start + self._slot.nbytes)
-        leaving = [plan.tensors[index] for index in plan.mappable if plan.tensors[index].data_ptr() in here]
+        own = self._own_memory(plan, self._slot, torch.empty_like)
+        undo.remember([parameter for parameter, _ in own], None)
         with torch.inference_mode(False), torch.no_grad():
-            undo.remember(leaving, None)
-            for parameter in leaving:
-                parameter.data = torch.empty_like(parameter.data)
+            for parameter, data in own:
+                parameter.data = data
+
+    @staticmethod
+    def _own_memory(
+        plan: DestinationPlan, slot: DeviceMemory, make: Callable[[Tensor], Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that view a slot, each with new memory; tied ones with the same."""
+        start = slot.flat.data_ptr()
+        here = range(start, start + slot.nbytes)
+        made: dict[int, Tensor] = {}
+        own = []
+        with torch.inference_mode(False), torch.no_grad():
+            for index, source in plan.mappable.items():
+                parameter = plan.tensors[index]
+                if parameter.data_ptr() in here:
+                    if source not in made:
+                        made[source] = make(parameter.data)
+                    own.append((parameter, made[source]))
+        return own
+
+    def keep_addresses(self) -> None:
+        """A graph of kernels is about to be captured: give parameters that view a slot memory of their own, for good.
+
+        What kernels read there now, they go on to read: the slot is free once the next version is applied.
+        """
+        with self._moving:
+            if self._movable is not False:
+                self._movable = False
+                logger.warning(_CAPTURED)
+            if self._slot is None:
+                return
+            plan = self._plan
+            own = self._own_memory(plan, self._slot, torch.clone)
+            for device in plan.devices:
+                device.finish()
+            with torch.inference_mode(False), torch.no_grad():
+                for parameter, data in own:
+                    parameter.data = data
+            self._plan = replace(plan, form=Form(plan.weights.tensors.values()), mapped=None)
+            self._slot = None
 
     def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
         """Whether the payload is in the memory in which the parameters are, and they may move there."""
         if not isinstance(payload, DeviceMemory):
             return not plan.devices
         here = plan.tensors[next(iter(plan.mappable))].device == payload.flat.device
-        return here and self.mode is Mode.MAP_ON_DEVICE and not _is_compiled(self.destination)
+        if not here or self.mode is not Mode.MAP_ON_DEVICE or _is_compiled(self.destination):
+            return False
+        if self._movable is None:
+            self._movable = not payload.device.watch_captures(self)
+            if not self._movable:
+                logger.warning(_CAPTURED)
+        return self._movable
 
     def _kept(self, layout: Layout, payload: memoryview | DeviceMemory) -> _Mapped:
         if isinstance(payload, DeviceMemory):
-            return _Mapped(payload.views(layout))
+            views_there = payload.views(layout)
+            if not isinstance(payload.kept, _Mapped):
+                payload.kept = _Mapped(views_there)
+            return payload.kept
         address = address_of(payload)
         if payload.readonly or address % ALIGNMENT:
             # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
@@ -479,13 +550,17 @@ def _restore(module: str, slot: ExtraSlot, before: bytes) -> None:
         slot.set(decode_extras(before)[module])
 
 
-def _copy_out(plan: DestinationPlan, payload: memoryview | DeviceMemory, chosen: Sequence[int]) -> None:
+def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int]) -> None:
     """Copy the chosen entries of a payload into the destination, and wait for the copy."""
-    if isinstance(payload, DeviceMemory) and chosen:
-        found = payload.views(plan.layout)
-        payload.device.copy([plan.tensors[index] for index in chosen], [found[index] for index in chosen])
-        payload.device.finish()
-    elif not isinstance(payload, DeviceMemory):
+    payload = staged.payload
+    if isinstance(payload, DeviceMemory):
+        if chosen:
+            found = payload.views(plan.layout)
+            payload.device.copy([plan.tensors[index] for index in chosen], [found[index] for index in chosen])
+            payload.device.finish()
+    elif len(plan.devices) == 1 and device_of(plan.tensors) is plan.devices[0]:
+        scatter_onto(plan.devices[0], plan.layout, plan.tensors, chosen, staged.pinned or payload)
+    else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload))
     for device in plan.devices:
         device.finish()

@@ -116,7 +116,7 @@ def why_uncopied(tensor: Tensor) -> str:
 
 def _why_unbacked(tensor: Tensor) -> str:
     needed = _bytes_needed(tensor)
-    if not needed or tensor.device.type not in _WITH_STORAGE:
+    if not needed or tensor.device.type not in WITH_STORAGE:
         return ""
     storage = tensor.untyped_storage()
     if storage.device.type == "meta":
@@ -129,7 +129,7 @@ def _why_unbacked(tensor: Tensor) -> str:
 
 
 #: Device types whose tensors have a storage of known size; on others the storage may be opaque.
-_WITH_STORAGE = frozenset({"cpu", "cuda"})
+WITH_STORAGE = frozenset({"cpu", "cuda"})
 
 
 def _bytes_needed(tensor: Tensor) -> int:

@@ -151,6 +151,19 @@ def test_nested_forwards_serve_one_version(duo: Duo) -> None:
     assert duo.model() == {2.0}
 
 
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_forward_that_is_captured_as_a_graph_swaps_nothing(
+    duo: Duo, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, swaps = duo.receiving.get_receiver(), list[float]()
+    monkeypatch.setattr("weightsync.engine.receiver.capturing", lambda: captures)
+    monkeypatch.setattr(receiver._applier, "swap_staged", swaps.append)
+    monkeypatch.setattr(receiver._served, "staged", object())
+    duo.model()
+    assert bool(swaps) is not captures
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("error", [Oops(), KeyboardInterrupt()], ids=repr)
 def test_a_forward_that_raises_lets_go_of_the_version(duo: Duo, error: BaseException) -> None:
     """torch calls no hook after a KeyboardInterrupt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,14 @@ from test_kernels import copied, mapped
 from torch import nn
 
 from weightsync import OutcomeKind, SharedMemWeightSyncScheme
+from weightsync.transports.buffers import Mapping, Segment
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.device.registry import device_of
+from weightsync.weights.device.transfer import pack_from
+from weightsync.weights.layout import ITEMSIZES
+from weightsync.weights.packing import pack
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.tensors import address_of, borrowed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -232,6 +239,191 @@ def test_a_worker_on_the_host_and_one_on_the_gpu_get_one_version(crew: Crew) -> 
             sender.send(timeout=PATIENCE)
             assert [worker.answer() for worker in (there, here)] == [version, version]
         assert [worker.do(contents) for worker in (there, here)] == [{3.0}, {3.0}]
+
+
+@pytest.mark.parametrize(("trainer_on", "worker_on"), [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("verify", ["auto", "digest"])
+def test_weights_cross_between_the_host_and_the_gpu_in_pinned_memory(
+    crew: Crew, trainer_on: str, worker_on: str, verify: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheme = SharedMemWeightSyncScheme("state_dict", verify=verify)
+    (worker,), model = crew.start(scheme), on_gpu(1.0).to(trainer_on)
+    worker.do(join_gpu if worker_on == "cuda" else join_host)
+    with trainer(SharedMemWeightSyncScheme("state_dict", verify=verify), worker, model=model) as sender:
+        for version in range(1, 6):
+            filled(model, float(version))
+            worker.tell(serve, version)
+            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+            worker.answer()
+            assert worker.do(contents) == {float(version)}
+        if worker_on == "cuda":
+            assert worker.do(pinned_mappings) == 2
+    assert "cannot be pinned" not in caplog.text
+
+
+def pinned_mappings(setup: WorkerSetup) -> int:
+    """How many of the trainer's segments the worker has pinned."""
+    (link,) = setup.receiver.driver._links.values()
+    return sum(each._pinned is not None for each in link._mapped._mappings.values())
+
+
+def test_memory_that_is_pinned_crosses_whole_and_is_released() -> None:
+    device = device_of([torch.ones(1, device="cuda")])
+    assert device is not None
+    segment = Segment(2**22)
+    mapping = Mapping(segment.fd, pinnable=True)
+    segment.pin(partial(device.register, read_only=False))
+    assert segment._pinned is not None
+    source = torch.randint(0, 256, (2**22,), dtype=torch.uint8, device="cuda")
+    torch.frombuffer(segment.view, dtype=torch.uint8).copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    pinned = mapping.pinned(2**22, partial(device.register, read_only=True))
+    assert pinned is not None, "the driver pins no memory that is mapped for reading alone"
+    there = borrowed(address_of(pinned), 2**22).to("cuda")
+    assert torch.equal(there, source)
+    assert bytes(mapping.view[:100]) == bytes(source[:100].tolist())
+
+
+@pytest.mark.parametrize("name", sorted(ITEMSIZES))
+def test_every_bit_of_every_dtype_arrives(name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    dtype = getattr(torch, name)
+    every = torch.arange(256, dtype=torch.int16).repeat(8).remainder(2 if name == "bool" else 256).to(torch.uint8)
+    source = {"weight": every.view(dtype).cuda(), "beside": torch.ones(3, device="cuda")}
+    weights = read_weights(source)
+    layout = layout_of(weights)
+    device = device_of(source.values())
+    assert device is not None
+    memory = device.allocate(layout.nbytes)
+    memory.write(weights, layout)
+    host, crossed, expected = (memoryview(bytearray(layout.nbytes)) for _ in range(3))
+    memory.read(host)
+    pack_from(device, weights, layout, crossed)
+    pack(read_weights({each: tensor.cpu() for each, tensor in source.items()}), layout, expected)
+    assert bytes(host) == bytes(crossed) == bytes(expected)
+
+
+def several(fill: float = 0.0) -> nn.Module:
+    """Buffers, an integer among them, a parameter that is not contiguous, and one larger than a piece."""
+    model = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 8, bias=False), nn.Linear(3000, 3000))
+    model[1].weight = nn.Parameter(torch.zeros(32, 8).t())
+    return filled(model, fill).cuda()
+
+
+def join_several(setup: WorkerSetup) -> None:
+    setup.model = several()
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+
+
+def all_contents(setup: WorkerSetup) -> set[float]:
+    return {value for tensor in setup.model.state_dict().values() for value in tensor.unique().tolist()}
+
+
+@pytest.mark.parametrize("scheme", [mapped, copied])
+@pytest.mark.parametrize("trainer_on", ["cpu", "cuda"])
+def test_tensors_of_all_kinds_arrive(crew: Crew, scheme: Any, trainer_on: str) -> None:
+    (worker,), model = crew.start(scheme()), several(1.0).to(trainer_on)
+    worker.do(join_several)
+    with trainer(scheme(), worker, model=model) as sender:
+        for version in (1, 2, 3, 4):
+            filled(model, float(version))
+            worker.tell(serve, version)
+            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+            worker.answer()
+            assert worker.do(all_contents) == {float(version)}
+
+
+def capture(setup: WorkerSetup) -> None:
+    """Capture a forward as a CUDA graph."""
+    setup.kept["in"] = torch.ones(1, 1024, device="cuda")
+    with torch.inference_mode(), torch.cuda.stream(setup.kept["side"]):
+        setup.model(setup.kept["in"])  # what a first forward sets up is no part of a capture
+    torch.cuda.synchronize()
+    setup.kept["graph"] = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(setup.kept["graph"]):
+        setup.kept["out"] = setup.model(setup.kept["in"])
+
+
+def replay(setup: WorkerSetup) -> bool:
+    """Whether the graph computes what the model does."""
+    setup.kept["graph"].replay()
+    torch.cuda.synchronize()
+    with torch.inference_mode():
+        return bool(torch.equal(setup.kept["out"], setup.model(setup.kept["in"])))
+
+
+@pytest.mark.parametrize("scheme", [mapped, copied])
+@pytest.mark.parametrize("sends_before", [0, 1, 3])
+def test_a_captured_graph_computes_with_each_version(crew: Crew, scheme: Any, sends_before: int) -> None:
+    (worker,), model = crew.start(scheme()), on_gpu(1.0)
+    worker.do(join_gpu)
+    with trainer(scheme(), worker, model=model) as sender:
+        for version in range(1, sends_before + 4):
+            if version == sends_before + 1:
+                worker.do(capture)
+                before = worker.do(place)
+            filled(model, 2.0**-version)
+            worker.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            worker.answer()
+            if version > sends_before:
+                assert (worker.do(contents), worker.do(replay)) == ({2.0**-version}, True)
+        assert worker.do(place) == before
+
+
+def serve_inferring(setup: WorkerSetup, version: int) -> int | None:
+    with torch.inference_mode():
+        return serve(setup, version)
+
+
+def trains(setup: WorkerSetup) -> bool:
+    setup.model(torch.ones(1, 1024, device="cuda")).sum().backward()
+    return all(parameter.grad is not None for parameter in setup.model.parameters())
+
+
+def test_a_worker_may_receive_in_inference_mode(crew: Crew) -> None:
+    (worker,), model = crew.start(mapped()), on_gpu(1.0)
+    worker.do(join_gpu)
+    with trainer(mapped(), worker, model=model) as sender:
+        for version in (1, 2, 3):
+            filled(model, float(version))
+            worker.tell(serve_inferring, version)
+            sender.send(timeout=PATIENCE)
+            worker.answer()
+            assert worker.do(contents) == {float(version)}
+        assert worker.do(trains)
+
+
+def compile_it(setup: WorkerSetup) -> None:
+    setup.model.compile()
+    compute(setup)
+
+
+def compute(setup: WorkerSetup) -> bool:
+    """Whether the compiled model computes with the weights that it holds."""
+    given = torch.ones(1, 1024, device="cuda")
+    with torch.inference_mode():
+        expected = given
+        for layer in setup.model:
+            expected = layer(expected)
+        return bool(torch.allclose(setup.model(given), expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [mapped, copied])
+def test_a_compiled_model_computes_with_each_version(crew: Crew, scheme: Any) -> None:
+    (worker,), model = crew.start(scheme()), on_gpu(1.0)
+    worker.do(join_gpu)
+    worker.do(compile_it)
+    with trainer(scheme(), worker, model=model) as sender:
+        for version in (1, 2, 3):
+            filled(model, 2.0**-version)
+            worker.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            worker.answer()
+            assert worker.do(compute)
 
 
 def join_host(setup: WorkerSetup) -> None:

@@ -6,10 +6,13 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import missing
 import performance
 import pytest
+import torch
 from protocolgen.source import SpecError
 
 from weightsync import ConfigurationError, MissingExtraError
@@ -27,11 +30,14 @@ from weightsync.bench import (
     compare,
     noise,
     ratio,
+    running,
     targets,
 )
 from weightsync.bench.reporting import case_rows, compared_rows, left_out, plot, reached, target_rows
-from weightsync.bench.settings import MIB, PAYLOADS, members, numbers, payloads
+from weightsync.bench.schemes import make_scheme
+from weightsync.bench.settings import MIB, PAYLOADS, Device, members, numbers, payloads
 from weightsync.cli._app import write_report
+from weightsync.weights.target import Mode
 
 SHARED, PIPE = Label("shared", Kind.SCHEME, "digest"), Label("pipe", Kind.SCHEME, "digest")
 
@@ -236,10 +242,36 @@ def test_lists_of_words_become_settings_and_a_command_that_repeats_them() -> Non
     assert [each.name for each in payloads(None, "mine:model")] == ["mine:model"]
 
 
+def test_the_largest_payload_is_sent_only_where_it_is_named() -> None:
+    assert "G" not in [each.name for each in (*payloads(None, None), *Settings().payloads)]
+    assert [each.nbytes for each in payloads("G", None)] == [2048 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("device", "mode"),
+    [(Device.CPU, Mode.MAP), (Device.CUDA, Mode.MAP_ON_DEVICE), (Device.CUDA_TO_CPU, Mode.MAP)],
+)
+def test_what_is_shared_is_mapped_on_a_gpu_too(device: Device, mode: Mode) -> None:
+    with make_scheme(SchemeName.SHARED, "auto", device) as scheme:
+        assert scheme.apply_mode is mode
+
+
+@pytest.mark.parametrize(("free", "fits"), [(2**40, True), (2**30, False)])
+def test_what_does_not_fit_on_the_gpu_is_not_begun(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
+    monkeypatch.setattr(running, "available_memory", lambda: 2**40)
+    chosen = Settings(device=Device.CUDA, schemes=(SchemeName.SHARED, SchemeName.PIPE))
+    situation: Any = SimpleNamespace(
+        settings=chosen, chosen=lambda name: True, workers=2, source=SimpleNamespace(nbytes=256 * MIB)
+    )
+    assert (running._too_large(situation) == "") is fits
+    assert fits or "GiB of the GPU and 1 are free" in running._too_large(situation)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: payloads("X", None), "'X' is no payload of the bench: choose from E, S, M, L, T."),
+        (lambda: payloads("X", None), "'X' is no payload of the bench: choose from E, S, M, L, T, G."),
         (lambda: members(SchemeName, "pigeon"), "'pigeon' is no scheme"),
         (lambda: numbers("1,two"), "not a list of whole numbers"),
         (lambda: payloads(None, "model"), "not of the form module:factory"),

@@ -525,6 +525,21 @@ class Opening(Scripted, CarriesDevices):
 
     opens = True
     reached = frozenset()
+    told = 0
+
+    def copied_to_device(self) -> None:
+        self.told += 1
+
+
+def test_links_learn_that_the_model_is_on_a_device_whichever_comes_first() -> None:
+    driver, links = ReceiverDriver("policy"), [Opening(), Opening()]
+    driver.add_link(links[0])
+    driver.devices = b""
+    driver.add_link(Scripted())
+    assert links[0].told == 0
+    driver.devices = b"x" * 16
+    driver.add_link(links[1])
+    assert [link.told for link in links] == [1, 1]
 
 
 @pytest.mark.parametrize(("kind", "opens"), [(Scripted, False), (Opening, False), (Opening, True)])

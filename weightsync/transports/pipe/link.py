@@ -212,6 +212,10 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         shares = self._payloads is Payloads.SHARED and self._channel.passes_descriptors
         return self._reach.devices if shares else frozenset()
 
+    def copied_to_device(self) -> None:
+        """Segments are copied to a device: see `CarriesDevices`."""
+        self._mapped.pinnable = True
+
     @property
     def carries_deltas(self) -> bool:
         """Whether no payload lies in shared memory: see `CarriesDeltas`."""
@@ -320,6 +324,8 @@ class Mapped:
 
     def __init__(self, opener: Opener | None = None) -> None:
         self.opener = opener
+        #: Whether segments are to be mapped so that they can be pinned: they are copied to a device.
+        self.pinnable = False
         #: The mapping of each segment, or why there was no room for it.
         self._mappings: OrderedDict[int, Mapping | OnDevice | str] = OrderedDict()
 
@@ -361,7 +367,7 @@ class Mapped:
 
     def _opened(self, slot: SlotRef, descriptor: int) -> Mapping | OnDevice:
         if not slot.device:
-            return Mapping(descriptor)
+            return Mapping(descriptor, self.pinnable)
         if self.opener is None:
             raise codec.malformed("The peer names a slot on a device, and this end said that it opens none", b"")
         return self.opener(slot, descriptor)

@@ -8,13 +8,14 @@ swaps, and so before it acks. An update and an ack are then as good as the event
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from weightsync.errors import TransportError
+from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights, ordered
@@ -24,10 +25,22 @@ from weightsync.weights.tensors import address_of, borrowed
 IDENTITY_NBYTES = 16
 #: The size of the seal behind a payload.
 SEAL_NBYTES = 16
+#: Pieces that are gathered on a device before they cross are at most this large; a larger tensor crosses as it is.
+STAGING_NBYTES = 16 << 20
 
 
 class DeviceError(TransportError):
     """A device has no memory left, or cannot share it with other processes."""
+
+
+class Piece(NamedTuple):
+    """Some tensors of a device, and their place in a payload on the host."""
+
+    #: The bytes there, as uint8.
+    host: Tensor
+    tensors: list[Tensor]
+    #: The tensors as views of as many bytes, wherever these are.
+    among: Callable[[Tensor], list[Tensor]]
 
 
 class Device(Protocol):
@@ -57,6 +70,30 @@ class Device(Protocol):
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Queue a copy, tensor by tensor, behind what the current stream holds. It may go on after the call."""
+
+    def to_host(self, pieces: Sequence[Piece]) -> None:
+        """Copy tensors to the host, behind what the current stream holds, and wait for that.
+
+        One piece is gathered while the one before crosses. Memory that `register` has taken crosses fastest.
+        """
+
+    def from_host(self, pieces: Sequence[Piece]) -> None:
+        """Copy from the host into tensors that no kernel uses, and wait for that: see `to_host`."""
+
+    def register(self, view: memoryview, read_only: bool) -> object | None:
+        """Pin memory of the host, whole pages of it, for copies from and to the device, until the result is dropped.
+
+        The result keeps the view. None: it cannot be pinned; copies are slower then, as the log says once.
+
+        Args:
+            read_only: the device only reads it. Memory that this process cannot write must be given so.
+        """
+
+    def watch_captures(self, watcher: KeepsAddresses) -> bool:
+        """Call the watcher before a graph of kernels is captured; whether there are such graphs already.
+
+        They read the addresses of their capture whenever they are replayed.
+        """
 
     def finish(self) -> None:
         """Wait until everything in the current stream has ended."""
@@ -90,6 +127,8 @@ class DeviceMemory:
         self.flat = flat
         self.fd = fd
         self._views: tuple[Layout, list[Tensor]] | None = None
+        #: What `weightsync.weights.target` keeps about parameters that view it.
+        self.kept: object = None
 
     @property
     def identity(self) -> bytes:
@@ -127,7 +166,7 @@ class DeviceMemory:
         if self._views is None or self._views[0] != layout:
             # In inference mode, which the caller may be in, a view could not become a parameter's data.
             with torch.inference_mode(False), torch.no_grad():
-                self._views = layout, views(layout, self.flat[: layout.nbytes])
+                self._views, self.kept = (layout, views(layout, self.flat[: layout.nbytes])), None
         return self._views[1]
 
     def write(self, weights: Weights, layout: Layout) -> None:
@@ -137,17 +176,25 @@ class DeviceMemory:
         """
         if self._views is None or self._views[0] != layout:
             self.flat.zero_()
-        self.device.copy(self.views(layout), [tensor.detach() for tensor in ordered(weights, layout)])
+        self.device.copy(self.views(layout), ordered(weights, layout))
         self.device.finish()
 
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host. What writes it must have ended."""
         borrowed(address_of(view), view.nbytes).copy_(self.flat[: view.nbytes])
 
-    def __del__(self) -> None:
+    def register(self, view: memoryview) -> object | None:
+        """Pin memory of the host, for `read` to be fast: see `Device.register`."""
+        return self.device.register(view, read_only=False)
+
+    def forget(self) -> None:
+        """Close the descriptor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        self.forget()
 
 
 def on_host(payload: memoryview | DeviceMemory, nbytes: int) -> memoryview:

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import starmap
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import SEAL_NBYTES, DeviceError, DeviceMemory
+from weightsync.weights.device.base import SEAL_NBYTES, STAGING_NBYTES, DeviceError, DeviceMemory, Piece
+from weightsync.weights.device.captures import Captures, KeepsAddresses
 from weightsync.weights.device.driver import Driver
+from weightsync.weights.tensors import DTYPES, address_of
 
 logger = logging.getLogger("weightsync")
+
+#: What torch's kernel for many tensors would convert to float and back, which changes NaNs, or cannot copy; and as what
+#: it is copied instead, bit for bit.
+_BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {
+        DTYPES[name]: bits
+        for bits, names in (
+            (torch.uint8, ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")),
+            (torch.int16, ("float16", "bfloat16", "uint16")),
+            (torch.int32, ("complex32", "uint32")),
+            (torch.int64, ("uint64",)),
+        )
+        for name in names
+        if name in DTYPES
+    }
+)
+_DTYPE: Final = attrgetter("dtype")
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether its elements are not what its memory holds."""
+    return tensor.is_neg() or tensor.is_conj()
 
 
 class _Mapping:
@@ -44,12 +74,38 @@ class _Mapping:
             logger.debug("memory of cuda:%d could not be unmapped: %s", self._ordinal, error)
 
 
+class _Pinned:
+    """Memory of the host that is pinned until this is gone. It keeps the memory mapped."""
+
+    def __init__(self, driver: Driver, ordinal: int, view: memoryview, read_only: bool) -> None:
+        self._driver, self._ordinal, self._view = driver, ordinal, view
+        self._address, self._pid = address_of(view), -1
+        with torch.cuda.device(ordinal):
+            torch.cuda.synchronize()  # makes the context the current one of this thread
+            driver.pin(self._address, -(-view.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, read_only)
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        # As in `_Mapping`. Memory that was unmapped while pinned would be taken for what is mapped there next.
+        if sys.is_finalizing() or self._pid != os.getpid():
+            return
+        try:
+            with torch.cuda.device(self._ordinal):
+                torch.cuda.synchronize()
+                self._driver.unpin(self._address)
+        except Exception as error:  # noqa: BLE001 - see `_Mapping`
+            logger.debug("memory pinned for cuda:%d could not be released: %s", self._ordinal, error)
+
+
 class CudaDevice:
     """A CUDA device of this process: see `Device`."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver = driver
         self._ordinal = ordinal
+        #: Held while pieces cross: there is one staging area.
+        self._crossing = threading.Lock()
+        self._told_unpinned = False
 
     @cached_property
     def identity(self) -> bytes:
@@ -68,7 +124,11 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> DeviceMemory:
         """See `Device.allocate`."""
         torch.cuda.synchronize(self._ordinal)  # also makes the device's context
-        handle, size = self._driver.create(self._ordinal, nbytes + SEAL_NBYTES)
+        try:
+            handle, size = self._driver.create(self._ordinal, nbytes + SEAL_NBYTES)
+        except DeviceError:
+            torch.cuda.empty_cache()  # torch may keep what it does not use
+            handle, size = self._driver.create(self._ordinal, nbytes + SEAL_NBYTES)
         try:
             fd = self._driver.export(handle)
             try:
@@ -92,14 +152,92 @@ class CudaDevice:
     def _mapped(self, handle: int, nbytes: int, ordinals: Sequence[int]) -> Tensor:
         with torch.cuda.device(self._ordinal):
             address = self._driver.map(handle, nbytes, ordinals)
-            return torch.as_tensor(
-                _Mapping(self._driver, self._ordinal, address, nbytes), device=f"cuda:{self._ordinal}"
-            )
+            mapping = _Mapping(self._driver, self._ordinal, address, nbytes)
+            return torch.as_tensor(mapping, device=f"cuda:{self._ordinal}")
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """See `Device.copy`."""
         with torch.inference_mode():
-            torch._foreach_copy_(list(into), list(tensors), non_blocking=True)
+            for targets, sources in alike(into, tensors):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._ordinal)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def _staging(self) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            first, second = torch.empty((2, STAGING_NBYTES), dtype=torch.uint8, device=f"cuda:{self._ordinal}")
+        return first, second
+
+    def to_host(self, pieces: Sequence[Piece]) -> None:
+        """See `Device.to_host`."""
+        here = torch.cuda.current_stream(self._ordinal)
+        with self._all_ended(here), torch.inference_mode():
+            crossed: list[torch.cuda.Event | None] = [None, None]
+            for turn, piece in enumerate(pieces):
+                if piece.host.numel() > STAGING_NBYTES:
+                    with torch.cuda.stream(self._beside):
+                        self.copy(piece.among(piece.host), piece.tensors)
+                    continue
+                staged = self._staging[turn % 2][: piece.host.numel()]
+                before = crossed[turn % 2]
+                if before is not None:
+                    here.wait_event(before)
+                with torch.cuda.stream(here):
+                    self.copy(piece.among(staged), piece.tensors)
+                self._beside.wait_event(here.record_event())
+                with torch.cuda.stream(self._beside):
+                    piece.host.copy_(staged, non_blocking=True)
+                crossed[turn % 2] = self._beside.record_event()
+
+    def from_host(self, pieces: Sequence[Piece]) -> None:
+        """See `Device.from_host`."""
+        here = torch.cuda.current_stream(self._ordinal)
+        with self._all_ended(here), torch.inference_mode():
+            spread: list[torch.cuda.Event | None] = [None, None]
+            for turn, piece in enumerate(pieces):
+                if piece.host.numel() > STAGING_NBYTES:
+                    with torch.cuda.stream(self._beside):
+                        self.copy(piece.tensors, piece.among(piece.host))
+                    continue
+                staged = self._staging[turn % 2][: piece.host.numel()]
+                before = spread[turn % 2]
+                if before is not None:
+                    self._beside.wait_event(before)
+                with torch.cuda.stream(self._beside):
+                    staged.copy_(piece.host, non_blocking=True)
+                here.wait_event(self._beside.record_event())
+                with torch.cuda.stream(here):
+                    self.copy(piece.tensors, piece.among(staged))
+                spread[turn % 2] = here.record_event()
+
+    @contextlib.contextmanager
+    def _all_ended(self, here: torch.cuda.Stream) -> Iterator[None]:
+        """A block whose kernels in both streams begin behind what ``here`` holds, and end with it, however it ends."""
+        with self._crossing, torch.cuda.device(self._ordinal):
+            self._beside.wait_stream(here)
+            try:
+                yield
+            finally:
+                here.synchronize()
+                self._beside.synchronize()
+
+    def register(self, view: memoryview, read_only: bool) -> object | None:
+        """See `Device.register`."""
+        try:
+            return _Pinned(self._driver, self._ordinal, view, read_only)
+        except DeviceError as error:
+            if not self._told_unpinned:
+                text = "copies between cuda:%d and the host are slow: shared memory cannot be pinned: %s"
+                logger.warning(text, self._ordinal, error)
+                self._told_unpinned = True
+            return None
+
+    def watch_captures(self, watcher: KeepsAddresses) -> bool:
+        """See `Device.watch_captures`."""
+        return _captures().watch(watcher)
 
     def finish(self) -> None:
         """See `Device.finish`."""
@@ -108,6 +246,34 @@ class CudaDevice:
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         torch.cuda.synchronize(self._ordinal)
+
+
+def alike(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The copies in groups that torch makes with few kernels: one dtype on each side, and all of them contiguous.
+
+    What is neither goes together too, tensor by tensor. Copies without a cast are made bit for bit.
+    """
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
+    plain = all(map(Tensor.is_contiguous, into)) and all(map(Tensor.is_contiguous, tensors))
+    dtypes = set(map(_DTYPE, into)), set(map(_DTYPE, tensors))
+    if plain and len(dtypes[0]) == len(dtypes[1]) == 1:
+        groups[dtypes[0].pop(), dtypes[1].pop(), True] = list(into), list(tensors)
+    else:
+        for target, source in zip(into, tensors, strict=True):
+            key = target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous()
+            targets, sources = groups.setdefault(key, ([], []))
+            targets.append(target)
+            sources.append(source)
+    return starmap(_bitwise, ((*key, *pair) for key, pair in groups.items()))
+
+
+def _bitwise(
+    to: torch.dtype, of: torch.dtype, plain: bool, targets: list[Tensor], sources: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    bits = _BITS.get(to) if to is of and plain else None
+    if bits is None or any(map(_is_lazy, (*targets, *sources))):
+        return targets, sources
+    return [each.view(bits) for each in targets], [each.view(bits) for each in sources]
 
 
 class CudaBackend:
@@ -121,6 +287,11 @@ class CudaBackend:
         """See `Backend.named`."""
         known = (_device(ordinal) for ordinal in range(torch.cuda.device_count()))
         return next((device for device in known if device is not None and device.identity == identity), None)
+
+
+@lru_cache(maxsize=1)
+def _captures() -> Captures:
+    return Captures(torch.cuda.CUDAGraph)
 
 
 @lru_cache(maxsize=64)

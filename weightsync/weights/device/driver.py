@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from typing import Final
 
 from weightsync.weights.device.base import IDENTITY_NBYTES, DeviceError
@@ -21,6 +21,8 @@ _ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _DESCRIPTOR: Final = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM: Final = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_READ_ONLY: Final = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 #: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED and ..._HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED.
 _NEEDED: Final = (102, 103)
 
@@ -59,7 +61,7 @@ class Driver:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise DeviceError(f"The CUDA driver cannot be loaded: {error}.") from error
-        self._call("cuInit", ctypes.c_uint(0))
+        self._call("cuInit", c_uint(0))
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -135,3 +137,16 @@ class Driver:
         """Undo `map`. No kernel may read or write the memory any more."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(nbytes))
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(nbytes))
+
+    def pin(self, address: int, nbytes: int, read_only: bool) -> None:
+        """Pin mapped pages of the host, for copies at full speed. The thread must have a context.
+
+        `cudaHostRegister` does the same, but a failure of it stays behind as the runtime's last error, which torch
+        then raises from an unrelated kernel.
+        """
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        self._call("cuMemHostRegister_v2", c_void_p(address), c_size_t(nbytes), c_uint(flags))
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`. No copy may read or write the memory any more."""
+        self._call("cuMemHostUnregister", c_void_p(address))

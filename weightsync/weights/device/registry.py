@@ -28,9 +28,14 @@ def installed(kind: str, backend: Backend) -> Iterator[None]:
         backends.update(before)
 
 
+def capturing() -> bool:
+    """Whether the current stream captures a graph: nobody may wait for kernels then."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 def devices_of(tensors: Iterable[Tensor]) -> tuple[Device, ...]:
     """The devices that hold some of these tensors."""
-    return tuple(found for place in {tensor.device for tensor in tensors} if (found := _at(place)) is not None)
+    return tuple(found for place in {tensor.device for tensor in tensors} if (found := device_at(place)) is not None)
 
 
 def device_of(tensors: Collection[Tensor]) -> Device | None:
@@ -38,12 +43,20 @@ def device_of(tensors: Collection[Tensor]) -> Device | None:
     first = next(iter(tensors), None)
     if first is None or first.device.type not in backends or len({tensor.device for tensor in tensors}) > 1:
         return None
-    return _at(first.device)
+    return device_at(first.device)
 
 
-def _at(place: torch.device) -> Device | None:
+def device_at(place: torch.device) -> Device | None:
+    """The device at a place; None: what is there is sent by way of the host."""
     backend = backends.get(place.type)
     return None if backend is None else backend.device(place)
+
+
+def allocate_memory(device: Device, nbytes: int) -> DeviceMemory:
+    """New memory on a device: see `Device.allocate`."""
+    # In inference mode, which the caller may be in, it could be written in that mode only.
+    with torch.inference_mode(False):
+        return device.allocate(nbytes)
 
 
 def open_memory(identity: bytes, fd: int, nbytes: int) -> DeviceMemory:
@@ -59,5 +72,6 @@ def open_memory(identity: bytes, fd: int, nbytes: int) -> DeviceMemory:
     for backend in backends.values():
         device = backend.named(identity)
         if device is not None:
-            return device.open(fd, nbytes)
+            with torch.inference_mode(False):  # as above; and its views could not become a parameter's data
+                return device.open(fd, nbytes)
     raise ProtocolError(f"A slot lies on the device {identity.hex()}, which this process does not have.")

@@ -1,0 +1,154 @@
+"""What can be said of the CUDA backend without a GPU: how copies are grouped, and what is undone where."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weightsync.weights.device import cuda
+from weightsync.weights.device.base import DeviceError
+from weightsync.weights.device.captures import Captures
+from weightsync.weights.device.cuda import CudaDevice, alike
+from weightsync.weights.tensors import bits_of
+
+
+def copied(into: list[Tensor], tensors: list[Tensor]) -> int:
+    """Copy as the device does; the number of groups."""
+    groups = list(alike(into, tensors))
+    with torch.inference_mode():
+        for targets, sources in groups:
+            torch._foreach_copy_(targets, sources)
+    return len(groups)
+
+
+def test_tensors_of_one_dtype_are_copied_in_one_group() -> None:
+    tensors = [torch.rand(3), torch.rand(2, 2), torch.rand(())]
+    into = [torch.empty_like(tensor) for tensor in tensors]
+    assert copied(into, tensors) == 1
+    assert all(map(torch.equal, into, tensors))
+
+
+def test_one_odd_tensor_does_not_make_all_others_slow() -> None:
+    tensors = [torch.rand(3), torch.tensor(7), torch.rand(4, 3).t(), torch.rand(5)]
+    into = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    groups = list(alike(into, tensors))
+    assert sorted(len(targets) for targets, _ in groups) == [1, 1, 2]
+    copied(into, tensors)
+    assert all(map(torch.equal, into, tensors))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", sorted(str(dtype).removeprefix("torch.") for dtype in cuda._BITS))
+def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
+    dtype = getattr(torch, name)
+    every = torch.arange(256, dtype=torch.uint8).repeat(2).view(dtype)  # signalling NaNs among them
+    ((targets, sources),) = alike([torch.zeros_like(every)], [every])
+    assert not targets[0].dtype.is_floating_point
+    assert not targets[0].dtype.is_complex
+    into = torch.zeros(512, dtype=torch.uint8).view(dtype)
+    copied([into], [every])
+    assert bytes(bits_of(into).tolist()) == bytes(bits_of(every).tolist())
+    assert sources[0].data_ptr() == every.data_ptr()
+
+
+def test_a_cast_is_a_cast() -> None:
+    into = torch.zeros(2, dtype=torch.bfloat16)
+    assert copied([into], [torch.tensor([1.5, -2.0])]) == 1
+    assert into.tolist() == [1.5, -2.0]
+
+
+class Driver:
+    """Notes what is pinned."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.calls: list[str] = []
+
+    def pin(self, address: int, nbytes: int, read_only: bool) -> None:
+        if self.fails:
+            raise DeviceError("it cannot.")
+        self.calls.append(f"pin {nbytes} {read_only}")
+
+    def unpin(self, address: int) -> None:
+        self.calls.append("unpin")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda ordinal: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+
+def test_whole_pages_are_pinned_and_released_before_they_are_unmapped() -> None:
+    driver: Any = Driver()
+    view = memoryview(bytearray(5000))
+    pinned = CudaDevice(driver, 0).register(view, read_only=True)
+    assert driver.calls == ["pin 8192 True"]
+    del pinned
+    assert driver.calls == ["pin 8192 True", "unpin"]
+
+
+def test_a_forked_child_releases_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver: Any = Driver()
+    pinned = CudaDevice(driver, 0).register(memoryview(bytearray(10)), read_only=False)
+    monkeypatch.setattr(os, "getpid", lambda: -2)
+    del pinned
+    assert driver.calls == ["pin 4096 False"]
+
+
+def test_memory_that_cannot_be_pinned_is_named_once_and_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    driver: Any = Driver(fails=True)
+    device = CudaDevice(driver, 0)
+    for _ in range(2):
+        assert device.register(memoryview(bytearray(10)), read_only=False) is None
+    assert caplog.text.count("shared memory cannot be pinned: it cannot") == 1
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def keep_addresses(self) -> None:
+        self.told.append("keep")
+
+
+def test_who_watches_is_told_before_each_capture() -> None:
+    class Graph:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> str:
+            watcher.told.append(f"begin {pool} {capture_error_mode}")
+            return "begun"
+
+    watcher = Watcher()
+    captures = Captures(Graph)
+    assert not captures.watch(watcher)
+    assert not captures.watch(watcher)
+    assert Graph().capture_begin(3, capture_error_mode="relaxed") == "begun"
+    assert watcher.told == ["keep", "begin 3 relaxed"]
+
+
+def test_a_graph_that_was_captured_before_is_found() -> None:
+    class Graph:
+        def capture_begin(self) -> None:
+            """Nothing."""
+
+    graph = Graph()
+    assert Captures(Graph).watch(Watcher())
+    del graph
+
+
+def test_a_capture_does_not_keep_its_watchers() -> None:
+    class Graph:
+        def capture_begin(self) -> None:
+            """Nothing."""
+
+    captures, watcher = Captures(Graph), Watcher()
+    captures.watch(watcher)
+    told = watcher.told
+    del watcher
+    Graph().capture_begin()
+    assert told == []

@@ -1,0 +1,52 @@
+"""CUDA graphs that are captured in this process: they keep the addresses that were read while they were captured."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from typing import Any, Protocol
+from weakref import WeakSet
+
+
+class KeepsAddresses(Protocol):
+    """What moves parameters about, unless a graph may read them where they are."""
+
+    def keep_addresses(self) -> None:
+        """Have the parameters in memory of their own when this returns, and never move them again."""
+
+
+class Captures:
+    """Tells its watchers before a graph is captured, by whatever means: each way of torch's calls `capture_begin`.
+
+    Args:
+        graph_class: torch's class of graphs. Its `capture_begin` is wrapped once somebody watches.
+    """
+
+    def __init__(self, graph_class: Any) -> None:
+        self._class = graph_class
+        self._watchers: WeakSet[KeepsAddresses] = WeakSet()
+        self._lock = threading.Lock()
+        self._wrapped = False
+
+    def watch(self, watcher: KeepsAddresses) -> bool:
+        """Call the watcher's `keep_addresses` before each capture; whether there are graphs already."""
+        with self._lock:
+            self._watchers.add(watcher)
+            if not self._wrapped:
+                self._wrap()
+                self._wrapped = True
+        return any(isinstance(each, self._class) for each in gc.get_objects())
+
+    def _wrap(self) -> None:
+        begin = self._class.capture_begin
+
+        @functools.wraps(begin)
+        def capture_begin(graph: Any, *arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                watchers = list(self._watchers)
+            for watcher in watchers:
+                watcher.keep_addresses()
+            return begin(graph, *arguments, **options)
+
+        self._class.capture_begin = capture_begin

@@ -1,0 +1,84 @@
+"""Payloads that cross between a device and the host: in pieces, of which one is gathered while another crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from weightsync.weights.device.base import STAGING_NBYTES, Device, Piece
+from weightsync.weights.layout import Layout
+from weightsync.weights.packing import chunks_of, pack, views, zero_gaps
+from weightsync.weights.reading import Weights, ordered
+from weightsync.weights.tensors import address_of, borrowed
+
+
+def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview) -> None:
+    """As `weightsync.weights.packing.pack`, of weights that are all on a device, behind what the current stream holds.
+
+    Raises LayoutError: a tensor, which the error names, cannot be copied.
+    """
+    base = address_of(view)
+    zero_gaps(layout, base)
+    try:
+        device.to_host(_pieces(layout, ordered(weights, layout), range(len(layout.entries)), base))
+    except Exception:
+        pack(weights, layout, view)  # its error names the tensor
+        raise
+
+
+def scatter_onto(
+    device: Device, layout: Layout, tensors: list[Tensor], chosen: Sequence[int], view: memoryview
+) -> None:
+    """As `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy."""
+    if chosen:
+        device.from_host(_pieces(layout, tensors, chosen, address_of(view)))
+
+
+def _pieces(layout: Layout, tensors: Sequence[Tensor], chosen: Sequence[int], base: int) -> list[Piece]:
+    found = []
+    for first, last in _runs(layout):
+        indices = range(first, last)
+        if len(chosen) < len(layout.entries):
+            wanted = frozenset(chosen)
+            indices = [index for index in indices if index in wanted]  # type: ignore[assignment]
+        start, tail = layout.entries[first].offset, layout.entries[last - 1]
+        host = borrowed(base + start, tail.offset + tail.nbytes - start)
+        some = tuple(index - first for index in indices) if len(indices) < last - first else None
+        if indices:
+            found.append(Piece(host, [tensors[index] for index in indices], partial(_among, layout, first, last, some)))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _runs(layout: Layout) -> tuple[tuple[int, int], ...]:
+    return chunks_of(layout, STAGING_NBYTES)
+
+
+def _among(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, flat: Tensor) -> list[Tensor]:
+    found = _kept(layout, first, last, _At(flat))
+    return found if some is None else [found[index] for index in some]
+
+
+class _At:
+    """Bytes, known by where they are."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._key = flat.data_ptr(), flat.numel()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _At) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+# Views of the host's memory are good for whatever lies at that address while the caller holds it, as `kept_views` are.
+# Views of a device's memory keep it, so that no other has its address.
+@lru_cache(maxsize=256)
+def _kept(layout: Layout, first: int, last: int, place: _At) -> list[Tensor]:
+    with torch.inference_mode():
+        return views(layout, place.flat, first, last)
