@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from conftest import Pair
 
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Ack, Update
@@ -17,7 +16,7 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.process import started_at
 
-Laying = Callable[..., Pair]
+Laying = Callable[..., tuple[PipeLink, PipeLink]]
 
 
 def ack(version: int, model_id: str = "policy") -> Ack:
