@@ -19,11 +19,13 @@ DRIVEN = (
     "weightsync.protocol.report_codec",
     "weightsync.weights.packing",
     "weightsync.weights.tree_digest",
+    "weightsync.weights.target",
     "weightsync.engine.serving_lock",
     "weightsync.engine.applier",
     "weightsync.clock",
     "weightsync.transports.store.store",
     "weightsync.transports.process",
     "weightsync.transports.buffers",
+    "weightsync.transports.pipe.framing",
     "weightsync.transports.pipe.link",
 )
