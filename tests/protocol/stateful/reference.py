@@ -648,7 +648,7 @@ class Receiver:
             if self.wire is not None:
                 self._close_wire(self.wire, self._failed())
             for wire in list(self.open):
-                self._close_wire(wire)
+                self._close_wire(wire, Message("Bye", 0))
             self.close()
             raise Raised("WeightSyncError")
         assert self.pending is not None
