@@ -139,7 +139,7 @@ ReadEarly(w, n, content) ==
      ELSE Reads(w, n, content) /\ kept' = kept
   /\ UNCHANGED <<wire, said, met, heard, link, proven, answered>>
 
-\* What is sealed for both challenges. Empty, it frees the call of its number that is kept.
+\* Messages sealed for both challenges. An empty one releases the held call with the same number.
 ReadProven(w, n, content) ==
   /\ link[w] # 0
   /\ Envelope("PROVEN", link[w], w, n, content) \in wire

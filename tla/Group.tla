@@ -9,8 +9,9 @@
 (* now and then puts a result, for which there must be room in its         *)
 (* channel.  A thread of the worker receives meanwhile.                    *)
 (*                                                                         *)
-(* Workers hear of a version one by one, as over their channels; memory    *)
-(* that all of them share is the case in which they hear at once.          *)
+(* Workers learn of a version one by one, as over their channels. Shared   *)
+(* memory is the case where all workers learn of a version at the same     *)
+(* time.                                                                   *)
 (*                                                                         *)
 (* Abstracted: one send at a time, to all workers, and the newest          *)
 (* supersedes; an update is applied or lost with its worker, as            *)
@@ -191,7 +192,7 @@ NoStepWithoutWeights == \A w \in Workers : pc[w] = "stepping" => served[w] # 0
 \* Each result names the versions that it was made with.
 ResultsNameTheirVersions == \A w \in Workers : \A i \in DOMAIN results[w] : results[w][i].named
 
-\* No more results of a life are on their way than its channel has room for.
+\* A worker never has more results in flight than its channel's capacity.
 ChannelIsBounded ==
   \A w \in Workers : Cardinality({i \in DOMAIN results[w] : results[w][i].life = life[w]}) <= Capacity
 

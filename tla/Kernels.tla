@@ -6,9 +6,9 @@
 (*                                                                         *)
 (* The trainer copies its weights into a slot with a kernel, and a worker  *)
 (* reads what it serves with kernels of its own, tensor by tensor.  The    *)
-(* host goes on meanwhile: it sends, swaps and acks.  In Slots.tla a       *)
-(* forward ends with its call, so a swap excludes it.  Here the waits that *)
-(* the hosts make are all that orders kernels.                             *)
+(* host does not wait for them: it sends, swaps and acks. In Slots.tla a   *)
+(* forward ends with its call, so a swap excludes it. Here only the hosts' *)
+(* waits order kernels.                                                    *)
 (*                                                                         *)
 (* Abstracted: one send at a time, to all workers that are not lost; two   *)
 (* tensors; one kernel of each kind at a time, the hardest to wait for;    *)
@@ -213,7 +213,7 @@ NeverRewritten ==
 \* Two slots are enough while nobody is lost.
 SlotIsFree == ~Losses /\ Ready /\ version < MaxVersion => Free # {}
 
-\* The waits for kernels keep nobody waiting for ever.
+\* The waits for kernels cannot block a send for ever.
 EverySendEnds == \A v \in Versions : version = v ~> Ready
 
 -----------------------------------------------------------------------------

@@ -195,7 +195,7 @@ StaleBelowTheFence == \E m \in answers : m.kind = "STALE" /\ m.fence > m.inc
 NobodyIsStale == ~StaleBelowTheFence
 TakeoverOverOneLink == \E w \in Workers : Link(w) # NoLink /\ Link(w)'[2] = Link(w)[2] /\ Link(w)'[1] # Link(w)[1]
 NobodyTakesOver == [][~TakeoverOverOneLink]_vars
-\* A refusal ends the link though it names another version than the one outstanding.
+\* A refusal ends the link even if it names a version other than the outstanding one.
 EndedByAnother == \E m \in answers : m.v # 0 /\ m.v # sdata[m.s].version /\ m.fence > m.inc
                                      /\ m.inc = sdata[m.s].incarnation /\ Owes(m.s, m.w)
 NobodyIsEndedByAnother == ~EndedByAnother

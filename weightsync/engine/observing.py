@@ -134,7 +134,7 @@ class SenderObserver:
         return {SyncPhase.CONNECT: connect, SyncPhase.TRANSFER: took - connect}
 
     def _answered(self, event: sending.Event, step: SenderStep) -> Iterator[SyncEvent]:
-        """An answer that decided no outcome: a late joiner's, or one that was not awaited."""
+        """An answer that settles no outcome: from a late joiner, or unexpected."""
         if not isinstance(event, sending.Answer):
             return
         message = event.message

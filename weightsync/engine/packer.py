@@ -171,7 +171,7 @@ class Packer:
         try:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
-            # A thread or kernel that outlived an interrupted copy would write into what holds other weights by then.
+            # A thread or kernel that outlived an interrupted copy could write into a buffer that has since been reused.
             with Shield(lambda: None) if _outlasts(packed) else contextlib.nullcontext():
                 _copy(read, packed, readers, plan)
             if self.wire_dtype is not None and layout is not plan.layout:

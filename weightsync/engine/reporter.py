@@ -33,7 +33,7 @@ class Reporter:
         self._travelling: Travelling | None = None
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
-        #: The report that no caller has got yet: it becomes part of the next one.
+        #: The report not yet returned to a caller: it becomes part of the next one.
         self._previous: SyncReport | None = None
 
     def delivered(self) -> None:

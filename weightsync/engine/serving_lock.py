@@ -32,7 +32,7 @@ class ServingLock:
     """Shared by the threads that serve a model, which may nest; a swap holds it alone."""
 
     def __init__(self) -> None:
-        # Taken by itself where nobody waits: a condition's own methods are calls of Python, made at each forward.
+        # The bare lock is taken where nothing waits: a Condition's methods would add Python calls to every forward.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiters = 0

@@ -72,7 +72,7 @@ class Launched(NamedTuple):
     running: Running
     #: How the sender reaches it: what `add_worker` takes.
     endpoint: Any
-    #: The process whose death the sender shall notice before it has connected; None: its link tells.
+    #: Process to watch until the worker connects. None: the link reports its death.
     watched: Any
 
 

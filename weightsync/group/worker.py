@@ -215,6 +215,6 @@ def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
         receiver.receive(LOOK_SECONDS)
         if receiver.version is None and receiver.last_refusal:
             raise WeightSyncError(
-                f"the first version of {receiver.model_id!r} was refused, and the sender was told: "
+                f"the first version of {receiver.model_id!r} was refused, and the reason was sent to the trainer: "
                 f"{receiver.last_refusal}"
             )

@@ -83,9 +83,9 @@ class WeightSyncScheme(abc.ABC):
             their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
             All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
             is sent. Default: nothing is cast. Only the trainer's scheme reads it.
-        delta: whether a version may travel as what it has other than the version before, to workers that hold that
-            one: for slow links. Trainer and workers then keep one version's packed weights more. Only the trainer's
-            scheme reads it. See the guide.
+        delta: whether a version may be sent as its difference from the previous one, to workers that hold that one.
+            Meant for slow links. Trainer and workers each keep one extra packed version. Only the trainer's scheme
+            reads it. See the guide.
 
     Raises:
         ConfigurationError: ``delta=True`` over links on which it can save nothing, or with ``verify="layout"``.

@@ -80,7 +80,7 @@ class ReceiverSide:
         background.seen()
         if receiver.version is None and decided():
             raise WeightSyncError(
-                f"the first version of {receiver.model_id!r} was refused, and the sender was told: "
+                f"the first version of {receiver.model_id!r} was refused, and the reason was sent to the trainer: "
                 f"{receiver.last_refusal}"
             )
         if receiver.version is None and self.is_blank:

@@ -1,4 +1,4 @@
-"""Payloads in the memory of a device: the trainer's slots, and what a link knows of the worker that is to open them.
+"""Payloads in the memory of a device: the trainer's slots, and what a link knows about the worker that will open them.
 
 The bytes stay on the device. The memory travels as a file descriptor with the first frame that names its slot, as a
 segment of shared memory does, and is freed with its last mapping. Nothing here knows what kind of device it is.

@@ -66,7 +66,7 @@ def _changed(old: tuple[object, ...], new: tuple[object, ...]) -> list[int]:
 
 
 def _served(old: Promised, new: Promised) -> bool:
-    """One worker serves a newer version that was sent, or nothing any more; a sender notes the first."""
+    """A worker moves to a newer sent version or stops serving; the sender records the former."""
     moved = _changed(old.served, new.served)
     if len(moved) != 1:
         return False

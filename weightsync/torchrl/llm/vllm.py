@@ -56,8 +56,8 @@ class VLLMCollectiveTransport(EngineTransport):
             return  # the engine joins when the trainer calls it
         if self._engine is None or self._carrier is None:
             raise ConfigurationError(
-                "init_all_workers_group() needs vllm_engine= and the scheme a carrier=: what brings tensors to vLLM's "
-                "workers, see docs/engines.md."
+                "init_all_workers_group() needs vllm_engine=, and a scheme created with carrier= (the object that "
+                "moves tensors to vLLM's workers). See docs/engines.md."
             )
         self._connect(VLLMEngine(self._engine, self._carrier))
 

@@ -151,7 +151,7 @@ class _Session:
             envelope = self._seal.open(parcel.frame)
             carried = b"" if parcel.payload is None else digest_of(parcel.payload)
             if envelope.number != parcel.number or envelope.digest != carried:
-                raise AuthenticationError("A call has another number or other weights than its sender sealed.")
+                raise AuthenticationError("A call's number or weights do not match its seal.")
             opened = replace(parcel, frame=bytes(envelope.content))
             if opened.frame and not self._seal.proven:
                 self._kept[parcel.number] = opened

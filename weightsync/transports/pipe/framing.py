@@ -47,7 +47,7 @@ class _FramedUpdates:
         self._last: tuple[Update, int, int, bytes] | None = None
 
     def known(self, update: Update, number: int = 0, descriptors: int = 0) -> bytes | None:
-        """An update's control part, if it was the last that was made; None: it was not.
+        """The cached control frame, if this was the last update encoded; otherwise None.
 
         Args:
             number: that of the slot that its payload lies in, which holds no other as long as this version is sent;

@@ -174,7 +174,7 @@ def notify_later(store: Store, key: str, side: Side, over: threading.Event) -> N
 
 
 def unforeseen(error: Exception) -> TransportError:
-    """What a link's thread fails with if it raised what nobody expected."""
+    """The error for an unexpected exception in a link's thread."""
     failed = TransportError(f"A link's thread failed: {error!r}")
     failed.__cause__ = error
     return failed
