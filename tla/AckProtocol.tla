@@ -23,7 +23,7 @@ CONSTANTS
   Reorders,    \* a message may overtake another on its link
   Duplicates,  \* a message may be delivered again, until its link ends
   Loses,       \* a message may vanish while its link stays up
-  Lingers,     \* what is on a link when the sender closes its end may still be read, at both ends
+  Lingers,     \* messages on a link when the sender closes its end may still be read, at both ends
   Features,    \* what may happen: see AllFeatures
   Without,     \* rules removed for the revert tests; {} otherwise
   Unfair       \* fairness conjuncts removed; {} otherwise

@@ -4,10 +4,10 @@
 (* worker must hold.  weightsync/engine/delta.py, and what calls it in     *)
 (* weightsync/engine/sender_driver.py and receiver_driver.py.              *)
 (*                                                                         *)
-(* In AckProtocol.tla an update arrives whole.  Here is why it does so if  *)
-(* it was sent as a delta: a worker that does not hold the base says       *)
-(* NO_BASE, and is sent the whole weights under the same version.  Until   *)
-(* then the update of AckProtocol.tla is on its way, and its worker owes   *)
+(* In AckProtocol.tla an update arrives whole.  This module shows why that *)
+(* also holds for a delta: a worker that does not hold the base answers    *)
+(* NO_BASE, and is sent the whole weights under the same version. Until    *)
+(* then the update is in transit for AckProtocol.tla, and its worker owes  *)
 (* the answer.                                                             *)
 (*                                                                         *)
 (* The content of version v is v; a delta that is applied to other content *)
@@ -127,7 +127,7 @@ Hear(i) ==
   /\ UNCHANGED <<link, worker>>
 
 \* A new link: to the same worker, or to a new one. The version sent last follows the handshake.
-Relink(anew) ==
+Relink(restarted) ==
   /\ link < MaxLinks
   /\ link' = link + 1
   /\ owed' = FALSE /\ outcome' = IF owed THEN [outcome EXCEPT ![version] = "LOST"] ELSE outcome
@@ -136,7 +136,9 @@ Relink(anew) ==
   /\ down' = IF version = 0 THEN <<>> ELSE <<Whole(version)>>
   /\ up' = <<>>
   /\ pending' = Nothing /\ awaiting_full' = 0 /\ owing' = {}
-  /\ IF anew THEN served' = Nothing /\ held' = Nothing /\ decided' = Undecided ELSE UNCHANGED <<served, held, decided>>
+  /\ IF restarted
+     THEN served' = Nothing /\ held' = Nothing /\ decided' = Undecided
+     ELSE UNCHANGED <<served, held, decided>>
   /\ UNCHANGED <<version, lost, unfit>>
 
 -----------------------------------------------------------------------------
@@ -210,7 +212,7 @@ Damage ==
 Hears == \E i \in 1..Len(up) : Hear(i)
 Receives == \E i \in 1..Len(down) : Receive(i)
 Next ==
-  \/ Send \/ Abandon \/ (\E anew \in BOOLEAN : Relink(anew))
+  \/ Send \/ Abandon \/ (\E restarted \in BOOLEAN : Relink(restarted))
   \/ Hears \/ Receives \/ Apply \/ Refuse \/ Lose \/ Damage
 
 Fair == WF_vars(Hears) /\ WF_vars(Receives) /\ WF_vars(Apply \/ Refuse)

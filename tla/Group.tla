@@ -173,7 +173,8 @@ Next ==
   \/ \E w \in Workers, next \in {"between", "putting"} : EndStep(w, next)
   \/ \E w \in Workers : Put(w)
 
-\* What was dispatched is announced and answered, and workers go on. The trainer need not send, nor take results.
+\* Each dispatched version is announced and answered, and workers make progress. The trainer need not send, nor take
+\* results.
 Fair ==
   /\ \A w \in Workers :
        /\ WF_vars(Announce(w))

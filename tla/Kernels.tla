@@ -188,7 +188,7 @@ Next ==
   \/ \E w \in Workers : ReadTensor(w)
   \/ \E w \in Workers : EndKernel(w)
 
-\* Kernels end, and hosts go on. Forwards need not be launched.
+\* Kernels end, and hosts make progress. Forwards need not be launched.
 Fair ==
   /\ WF_vars(CopyTensor) /\ WF_vars(Dispatch)
   /\ \A w \in Workers :
@@ -210,7 +210,7 @@ MayBeRead(w) ==
 NeverRewritten ==
   [][\A i \in Slots : content'[i] # content[i] => \A w \in Workers : i \notin MayBeRead(w)]_vars
 
-\* Two slots are enough while nobody is lost.
+\* Two slots are enough while no worker is lost.
 SlotIsFree == ~Losses /\ Ready /\ version < MaxVersion => Free # {}
 
 \* The waits for kernels cannot block a send for ever.
@@ -219,7 +219,7 @@ EverySendEnds == \A v \in Versions : version = v ~> Ready
 -----------------------------------------------------------------------------
 (* Canaries *)
 
-\* An update arrives while a kernel reads what is served.
+\* An update arrives while a kernel reads the served version.
 NothingArrivesAmidAKernel == \A w \in Workers : reading[w].v # 0 => \A m \in messages : m[1] # w
 
 \* A slot is written again.

@@ -1,7 +1,7 @@
 ------------------------------- MODULE Shared -------------------------------
 (***************************************************************************)
 (* Senders that use one and the same link one after another: a trainer's   *)
-(* pipe that a copy or a successor goes on using.                          *)
+(* pipe that a copy or a successor keeps using.                            *)
 (*                                                                         *)
 (* In AckProtocol.tla each sender opens its own links.  Here the k-th      *)
 (* link to a worker is one connection that all senders share.  To its      *)

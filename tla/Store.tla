@@ -138,7 +138,7 @@ Silence(s, w) ==
 -----------------------------------------------------------------------------
 (* The machines' steps over it *)
 
-\* The worker's ends of these links close: what is on its way to them is dropped.
+\* The worker's ends of these links close: messages in transit to them are dropped.
 Shut(ends) ==
   /\ outbox' = Off(outbox, ends)
   /\ down' = Forgotten(down, ends)

@@ -191,7 +191,7 @@ class ReceiverObserver:
     Args:
         driver: the receiver's driver.
         events: takes them.
-        worker: gives this worker's id; None: it is not known.
+        worker: gives this worker's id; None if it is not known.
     """
 
     def __init__(self, driver: ReceiverDriver, events: Events, worker: Callable[[], int | None]) -> None:

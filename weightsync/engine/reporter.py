@@ -66,7 +66,7 @@ class Reporter:
         return report
 
     def so_far(self, owing: OutcomeKind) -> SyncReport:
-        """The outstanding version's report so far, ``owing`` for workers without an answer; empty: there is none."""
+        """The outstanding version's report so far, ``owing`` for workers without an answer; empty if there is none."""
         with self._driver.lock:
             outstanding = self._driver.data.outstanding
             if outstanding is None:

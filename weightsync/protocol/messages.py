@@ -114,7 +114,7 @@ class Ack:
     seconds: float = 0.0
     #: CALL: a call returned, or the user acked; nothing more is known.
     evidence: Evidence = Evidence.ANSWER
-    #: The report of the workers that the receiver forwarded the version to; None: it forwards to nobody.
+    #: The report of the workers that the receiver forwarded the version to; None if it forwards to nobody.
     nested: SyncReport | None = None
 
 

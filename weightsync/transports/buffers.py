@@ -86,7 +86,7 @@ class Pins:
         return len(self._held)
 
     def hold(self, update: Update, buffer: Buffer | None) -> None:
-        """Pin the buffer of ``update``; None: the worker gets its own copy."""
+        """Pin the buffer of ``update``; None if the worker gets its own copy."""
         key = (update.incarnation, update.version)
         self._sent = max(self._sent, key)
         if buffer is not None:

@@ -160,9 +160,9 @@ class Reach:
     def answered(self, message: Message) -> None:
         """Process an answer."""
         if isinstance(message, Hello):
-            told = message.devices
+            devices = message.devices
             self.devices = frozenset(
-                told[start : start + IDENTITY_NBYTES] for start in range(0, len(told), IDENTITY_NBYTES)
+                devices[start : start + IDENTITY_NBYTES] for start in range(0, len(devices), IDENTITY_NBYTES)
             )
         elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED and self._is_of_slot(message):
             text = "%s refused version %d, which lies on a device: it gets the next by way of the host"

@@ -52,7 +52,7 @@ class Delivered(NamedTuple):
 
     #: The answers, each encoded by `codec.encode`.
     frames: tuple[bytes, ...]
-    #: Why the call was refused; empty: it was not.
+    #: Why the call was refused; empty if it was not.
     failure: str = ""
 
 
@@ -291,7 +291,7 @@ class RpcCallClient(SharesMemory):
         self._shared = SharedPayloads()
         self._next = 0
         self._greeted = self._closed = False
-        #: Why the worker does not answer the handshake, as far as is known; empty: it has, or nothing is known.
+        #: Why the worker does not answer the handshake, as far as is known; empty if it has, or nothing is known.
         self.remark = ""
 
     def shares(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - a segment is mapped whole

@@ -103,7 +103,7 @@ class Envelope(NamedTuple):
     kind: Kind
     number: int
     mac: bytes
-    #: The digest of the payload that is sent beside it; empty: there is none.
+    #: The digest of the payload that is sent beside it; empty if there is none.
     digest: bytes
     content: memoryview
 

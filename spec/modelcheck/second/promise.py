@@ -132,8 +132,8 @@ def _is_answered(before: Sent, after: Sent) -> bool:
     if said == "APPLIED" and w + 1 not in before.did:
         return False
     ends = before.phase == "waited" and before.outcomes.count("PENDING") == 1
-    told = before._replace(outcomes=after.outcomes)
-    return after == (told._replace(phase="idle", did=frozenset()) if ends else told)
+    noted = before._replace(outcomes=after.outcomes)
+    return after == (noted._replace(phase="idle", did=frozenset()) if ends else noted)
 
 
 def _waits(before: Sent, after: Sent) -> bool:

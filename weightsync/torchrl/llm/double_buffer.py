@@ -67,7 +67,7 @@ class VLLMDoubleBufferTransport:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> TensorDictBase | None:
-        """The newest version, whole, by dotted names, in memory of its own; None: there is none.
+        """The newest version, whole, by dotted names, in memory of its own, or None.
 
         Args:
             timeout: ignored, as are the others: nothing is waited for.
@@ -80,7 +80,7 @@ class VLLMDoubleBufferTransport:
 
 
 def newest(at: Path) -> int:
-    """The number of the newest version; 0: there is none."""
+    """The number of the newest version; 0 if there is none."""
     try:
         return int((at / _NEWEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

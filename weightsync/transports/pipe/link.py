@@ -37,7 +37,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
 
     Args:
         connection: this process's end. It is never made non-blocking.
-        opener: opens slots on a device; None: this end cannot.
+        opener: opens slots on a device; None if this end cannot.
 
     Raises:
         ConfigurationError: the connection is closed, one-way or not a socket, or has a link for that model.
@@ -315,7 +315,7 @@ class Mapped:
     """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list.
 
     Args:
-        opener: opens slots that lie on a device; None: this end cannot open any.
+        opener: opens slots that lie on a device; None if this end cannot open any.
     """
 
     def __init__(self, opener: Opener | None = None) -> None:
@@ -327,7 +327,7 @@ class Mapped:
         """The mapping of a segment, made now if its descriptor came with the frame.
 
         Args:
-            untaken: why a passed descriptor could not be taken; empty: none was lost.
+            untaken: why a passed descriptor could not be taken; empty if none was lost.
 
         Raises:
             ProtocolError: the peer never passed that segment.

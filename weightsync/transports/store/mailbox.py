@@ -58,7 +58,7 @@ class Side:
     before_goodbye: Callable[[], None] = _nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
-    #: Called now and then until there is a connection: why there may never be one; empty: there is nothing to say.
+    #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say.
     remark: Callable[[Client], str] = _no_remark
 
     @property

@@ -53,7 +53,7 @@ class Hints:
         self._mode = Mode.ALL
 
     def of(self, message: Message, rank: int) -> tuple[str, str] | None:
-        """The key and value of the hint for a message to or from the worker of that rank; None: there is no hint."""
+        """The key and value of the hint for a message to or from the worker of that rank; None if there is no hint."""
         if not isinstance(message, Update | Ack):
             return None
         mode, self._mode = self._mode, Mode.ALL if self._mode is Mode.AFTER_NEXT else self._mode

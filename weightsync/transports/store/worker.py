@@ -54,14 +54,14 @@ class StoreWorker:
         self._held: list[Received] = []
         #: Called once the peer is known to be authentic, or lost before that.
         self._admitted: Callable[[], None] | None = None
-        #: Called once the reading thread has ended; None: it has, or nobody asks.
+        #: Called once the reading thread has ended; None if it has, or nobody asks.
         self._over: Callable[[], None] | None = None
         self._receive_buffers = ReceiveBuffers()
         #: Set once the worker listens, and once there is a connection; both also when there never will be.
         self._listening, self._met = threading.Event(), threading.Event()
         self._read_all, self._cut = threading.Event(), threading.Event()
         self._failed: TransportError | ProtocolError | None = None
-        #: Why the reading thread must end after what was written to it; empty: it need not.
+        #: Why the reading thread must end after what was written to it; empty if it need not.
         self._ending = ""
         self._closed = False
         self._remark = ""
@@ -130,7 +130,7 @@ class StoreWorker:
 
     @property
     def remark(self) -> str:
-        """Why the peer may never connect; empty: nothing is known, or it has."""
+        """Why the peer may never connect; empty if nothing is known, or it has."""
         return self._remark if self._stream is None else ""
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
@@ -207,7 +207,7 @@ class StoreWorker:
         outbox.put(self._guard.seal(name.encode()))
 
     def _next(self, client: Client) -> StoreMessage | None:
-        """The next message to write; None: there is none."""
+        """The next message to write, or None."""
         while True:
             with self._condition:
                 self._condition.wait_for(self._has_work)
@@ -368,7 +368,7 @@ class StoreWorker:
                 return
             self._reader = client
             inbox = self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
-        stream = self._meet(inbox, client)
+        stream = self._open_stream(inbox, client)
         inbox.forget()
         while True:
             self._admit()
@@ -380,7 +380,7 @@ class StoreWorker:
                 self._held.append(received)
                 del received
 
-    def _meet(self, inbox: Inbox, client: Client) -> Stream:
+    def _open_stream(self, inbox: Inbox, client: Client) -> Stream:
         """The connection to the peer, once it has introduced itself in the store."""
         words = bytes(self._next_text(inbox).text).decode("ascii", "replace").split(" ")
         process, network, address = (*words, "", "")[:3]
