@@ -136,7 +136,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoBase:
-    """The receiver does not hold the base of a delta: the sender sends the version whole. It is no answer to it."""
+    """The receiver does not hold the base of a delta: the sender sends the version whole. It does not answer the
+    update."""
 
     model_id: str
     incarnation: int

@@ -216,7 +216,7 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The outstanding update has ended: report its outcomes to whoever asks or waits."""
+    """The outstanding update has ended: report its outcomes to the caller that asks or waits."""
 
     outstanding: Outstanding
     not_caught_up: Mapping[int, Outcome]

@@ -167,7 +167,7 @@ class Waker:
     """Ends a `wait` from another thread.
 
     A waker stays fired until a wait has seen it, and a closed waker stays fired for good. In a forked child an
-    inherited waker counts as closed, and firing it there wakes nobody in the parent.
+    inherited waker counts as closed, and firing it there wakes no thread of the parent.
 
     Raises:
         TransportError: no file descriptor is left.

@@ -284,15 +284,15 @@ class Mapping:
         with contextlib.suppress(OSError):  # the kernel is older than this advice, or has no memory for the tables
             self._map.madvise(_MADV_POPULATE_READ)
         self.view = memoryview(self._map)[:-SEAL_NBYTES]
-        #: What `lend` has returned, each until nobody has it any more.
+        #: What `lend` has returned, each until it is no longer referenced.
         self._lent: list[weakref[memoryview]] = []
-        #: Whether this process has written nothing here, and nobody has memory to write to.
+        #: Whether this process has written nothing here, and no tensor is left to write to.
         self._untouched = False
 
     def lend(self, nbytes: int) -> memoryview:
         """The first bytes, for an update that has arrived. A tensor over them keeps the very object that is returned.
 
-        Nobody may write to it before `remap`.
+        It must not be written before `remap`.
         """
         lent = self.view[:nbytes]
         self._lent = [each for each in self._lent if each() is not None]
@@ -300,7 +300,7 @@ class Mapping:
         return lent
 
     def tidy(self) -> None:
-        """Do now what the next `remap` would have to do, once nobody has memory of it any more."""
+        """Do now what the next `remap` would have to do, once its memory is no longer referenced."""
         if not self._untouched and all(each() is None for each in self._lent):
             self._drop_own_pages()
             self._untouched = True
@@ -313,7 +313,7 @@ class Mapping:
     def remap(self) -> None:
         """Drop the pages that this process has written, so that everything reads as the peer wrote it.
 
-        If it has written none, all stay mapped: mapping them anew costs a fault for each.
+        If it has written none, all stay mapped: mapping them again costs a fault for each.
         """
         if not self._untouched:
             self._drop_own_pages()
@@ -341,7 +341,7 @@ class Slot(Protocol):
         """Undo what this process has written there. From now on it may write there again."""
 
     def tidy(self) -> None:
-        """Undo it now, while there is time, if nobody can write there before the next update lies in it."""
+        """Undo it now, while there is time, if it cannot be written before the next update lies in it."""
 
 
 def _has_own_pages(address: int, nbytes: int) -> bool:
@@ -400,7 +400,7 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
-        """Whether it may still be read by somebody."""
+        """Whether it may still be read."""
         return bool(self._pins)
 
     @property
@@ -417,7 +417,7 @@ class Buffer:
         self._pins.discard(token)
 
     def retire(self) -> None:
-        """Never write it again: somebody who cannot be asked may be reading it."""
+        """Never write it again: a worker that cannot be asked may be reading it."""
         self._retired = True
 
 
@@ -459,7 +459,7 @@ class Pool:
         self._buffers: list[Buffer] = []
 
     def acquire(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes`` bytes that nobody reads: a used one or a new one.
+        """A buffer of at least ``nbytes`` bytes that is not being read: a used one or a new one.
 
         The caller may write to it until the next `acquire`; pin it (`Link.send` does) to keep it longer.
 
@@ -487,5 +487,5 @@ class Pool:
         )
 
     def close(self) -> None:
-        """Drop all buffers. Each is freed when nobody maps it any more."""
+        """Drop all buffers. Each is freed when it is no longer mapped."""
         self._buffers.clear()

@@ -82,7 +82,7 @@ class DeviceSlot:
 
 
 class DeviceBuffer(Buffer):
-    """A buffer on a device. Its host copy is made when a link asks for it, once a version, and has the same seal."""
+    """A buffer on a device. Its host copy is made when a link asks for it, once per version, and has the same seal."""
 
     def __init__(self, memory: OnDevice) -> None:
         super().__init__(0)
@@ -144,7 +144,7 @@ class CarriesDevices(ABC):
 class Reach:
     """The devices whose slots the worker at the other end can open, as its Hello said.
 
-    A worker that refuses such a slot gets the next versions by way of the host, until its next Hello.
+    A worker that refuses such a slot gets the next versions through host memory, until its next Hello.
     """
 
     def __init__(self, peer: str) -> None:

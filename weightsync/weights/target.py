@@ -28,8 +28,8 @@ from weightsync.weights.tensors import PLAIN, Form, address_of, borrowed, owning
 
 Read = Callable[[object], Weights]
 
-#: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made anew each time,
-#: which costs less than to look for pages that this process has written through views that somebody may still have.
+#: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made each time, which
+#: costs less than to look for pages that this process has written through views that may still be referenced.
 KEPT_BELOW_NBYTES: Final = 256 << 10
 
 

@@ -42,7 +42,7 @@ class VLLMDoubleBufferTransport:
         self.num_threads = num_threads
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Write a version, and make it the newest once it is whole. Nobody has applied it when this returns.
+        """Write a version, and make it the newest once it is whole. It need not be applied yet when this returns.
 
         Args:
             model_id: the model; it is not written.
@@ -102,7 +102,7 @@ def read(at: Path) -> tuple[int, TensorDictBase | None]:
 
 
 class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
-    """Weights by way of a shared directory, which the engine's side polls.
+    """Weights travel through a shared directory, which the engine's side polls.
 
     No outcome is known in the trainer: `VLLMDoubleBufferWeightSender.update_weights` returns when a version is written.
 

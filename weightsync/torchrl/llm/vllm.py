@@ -47,7 +47,7 @@ class VLLMCollectiveTransport(EngineTransport):
         self._engine, self._carrier = vllm_engine, carrier
 
     def init_all_workers_group(self, model_metadata: Metadata, gpus_per_replica: int | None = None) -> None:
-        """In the trainer: lay a link to the engine. The first send has engine and carrier join their group.
+        """In the trainer: create a link to the engine. With the first send, engine and carrier join their group.
 
         Raises:
             ConfigurationError: there is no engine, or no carrier.

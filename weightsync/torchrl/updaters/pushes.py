@@ -27,7 +27,7 @@ ADVICE: Final = {
 
 
 class Pushes:
-    """Makes the calls of each push and waits until they end. A forked child starts anew."""
+    """Makes the calls of each push and waits until they end. A forked child starts afresh."""
 
     def __init__(self) -> None:
         self._start_over()
@@ -42,7 +42,7 @@ class Pushes:
         self._reported = 0
 
     def forget(self) -> None:
-        """In a forked child: start anew."""
+        """In a forked child: start afresh."""
         self._start_over()
 
     @property

@@ -155,7 +155,7 @@ class CallServer:
             self._end(admitted)
 
     def _forget(self, name: str) -> None:
-        """End the calls of a link that nobody has opened yet."""
+        """End the calls of a link that has not been opened yet."""
         with self._lock:
             gone = [waiting for parcel, waiting in self._sealed if parcel.link == name]
             self._sealed = [each for each in self._sealed if each[0].link != name]

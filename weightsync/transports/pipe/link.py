@@ -176,7 +176,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         return self._remark
 
     def _is_remark(self, message: Hello | Refusal) -> bool:
-        """Process what the worker has told; whether it is a remark, and no message to the driver."""
+        """Process a remark of the worker. Returns whether the message is one, and not for the driver."""
         if isinstance(message, Refusal):
             self._remark = unmet_reason(message)
             if self._remark:

@@ -260,7 +260,7 @@ class PlainActorCallClient(_RayCallClient):
 
 
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
-    """Ask an actor for which models receivers of ours listen in it. An actor that cannot be asked has none.
+    """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
 
     Raises TransportError: Ray accepted no call.
     """

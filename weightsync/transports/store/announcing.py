@@ -88,7 +88,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
     def announce(client: Client) -> None:
         # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
-        # hint at the newest link: anybody could write it, and the worker reads all announcements in turn anyway.
+        # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
         places = (f"{base}/announced/{number}" for number in itertools.count())
         while client.value(place := next(places)) is not None or client.claim(place, announced) != announced:
             continue
@@ -149,7 +149,7 @@ class Announced:
         if not self.proof:
             return Reason.SENDER_HAS_NONE
         wanted = announcement(rendezvous.key, _identity(rendezvous, model_id, self.name))
-        # Compared as bytes: a stranger's text may be anything.
+        # Compared as bytes: text from another program may be anything.
         fits = hmac.compare_digest(self.proof.encode(errors="replace"), wanted.encode())
         return None if fits else Reason.OTHER_KEY
 

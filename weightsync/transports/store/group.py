@@ -97,7 +97,7 @@ class Rendezvous(Store):
 
 #: Payloads are sent in pieces of this size.
 BUCKET_NBYTES: Final = 64 * 2**20
-#: For one bucket. Nobody waits that long: it ends a thread whose link was lost long ago.
+#: For one bucket. No caller waits that long: it ends a thread whose link was lost long ago.
 _LONGEST: Final = timedelta(minutes=1)
 #: Makes a group from a store and our rank.
 _Make = Callable[[Store, int], Any]
@@ -151,7 +151,7 @@ class Group:
     def write(
         self, stream: Stream, client: Client, text: bytes, payload: memoryview | None, go_on: Callable[[], None]
     ) -> None:
-        """Write a message to the connection, and send its payload; returns or raises once nobody reads that any more.
+        """Write a message to the connection, and send its payload; returns or raises once it is no longer read.
 
         Raises TransportError: the other rank has ended, or the group was aborted.
         """

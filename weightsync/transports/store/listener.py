@@ -250,7 +250,7 @@ class PlaceholderLink:
             waker.fire()
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:  # noqa: ARG002
-        """Raise: nobody reads it."""
+        """Raise: this link has no reader."""
         raise self._ended or TransportError("this link has no other end yet.")
 
     def flush(self) -> bool:

@@ -24,7 +24,7 @@ from weightsync.transports.store.worker_threads import Outgoing, notify_later, s
 
 logger = logging.getLogger("weightsync")
 
-#: Seconds that a closed link goes on writing what is queued, and waits for the other end to have read it.
+#: Seconds that a closed link keeps writing queued messages, and waits until the other end has read them.
 _LINGER: Final = 1.0
 #: How often a closed link finds no room for a message before it gives up: each time after a pause.
 _BLOCKED: Final = 20
@@ -283,7 +283,7 @@ class StoreWorker:
             self._leave_stream()
 
     def _leave_stream(self) -> None:
-        """A thread has ended: the other cannot go on either, and the last closes the connection."""
+        """A thread has ended: the other cannot continue either, and the last closes the connection."""
         if self._closed:
             self._side.before_goodbye()
         with self._condition:
@@ -488,7 +488,7 @@ class StoreWorker:
         self._waker.fire()
 
     def _end_rendezvous(self) -> None:
-        """Whoever waits for the peer to connect need not any more. The wait for a connection ends by itself."""
+        """Release threads that wait for the peer to connect. The wait for a connection ends by itself."""
         self._listening.set()
         self._met.set()
         self._group.abort()

@@ -117,7 +117,7 @@ class Outgoing:
         return taken
 
     def written(self) -> bool:
-        """Record that the last message was written. Returns whether all are written and somebody waits for that."""
+        """Record that the last message was written. Returns whether all are written and a thread waits for that."""
         self._writing = self.writing_payload = False
         return self._awaited and not self._queue
 
@@ -129,7 +129,7 @@ class Outgoing:
     def shorten(self) -> None:
         """Drop the first message that the peer has to receive from us, and all later ones, which would overtake it.
 
-        The messages before it get their own copies of payloads, since nobody waits for them.
+        The messages before it get their own copies of payloads, since no caller waits for them.
         """
         leaving = [
             each.alone()
