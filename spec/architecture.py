@@ -58,8 +58,8 @@ def floors(root: Path = ROOT) -> list[Floor]:
 
 def _layers(root: Path) -> list[list[str]]:
     """The names on each floor, the lowest first."""
-    told = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = told["tool"]["importlinter"]["contracts"]
+    loaded = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = loaded["tool"]["importlinter"]["contracts"]
     layers = next((contract["layers"] for contract in contracts if contract["type"] == "layers"), None)
     if layers is None:
         raise SpecError(["pyproject.toml: import-linter has no contract of the type 'layers'"])

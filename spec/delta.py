@@ -42,8 +42,8 @@ def row(nbytes: int, dtype: str, share: float) -> str:
         assert numpy.array_equal(held, changed)
     seconds = statistics.median(encoding), statistics.median(applying)
     rate = (nbytes - len(delta)) / sum(seconds) / 1e9
-    told = f"{len(delta) / nbytes:.2%}", *(f"{each * 1e3:.0f} ms" for each in seconds), f"{rate:.1f} GB/s"
-    return f"| {share:.2%} | {dtype} | {' | '.join(told)} |"
+    columns = f"{len(delta) / nbytes:.2%}", *(f"{each * 1e3:.0f} ms" for each in seconds), f"{rate:.1f} GB/s"
+    return f"| {share:.2%} | {dtype} | {' | '.join(columns)} |"
 
 
 def main() -> None:

@@ -104,8 +104,8 @@ def lacking(what: str, name: str, others: set[str], texts: Mapping[str, str]) ->
     found = {}
     for path, text in texts.items():
         lines = [sum(_says(line, other, _ENUMS[what]) for other in others) for line in text.splitlines()]
-        told = sum(_says(text, other, _ENUMS[what]) for other in others)
-        if told > 1 and not _says(text, name, _ENUMS[what]):
+        listed = sum(_says(text, other, _ENUMS[what]) for other in others)
+        if listed > 1 and not _says(text, name, _ENUMS[what]):
             found[path] = lines.index(max(lines)) + 1
     return dict(sorted(found.items(), key=lambda each: (_place(each[0]), each[0])))
 

@@ -23,7 +23,7 @@ CONSTANTS
   Reorders,    \* a message may overtake another on its link
   Duplicates,  \* a message may be delivered again, until its link ends
   Loses,       \* a message may vanish while its link stays up
-  Lingers,     \* what is on a link when the sender closes its end may still be read, at both ends
+  Lingers,     \* messages on a link when the sender closes its end may still be read, at both ends
   Features,    \* what may happen: see AllFeatures
   Without,     \* rules removed for the revert tests; {} otherwise
   Unfair       \* fairness conjuncts removed; {} otherwise
@@ -599,9 +599,9 @@ Answered(w) ==
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload]
   /\ UNCHANGED <<sender, messages, gone>>
 
-\* The worker's end of a link closes: the sender's is closed, or ("break") it broke in between, or the answer that
-\* was due could not be sent. LINK_DOWN if it is the current link or the only one; one that is replaced or never was it
-\* is LATE, and only loses the messages on it.
+\* The worker's end of a link closes: the sender's end is closed, or the link broke in between ("break"), or an answer
+\* that was due could not be sent. It is LINK_DOWN for the current link, or the only one. The end of a link that was
+\* replaced, or was never current, is LATE, and only loses the messages on it.
 LinkDown(w, s, k) ==
   LET ours == Link(w) \in {<<s, k>>, NoLink} IN
   /\ Link(w) = <<s, k>> \/ \E m \in messages : m.w = w /\ m.s = s /\ m.k = k

@@ -233,7 +233,7 @@ Ack == INSTANCE AckProtocol WITH
 RefinesAckProtocol == Ack!Safe
 
 -----------------------------------------------------------------------------
-(* Canaries: situations that must be found, or the proof would be true for no reason *)
+(* Canaries: situations that must be found; otherwise the proof would be vacuous *)
 
 \* A call runs though its future has failed: its version is applied, and LOST.
 FailedNeverRan == [][\A s \in Senders, w \in Workers, k \in Links, n \in 1..Numbers :

@@ -1,8 +1,8 @@
 ----------------------------- MODULE Challenge -----------------------------
 (***************************************************************************)
-(* The exchange of challenges under a shared key: sealing.py, and who      *)
-(* numbers: store/seals.py for a row of messages in a store,               *)
-(* sealing.py and calls/gates.py for calls.                                *)
+(* The exchange of challenges under a shared key: sealing.py. Messages are *)
+(* numbered by store/seals.py in a store, and by sealing.py and            *)
+(* calls/gates.py for calls.                                               *)
 (*                                                                         *)
 (* A sender draws a name for each link of its own.  A worker draws a nonce *)
 (* for each end that it makes.  What the sender says before it has met the *)
@@ -12,15 +12,16 @@
 (*                                                                         *)
 (* An attacker sees every envelope and keeps it.  It delivers any of them  *)
 (* to any end at any time, again, in another order, on another link, to    *)
-(* its author, or not at all; and it has a worker make an end of any link  *)
-(* that was ever announced, as whoever may write into a store can, or a    *)
-(* worker that starts again does.  It has no key: it seals nothing.        *)
+(* its author, or not at all; and it can have a worker make an end of any  *)
+(* link that was ever announced, as a client that writes into the store    *)
+(* can, or a worker that restarts does. It has no key, so it cannot seal.  *)
 (*                                                                         *)
-(* Abstracted: a MAC is what it covers, so nobody guesses one; names and   *)
-(* nonces never come twice; a payload is its digest, which is content; a   *)
-(* link that fails on what it does not believe is one that goes on, and    *)
-(* has read nothing.  What nobody seals (a refusal, an announcement, a     *)
-(* mark at the end) is not in it: it can end a link, and carries nothing.  *)
+(* Abstracted: a MAC is the content that it covers, so it cannot be        *)
+(* guessed; names and nonces never repeat; a payload is its digest, which  *)
+(* is content; a link that fails on a message it does not believe is       *)
+(* modelled as one that stays and has read nothing. Unsealed messages (a   *)
+(* refusal, an announcement, an end mark) are not modelled: they can end a *)
+(* link, and carry nothing.                                                *)
 (***************************************************************************)
 EXTENDS Integers, FiniteSets, Sequences
 
@@ -139,7 +140,7 @@ ReadEarly(w, n, content) ==
      ELSE Reads(w, n, content) /\ kept' = kept
   /\ UNCHANGED <<wire, said, met, heard, link, proven, answered>>
 
-\* What is sealed for both challenges. Empty, it frees the call of its number that is kept.
+\* Messages sealed for both challenges. An empty one releases the held call with the same number.
 ReadProven(w, n, content) ==
   /\ link[w] # 0
   /\ Envelope("PROVEN", link[w], w, n, content) \in wire

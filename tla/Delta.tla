@@ -4,10 +4,10 @@
 (* worker must hold.  weightsync/engine/delta.py, and what calls it in     *)
 (* weightsync/engine/sender_driver.py and receiver_driver.py.              *)
 (*                                                                         *)
-(* In AckProtocol.tla an update arrives whole.  Here is why it does so if  *)
-(* it was sent as a delta: a worker that does not hold the base says       *)
-(* NO_BASE, and is sent the whole weights under the same version.  Until   *)
-(* then the update of AckProtocol.tla is on its way, and its worker owes   *)
+(* In AckProtocol.tla an update arrives whole.  This module shows why that *)
+(* also holds for a delta: a worker that does not hold the base answers    *)
+(* NO_BASE, and is sent the whole weights under the same version. Until    *)
+(* then the update is in transit for AckProtocol.tla, and its worker owes  *)
 (* the answer.                                                             *)
 (*                                                                         *)
 (* The content of version v is v; a delta that is applied to other content *)
@@ -52,13 +52,14 @@ VARIABLES
   served,    \* the version served, and its content
   held,      \* the base, and its content
   decided,   \* the version decided last, and the answer
-  door,      \* the version that came last without its base, and waits for its whole weights; 0: none
+  \* The newest delta whose base the worker does not hold: it waits for the full weights. 0: no such delta.
+  awaiting_full,
   owing,     \* the versions that the worker has taken from this link and not answered
   lost,      \* whether the worker has lost a base
-  unfit      \* the versions that the worker had a reason of its own to refuse
+  unfit      \* the versions that the worker refused for other reasons
 
 sender == <<version, owed, outcome, acked, delta, resent>>
-worker == <<pending, served, held, decided, door, owing, lost, unfit>>
+worker == <<pending, served, held, decided, awaiting_full, owing, lost, unfit>>
 vars == <<sender, link, down, up, worker>>
 
 Versions == 1..MaxVersion
@@ -72,7 +73,7 @@ Init ==
   /\ version = 0 /\ owed = FALSE /\ outcome = [v \in Versions |-> "NONE"] /\ acked = 0 /\ delta = 0 /\ resent = 0
   /\ link = 1 /\ down = <<>> /\ up = <<>>
   /\ pending = Nothing /\ served = Nothing /\ held = Nothing /\ decided = Undecided
-  /\ door = 0 /\ owing = {} /\ lost = FALSE /\ unfit = {}
+  /\ awaiting_full = 0 /\ owing = {} /\ lost = FALSE /\ unfit = {}
 
 Whole(v) == [v |-> v, base |-> 0, from |-> 0]
 Against(v, base) == [v |-> v, base |-> base, from |-> IF Follows("SnapshotKept") THEN base ELSE v]
@@ -126,7 +127,7 @@ Hear(i) ==
   /\ UNCHANGED <<link, worker>>
 
 \* A new link: to the same worker, or to a new one. The version sent last follows the handshake.
-Relink(anew) ==
+Relink(restarted) ==
   /\ link < MaxLinks
   /\ link' = link + 1
   /\ owed' = FALSE /\ outcome' = IF owed THEN [outcome EXCEPT ![version] = "LOST"] ELSE outcome
@@ -134,8 +135,10 @@ Relink(anew) ==
   /\ delta' = 0 /\ resent' = 0
   /\ down' = IF version = 0 THEN <<>> ELSE <<Whole(version)>>
   /\ up' = <<>>
-  /\ pending' = Nothing /\ door' = 0 /\ owing' = {}
-  /\ IF anew THEN served' = Nothing /\ held' = Nothing /\ decided' = Undecided ELSE UNCHANGED <<served, held, decided>>
+  /\ pending' = Nothing /\ awaiting_full' = 0 /\ owing' = {}
+  /\ IF restarted
+     THEN served' = Nothing /\ held' = Nothing /\ decided' = Undecided
+     ELSE UNCHANGED <<served, held, decided>>
   /\ UNCHANGED <<version, lost, unfit>>
 
 -----------------------------------------------------------------------------
@@ -143,10 +146,13 @@ Relink(anew) ==
 
 Result(m) == IF m.base = 0 THEN m.v ELSE IF held.v # 0 /\ held.content = m.from THEN m.v ELSE Mix
 
-\* What a newer version overtakes: what is pending, and what waits at the door.
+\* The versions that a newer one overtakes: the pending one, and a delta whose base is missing, waiting for the full
+\* weights.
 Superseded(v) ==
   (IF pending.v = 0 THEN <<>> ELSE <<Answer(pending.v, "SUPERSEDED", 0)>>)
-  \o (IF door \in 1..(v - 1) /\ Follows("OvertakenIsAnswered") THEN <<Answer(door, "SUPERSEDED", 0)>> ELSE <<>>)
+  \o (IF awaiting_full \in 1..(v - 1) /\ Follows("OvertakenIsAnswered")
+      THEN <<Answer(awaiting_full, "SUPERSEDED", 0)>>
+      ELSE <<>>)
 
 \* ReceiverDriver._update. The bytes of a base become those of the result: it is held no more.
 Accept(m) ==
@@ -154,12 +160,12 @@ Accept(m) ==
   /\ held' = IF m.base = 0 THEN held ELSE Nothing
   /\ up' = up \o Superseded(m.v)
   /\ owing' = (owing \ {a.v : a \in {Superseded(m.v)[i] : i \in DOMAIN Superseded(m.v)}}) \cup {m.v}
-  /\ door' = 0
+  /\ awaiting_full' = 0
   /\ UNCHANGED <<served, decided, lost, unfit>>
 
 \* ReceiverDriver._waits_for_whole.
 NoBase(m) ==
-  /\ up' = Append(up, Answer(m.v, "NO_BASE", 0)) /\ door' = m.v /\ owing' = owing \cup {m.v}
+  /\ up' = Append(up, Answer(m.v, "NO_BASE", 0)) /\ awaiting_full' = m.v /\ owing' = owing \cup {m.v}
   /\ UNCHANGED <<pending, served, held, decided, lost, unfit>>
 
 Receive(i) ==
@@ -182,31 +188,31 @@ Apply ==
   /\ pending.v # 0
   /\ pending.content = pending.v \/ ~Follows("ResultVerified")
   /\ Decide("APPLIED") /\ served' = pending /\ held' = pending
-  /\ UNCHANGED <<sender, link, down, door, lost, unfit>>
+  /\ UNCHANGED <<sender, link, down, awaiting_full, lost, unfit>>
 
 Refuse ==
   /\ pending.v # 0
   /\ \/ pending.content # pending.v /\ Follows("ResultVerified") /\ UNCHANGED unfit
      \/ May("unfit") /\ unfit' = unfit \cup {pending.v}
   /\ Decide("REFUSED")
-  /\ UNCHANGED <<sender, link, down, served, held, door, lost>>
+  /\ UNCHANGED <<sender, link, down, served, held, awaiting_full, lost>>
 
 Lose ==
   /\ May("lose") /\ held # Nothing
   /\ held' = Nothing /\ lost' = TRUE
-  /\ UNCHANGED <<sender, link, down, up, pending, served, decided, door, owing, unfit>>
+  /\ UNCHANGED <<sender, link, down, up, pending, served, decided, awaiting_full, owing, unfit>>
 
 Damage ==
   /\ May("damage") /\ held # Nothing
   /\ held' = [held EXCEPT !.content = Mix] /\ unfit' = Versions
-  /\ UNCHANGED <<sender, link, down, up, pending, served, decided, door, owing, lost>>
+  /\ UNCHANGED <<sender, link, down, up, pending, served, decided, awaiting_full, owing, lost>>
 
 -----------------------------------------------------------------------------
 
 Hears == \E i \in 1..Len(up) : Hear(i)
 Receives == \E i \in 1..Len(down) : Receive(i)
 Next ==
-  \/ Send \/ Abandon \/ (\E anew \in BOOLEAN : Relink(anew))
+  \/ Send \/ Abandon \/ (\E restarted \in BOOLEAN : Relink(restarted))
   \/ Hears \/ Receives \/ Apply \/ Refuse \/ Lose \/ Damage
 
 Fair == WF_vars(Hears) /\ WF_vars(Receives) /\ WF_vars(Apply \/ Refuse)
@@ -227,7 +233,7 @@ AckedMeansServed ==
 \* A delta is applied to its base, and to nothing else, unless the base was overwritten; then the digest tells.
 OnlyToItsBase == pending.content = pending.v \/ May("damage")
 
-\* No user sees that there are deltas: a worker that refuses has a reason of its own.
+\* Deltas are invisible to users: a worker never refuses a version because it was sent as a delta.
 NobodyIsRefusedForADelta == \A v \in Versions : outcome[v] = "REFUSED" => v \in unfit
 
 \* A base that is refused is one that was held.
@@ -246,7 +252,7 @@ ServingIsMonotone == [][served'.v >= served.v \/ link' # link]_vars
 EverySendEnds == owed ~> ~owed
 
 \* Over a link that keeps the order, each version that was taken from it is answered, or waits for its whole weights.
-EveryUpdateIsAnswered == Duplicates \/ owing \subseteq {door, pending.v}
+EveryUpdateIsAnswered == Duplicates \/ owing \subseteq {awaiting_full, pending.v}
 
 -----------------------------------------------------------------------------
 (* Canaries *)

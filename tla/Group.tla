@@ -9,8 +9,9 @@
 (* now and then puts a result, for which there must be room in its         *)
 (* channel.  A thread of the worker receives meanwhile.                    *)
 (*                                                                         *)
-(* Workers hear of a version one by one, as over their channels; memory    *)
-(* that all of them share is the case in which they hear at once.          *)
+(* Workers learn of a version one by one, as over their channels. Shared   *)
+(* memory is the case where all workers learn of a version at the same     *)
+(* time.                                                                   *)
 (*                                                                         *)
 (* Abstracted: one send at a time, to all workers, and the newest          *)
 (* supersedes; an update is applied or lost with its worker, as            *)
@@ -40,7 +41,7 @@ VARIABLES
   version,    \* the newest version dispatched
   announced,  \* announced[w]: the newest version that the worker has heard of
   owed,       \* workers that have not answered it; the trainer waits while there are any
-  mail,       \* <<w, v>>: updates on their way
+  updates,    \* <<w, v>>: updates in transit
   acks,       \* <<w, v>>
   pc,         \* pc[w]: where the worker is
   served,     \* served[w]: 0: none
@@ -53,14 +54,14 @@ VARIABLES
 
 trainer == <<version, announced, owed>>
 worker == <<pc, served, floor, made, truth>>
-vars == <<trainer, mail, acks, worker, room, life, results>>
+vars == <<trainer, updates, acks, worker, room, life, results>>
 
 Versions == 1..MaxVersion
 Follows(rule) == rule \notin Careless
 Alive == {w \in Workers : pc[w] # "dead"}
 
 Init ==
-  /\ version = 0 /\ announced = [w \in Workers |-> 0] /\ owed = {} /\ mail = {} /\ acks = {}
+  /\ version = 0 /\ announced = [w \in Workers |-> 0] /\ owed = {} /\ updates = {} /\ acks = {}
   /\ pc = [w \in Workers |-> "starting"] /\ served = [w \in Workers |-> 0] /\ floor = [w \in Workers |-> 0]
   /\ made = [w \in Workers |-> {}] /\ truth = [w \in Workers |-> {}]
   /\ room = [w \in Workers |-> Capacity] /\ life = [w \in Workers |-> 0] /\ results = [w \in Workers |-> <<>>]
@@ -71,33 +72,33 @@ Init ==
 Send ==
   /\ version < MaxVersion
   /\ version' = version + 1
-  /\ mail' = mail \cup {<<w, version + 1>> : w \in Alive}
+  /\ updates' = updates \cup {<<w, version + 1>> : w \in Alive}
   /\ owed' = Alive
   /\ UNCHANGED <<announced, acks, worker, room, life, results>>
 
 Announce(w) ==
   /\ announced[w] < (IF Follows("AnnounceDispatched") THEN version ELSE MaxVersion)
   /\ announced' = [announced EXCEPT ![w] = @ + 1]
-  /\ UNCHANGED <<version, owed, mail, acks, worker, room, life, results>>
+  /\ UNCHANGED <<version, owed, updates, acks, worker, room, life, results>>
 
 Hear(w, v) ==
   /\ <<w, v>> \in acks
   /\ acks' = acks \ {<<w, v>>}
   /\ owed' = IF v = version THEN owed \ {w} ELSE owed
-  /\ UNCHANGED <<version, announced, mail, worker, room, life, results>>
+  /\ UNCHANGED <<version, announced, updates, worker, room, life, results>>
 
 Take(w) ==
   /\ owed = {} /\ results[w] # <<>>
   /\ results' = [results EXCEPT ![w] = Tail(@)]
   /\ room' = IF Head(results[w]).life = life[w] \/ ~Follows("RoomIsOfThisLife") THEN [room EXCEPT ![w] = @ + 1] ELSE room
-  /\ UNCHANGED <<trainer, mail, acks, worker, life>>
+  /\ UNCHANGED <<trainer, updates, acks, worker, life>>
 
 \* It is owed nothing more. What it has put can still be taken.
 Die(w) ==
   /\ w \in Alive /\ life[w] < MaxRestarts
   /\ pc' = [pc EXCEPT ![w] = "dead"] /\ served' = [served EXCEPT ![w] = 0]
   /\ made' = [made EXCEPT ![w] = {}] /\ truth' = [truth EXCEPT ![w] = {}]
-  /\ mail' = {m \in mail : m[1] # w} /\ acks' = {m \in acks : m[1] # w}
+  /\ updates' = {m \in updates : m[1] # w} /\ acks' = {m \in acks : m[1] # w}
   /\ owed' = owed \ {w}
   /\ UNCHANGED <<version, announced, floor, room, life, results>>
 
@@ -106,7 +107,7 @@ Restart(w) ==
   /\ pc[w] = "dead"
   /\ pc' = [pc EXCEPT ![w] = "starting"]
   /\ life' = [life EXCEPT ![w] = @ + 1] /\ room' = [room EXCEPT ![w] = Capacity]
-  /\ mail' = mail \cup {<<w, v>> : v \in {version} \ {0}}
+  /\ updates' = updates \cup {<<w, v>> : v \in {version} \ {0}}
   /\ announced' = [announced EXCEPT ![w] = 0]
   /\ UNCHANGED <<version, owed, acks, served, floor, made, truth, results>>
 
@@ -115,9 +116,9 @@ Restart(w) ==
 
 \* Between two steps, or as one begins. What it overtakes is not applied any more.
 Receive(w, v) ==
-  /\ <<w, v>> \in mail
+  /\ <<w, v>> \in updates
   /\ pc[w] \in (IF Follows("ReceiveInBackground") THEN {"starting", "between", "begun", "putting"} ELSE {"starting", "between"})
-  /\ mail' = {m \in mail : m[1] # w \/ m[2] > v}
+  /\ updates' = {m \in updates : m[1] # w \/ m[2] > v}
   /\ served' = [served EXCEPT ![w] = v]
   /\ acks' = acks \cup {<<w, v>>}
   /\ UNCHANGED <<trainer, pc, floor, made, truth, room, life, results>>
@@ -126,7 +127,7 @@ Begin(w) ==
   /\ pc[w] = "starting"
   /\ served[w] # 0 \/ ~Follows("FreshFirst")
   /\ pc' = [pc EXCEPT ![w] = "between"]
-  /\ UNCHANGED <<trainer, mail, acks, served, floor, made, truth, room, life, results>>
+  /\ UNCHANGED <<trainer, updates, acks, served, floor, made, truth, room, life, results>>
 
 Gate(w) ==
   /\ pc[w] = "between"
@@ -134,19 +135,19 @@ Gate(w) ==
   /\ pc' = [pc EXCEPT ![w] = "begun"]
   /\ floor' = [floor EXCEPT ![w] = announced[w] - Limit]
   /\ made' = IF Follows("NameWhatActs") THEN made ELSE [made EXCEPT ![w] = @ \cup {served[w]}]
-  /\ UNCHANGED <<trainer, mail, acks, served, truth, room, life, results>>
+  /\ UNCHANGED <<trainer, updates, acks, served, truth, room, life, results>>
 
 Act(w) ==
   /\ pc[w] = "begun"
   /\ pc' = [pc EXCEPT ![w] = "stepping"]
   /\ truth' = [truth EXCEPT ![w] = @ \cup {served[w]}]
   /\ made' = IF Follows("NameWhatActs") THEN [made EXCEPT ![w] = @ \cup {served[w]}] ELSE made
-  /\ UNCHANGED <<trainer, mail, acks, served, floor, room, life, results>>
+  /\ UNCHANGED <<trainer, updates, acks, served, floor, room, life, results>>
 
 EndStep(w, next) ==
   /\ pc[w] = "stepping"
   /\ pc' = [pc EXCEPT ![w] = next]
-  /\ UNCHANGED <<trainer, mail, acks, served, floor, made, truth, room, life, results>>
+  /\ UNCHANGED <<trainer, updates, acks, served, floor, made, truth, room, life, results>>
 
 Put(w) ==
   /\ pc[w] = "putting" /\ room[w] > 0
@@ -154,7 +155,7 @@ Put(w) ==
   /\ room' = [room EXCEPT ![w] = @ - 1]
   /\ results' = [results EXCEPT ![w] = Append(@, [life |-> life[w], named |-> made[w] = truth[w]])]
   /\ made' = [made EXCEPT ![w] = {}] /\ truth' = [truth EXCEPT ![w] = {}]
-  /\ UNCHANGED <<trainer, mail, acks, served, floor, life>>
+  /\ UNCHANGED <<trainer, updates, acks, served, floor, life>>
 
 -----------------------------------------------------------------------------
 
@@ -172,7 +173,8 @@ Next ==
   \/ \E w \in Workers, next \in {"between", "putting"} : EndStep(w, next)
   \/ \E w \in Workers : Put(w)
 
-\* What was dispatched is announced and answered, and workers go on. The trainer need not send, nor take results.
+\* Each dispatched version is announced and answered, and workers make progress. The trainer need not send, nor take
+\* results.
 Fair ==
   /\ \A w \in Workers :
        /\ WF_vars(Announce(w))
@@ -191,7 +193,7 @@ NoStepWithoutWeights == \A w \in Workers : pc[w] = "stepping" => served[w] # 0
 \* Each result names the versions that it was made with.
 ResultsNameTheirVersions == \A w \in Workers : \A i \in DOMAIN results[w] : results[w][i].named
 
-\* No more results of a life are on their way than its channel has room for.
+\* A worker never has more results in flight than its channel's capacity.
 ChannelIsBounded ==
   \A w \in Workers : Cardinality({i \in DOMAIN results[w] : results[w][i].life = life[w]}) <= Capacity
 

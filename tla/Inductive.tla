@@ -197,7 +197,7 @@ IndInit ==
   /\ answers \in Few(PossibleAnswers)
   /\ Cardinality(messages) + Cardinality(answers) <= InFlight
 
-\* One step from each: what has more messages than that, or is met again, is checked and not left.
+\* Take one step from each state. States over the message bound, or seen before, are checked but not expanded.
 FewInFlight == Cardinality(messages) + Cardinality(answers) <= InFlight
 
 \* Init is one of them.

@@ -6,9 +6,9 @@
 (*                                                                         *)
 (* The trainer copies its weights into a slot with a kernel, and a worker  *)
 (* reads what it serves with kernels of its own, tensor by tensor.  The    *)
-(* host goes on meanwhile: it sends, swaps and acks.  In Slots.tla a       *)
-(* forward ends with its call, so a swap excludes it.  Here the waits that *)
-(* the hosts make are all that orders kernels.                             *)
+(* host does not wait for them: it sends, swaps and acks. In Slots.tla a   *)
+(* forward ends with its call, so a swap excludes it. Here only the hosts' *)
+(* waits order kernels.                                                    *)
 (*                                                                         *)
 (* Abstracted: one send at a time, to all workers that are not lost; two   *)
 (* tensors; one kernel of each kind at a time, the hardest to wait for;    *)
@@ -188,7 +188,7 @@ Next ==
   \/ \E w \in Workers : ReadTensor(w)
   \/ \E w \in Workers : EndKernel(w)
 
-\* Kernels end, and hosts go on. Forwards need not be launched.
+\* Kernels end, and hosts make progress. Forwards need not be launched.
 Fair ==
   /\ WF_vars(CopyTensor) /\ WF_vars(Dispatch)
   /\ \A w \in Workers :
@@ -210,16 +210,16 @@ MayBeRead(w) ==
 NeverRewritten ==
   [][\A i \in Slots : content'[i] # content[i] => \A w \in Workers : i \notin MayBeRead(w)]_vars
 
-\* Two slots are enough while nobody is lost.
+\* Two slots are enough while no worker is lost.
 SlotIsFree == ~Losses /\ Ready /\ version < MaxVersion => Free # {}
 
-\* The waits for kernels keep nobody waiting for ever.
+\* The waits for kernels cannot block a send for ever.
 EverySendEnds == \A v \in Versions : version = v ~> Ready
 
 -----------------------------------------------------------------------------
 (* Canaries *)
 
-\* An update arrives while a kernel reads what is served.
+\* An update arrives while a kernel reads the served version.
 NothingArrivesAmidAKernel == \A w \in Workers : reading[w].v # 0 => \A m \in messages : m[1] # w
 
 \* A slot is written again.

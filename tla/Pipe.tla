@@ -114,7 +114,7 @@ DeliverTorn(s, w, k) ==
 -----------------------------------------------------------------------------
 (* The machines' steps over these links *)
 
-\* The worker's ends of these links close: what is on its way to them is lost.
+\* The worker's ends of these links close: messages in transit to them are lost.
 Shut(ends) ==
   /\ outbox' = Off(outbox, ends)
   /\ begun' = begun \ (outbox \ Off(outbox, ends))

@@ -1,7 +1,7 @@
 ------------------------------- MODULE Shared -------------------------------
 (***************************************************************************)
 (* Senders that use one and the same link one after another: a trainer's   *)
-(* pipe that a copy or a successor goes on using.                          *)
+(* pipe that a copy or a successor keeps using.                            *)
 (*                                                                         *)
 (* In AckProtocol.tla each sender opens its own links.  Here the k-th      *)
 (* link to a worker is one connection that all senders share.  To its      *)
@@ -195,7 +195,7 @@ StaleBelowTheFence == \E m \in answers : m.kind = "STALE" /\ m.fence > m.inc
 NobodyIsStale == ~StaleBelowTheFence
 TakeoverOverOneLink == \E w \in Workers : Link(w) # NoLink /\ Link(w)'[2] = Link(w)[2] /\ Link(w)'[1] # Link(w)[1]
 NobodyTakesOver == [][~TakeoverOverOneLink]_vars
-\* A refusal ends the link though it names another version than the one outstanding.
+\* A refusal ends the link even if it names a version other than the outstanding one.
 EndedByAnother == \E m \in answers : m.v # 0 /\ m.v # sdata[m.s].version /\ m.fence > m.inc
                                      /\ m.inc = sdata[m.s].incarnation /\ Owes(m.s, m.w)
 NobodyIsEndedByAnother == ~EndedByAnother

@@ -195,7 +195,7 @@ Owner(key) == CHOOSE s \in Senders : sdata[s].incarnation = key[1]
 Lies(s, n, tensor) == content[s][place[s][n]][tensor]
 Half(key, tensor) == IF key = NoPayload THEN key ELSE <<key[1], key[2], Lies(Owner(key), key[3], tensor)>>
 
-\* A forward reads one tensor. It goes on when the link is lost or the receiver is closed.
+\* A forward reads one tensor. It continues when the link is lost or the receiver is closed.
 ReadTensor(w) ==
   /\ rdata[w].served # NoPayload /\ Len(seen[w]) < 2
   /\ seen' = [seen EXCEPT ![w] = Append(@, Half(rdata[w].served, Len(seen[w]) + 1))]
@@ -272,7 +272,7 @@ RefinesAckProtocol == Ack!Safe
 \* A slot is packed again.
 EachSlotOnce == [][\A s \in Senders, i \in Slots : content'[s][i] # content[s][i] => content[s][i][2] = 0]_slotVars
 
-\* A lost worker that is alive goes on reading what it serves while the trainer packs the next version.
+\* A lost worker that is alive keeps reading its version while the trainer packs the next one.
 LostReadNothing == [][\A w \in Workers, s \in Senders :
   ReadTensor(w) /\ packing[s] # Nothing /\ rdata[w].served # NoPayload => place[s][rdata[w].served[3]] \notin retired[s]]_slotVars
 

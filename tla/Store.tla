@@ -138,7 +138,7 @@ Silence(s, w) ==
 -----------------------------------------------------------------------------
 (* The machines' steps over it *)
 
-\* The worker's ends of these links close: what is on its way to them is dropped.
+\* The worker's ends of these links close: messages in transit to them are dropped.
 Shut(ends) ==
   /\ outbox' = Off(outbox, ends)
   /\ down' = Forgotten(down, ends)
@@ -191,7 +191,8 @@ Spec == Start /\ [][Next]_vars
 -----------------------------------------------------------------------------
 (* The protocol *)
 
-\* A message is in transit from when it was given to its link until it is read; an update is where its last piece is.
+\* A message is in transit from when it is given to its link until it is read; an update counts as arrived when its last
+\* piece has.
 Unread(row, l, kind) == {row[l][i].m : i \in {j \in 1..Len(row[l]) : row[l][j].kind = kind}}
 MessagesUnderWay ==
   outbox \cup inbox \cup UNION {Unread(down, l, "LAST") \cup {m \in Unread(down, l, "MESSAGE") : m.v = 0} : l \in Ends}
@@ -205,7 +206,7 @@ Ack == INSTANCE AckProtocol WITH
 RefinesAckProtocol == Ack!Safe
 
 -----------------------------------------------------------------------------
-(* Canaries: situations that must be found, or the proof would be true for no reason *)
+(* Canaries: situations that must be found; otherwise the proof would be vacuous *)
 
 \* An answer that was written is not read, since the heartbeat has stopped.
 NoneOverlooked == [][\A s \in Senders, w \in Workers : Silence(s, w) => up[Current(s, w)] = <<>>]_vars

@@ -1,4 +1,4 @@
-"""Model weights from a trainer to its workers, over a protocol that a model checker has checked.
+"""TorchRL-compatible weight synchronisation, on a protocol model-checked in TLA+.
 
 A scheme makes both sides. In the trainer::
 

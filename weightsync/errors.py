@@ -6,7 +6,7 @@
         AckTimeoutError(TimeoutError)    .pending; the update can still be waited for
         WorkerLostError(ConnectionError) .lost
         RefusedError                     .refused, with the workers' own tracebacks
-      WorkerFailedError                  a worker of a group ended by an exception, or died: .remote_traceback
+      WorkerFailedError a worker of a group raised or died: .remote_traceback
       ResultTimeoutError(TimeoutError)   a group's workers gave no result in time
       StaleWeightsError                  in a worker of a group: its weights are too old for a step
       ModelBusyError(TimeoutError)       in a worker: the model was in use until the timeout; nothing changed
@@ -60,7 +60,8 @@ def _rebuild(kind: type[WeightSyncError], state: dict[str, Any]) -> WeightSyncEr
 class StateError(WeightSyncError):
     """The state does not allow this call. Nothing has changed.
 
-    What to do: call one of `allowed` first; the message names them, and `steps` shows how the machine came here.
+    What to do: call one of `allowed` first; the message names them, and `steps` shows how the machine reached this
+    state.
 
     Attributes:
         machine: which machine refused the call, "sender" or "receiver".
@@ -163,15 +164,15 @@ class RefusedError(SyncError):
 
 
 class WorkerFailedError(WeightSyncError):
-    """A worker of a `WorkerGroup` has failed, and is not started again. The other workers go on.
+    """A worker of a `WorkerGroup` has failed and will not be restarted. The other workers keep running.
 
-    What to do: read `remote_traceback`, and mend the function that the worker runs; or give the group `max_restarts`.
+    What to do: read `remote_traceback` and fix the function that the worker runs, or give the group `max_restarts`.
 
     Attributes:
         worker: its index.
         reason: why it ended: its exception, or how its process died.
-        remote_traceback: the traceback of its exception; empty: it raised none.
-        version: the version that it served; None: unknown, or none.
+        remote_traceback: the traceback of its exception; empty if it raised none.
+        version: the version that it served; None if it served none, or if that is unknown.
         restarts: how often it had been restarted.
     """
 
@@ -179,7 +180,7 @@ class WorkerFailedError(WeightSyncError):
         self, worker: int, reason: str, remote_traceback: str = "", version: int | None = None, restarts: int = 0
     ) -> None:
         served = "" if version is None else f" while it served version {version}"
-        advice = "The other workers go on; max_restarts= of the group lets a worker be started again."
+        advice = "The other workers keep running. Give the group max_restarts= to have failed workers restarted."
         lines = [
             f"worker {worker} failed{served}, after {restarts} restarts: {reason}",
             remote_traceback.rstrip(),
@@ -194,7 +195,7 @@ class WorkerFailedError(WeightSyncError):
 
 
 class ResultTimeoutError(WeightSyncError, TimeoutError):
-    """No worker of a `WorkerGroup` gave a result in time. The workers go on.
+    """No worker of a `WorkerGroup` gave a result in time. The workers keep running.
 
     What to do: call `results()` again, with a longer timeout; or give the group a `deadline` for each worker.
     """
@@ -206,14 +207,14 @@ class StaleWeightsError(WeightSyncError):
     What to do: wait for a newer version (``on_stale="block"`` does), or give the group a larger ``max_staleness``.
 
     Attributes:
-        version: the version that the worker serves; None: none.
-        behind: how many versions it is behind what the trainer has announced.
+        version: the version that the worker serves, or None.
+        behind: how many versions it is behind the newest one announced.
         limit: the group's ``max_staleness``.
     """
 
     def __init__(self, version: int | None, behind: int, limit: int) -> None:
         super().__init__(
-            f"this worker serves version {version}, which is {behind} behind what the trainer has announced; "
+            f"this worker serves version {version}, which is {behind} behind the newest one announced; "
             f"max_staleness is {limit}. No step has begun: wait for a newer version, or let the group wait by "
             'on_stale="block".'
         )
@@ -225,17 +226,17 @@ class StaleWeightsError(WeightSyncError):
 class ModelBusyError(WeightSyncError, TimeoutError):
     """The model was in use until the timeout, so the update could not be applied. Nothing has changed.
 
-    What to do: leave forward passes before `receive()`, or give it a longer timeout.
+    What to do: end forward passes before you call `receive()`, or give it a longer timeout.
     """
 
 
 class PartlyLoadedError(WeightSyncError):
     """Raise it in a loader that failed after it had begun to change its engine, which then serves no whole version.
 
-    The receiver closes, and the trainer reports the worker as LOST with this message. Any other exception of a loader
-    says that the engine still serves the version before: it is reported as REFUSED.
+    The receiver closes, and the trainer reports the worker as LOST with this message. Any other exception means that
+    the engine still serves the previous version: it is reported as REFUSED.
 
-    What to do: load the engine anew, and let the worker join again.
+    What to do: reload the engine, and add the worker again.
     """
 
 
@@ -249,7 +250,7 @@ class ConfigurationError(WeightSyncError, ValueError):
 class ModelPathError(WeightSyncError, AttributeError):
     """A model path such as ``"env.transform[0]"`` does not resolve.
 
-    What to do: compare the path with the worker's own objects; `part` is the first part that is not there.
+    What to do: compare the path with the worker's own objects; `part` is the first part that does not exist.
 
     Attributes:
         path: the whole path.
@@ -333,7 +334,7 @@ class ProtocolError(WeightSyncError):
 class TransportError(WeightSyncError, ConnectionError):
     """A link failed. If another library raised, its exception is the ``__cause__``.
 
-    What to do: look at ``__cause__``; in a worker, end or reconnect: its weights stay as they are. `weightsync doctor`
+    What to do: look at ``__cause__``. In a worker, end or reconnect; its weights stay as they are. `weightsync doctor`
     tests what the schemes need.
     """
 
@@ -353,7 +354,7 @@ class SenderClosed(TransportError):
 
 
 def raw_pipe() -> None:
-    """Raise for a frame that was unpickled as a user message: see `weightsync.transports.pipe.framing`.
+    """Raise: a frame was unpickled as a user message. See `weightsync.transports.pipe.framing`.
 
     Raises:
         ConfigurationError: always.

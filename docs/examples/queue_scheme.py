@@ -1,4 +1,4 @@
-"""A scheme over a transport of one's own: a sender and a receiver in one process, joined by the queues next door."""
+"""A scheme over your own transport: sender and receiver in one process, joined by queues."""
 
 from typing import Any
 

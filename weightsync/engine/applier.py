@@ -46,9 +46,9 @@ class Applier:
         #: The slot of the version served, and that of the version before, if it is not tidied up yet.
         self._slot: Callable[[], Slot | None] = _none
         self._left: Callable[[], Slot | None] = _none
-        #: Why the last version that was refused could not be applied; empty: none was refused.
+        #: Why the last refused version could not be applied; empty if none was refused.
         self.last_refusal = ""
-        #: The error of the swap that left the model without a whole version; None: there was none.
+        #: The error of the swap that left the model without a whole version, or None.
         self.broken: WeightSyncError | None = None
 
     def receive_and_apply(self, target: Target) -> bool | None:
@@ -158,7 +158,7 @@ class Applier:
         ready, stopwatch = self._served.staged, Stopwatch()
         assert ready is not None
         try:
-            # Asked before the swap: no code of the user's may run between the swap and APPLIED.
+            # Asked before the swap: no user code may run between the swap and APPLIED.
             reader = self._listening.background_reader
             relays = reader is not None and reader.relays()
             target.swap(ready.staged)
@@ -260,7 +260,7 @@ class Applier:
         Args:
             pending: the version.
             reason: why, for `last_refusal`, the log and the sender.
-            remote_traceback: the traceback for the sender; empty: there is none.
+            remote_traceback: the traceback for the sender, or empty.
         """
         self.last_refusal = reason
         self._served.staged = None
@@ -276,7 +276,7 @@ class Applier:
         Args:
             pending: the version.
             reason: why it is refused.
-            remote_traceback: the traceback for the sender; empty: there is none.
+            remote_traceback: the traceback for the sender, or empty.
             evidence: what the refusal rests on.
         """
         return Refusal(

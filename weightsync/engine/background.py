@@ -25,7 +25,7 @@ logger = logging.getLogger("weightsync")
 #: Seconds that `Background.stop` waits for the thread.
 JOIN_SECONDS: Final = 10.0
 
-#: Passes the version served on to other workers, and returns the report; None: there is none.
+#: Passes the version served on to other workers, and returns the report, or None.
 RelayCall = Callable[[], SyncReport | None]
 
 
@@ -61,7 +61,7 @@ class Background:
         receiver: its links are read. Its model's forwards are guarded if that is a module; use
             ``with receiver.serving():`` around code that bypasses ``__call__``.
         relay: called before each version goes live. Returns a function that passes the version on to other workers
-            before it is acked; None: there are no such workers.
+            before it is acked, or None if there are no such workers.
     """
 
     def __init__(self, receiver: WeightReceiver, relay: Callable[[], RelayCall | None]) -> None:

@@ -30,11 +30,11 @@ class Context:
         self._held = held(None)
 
     def set(self, context: Any) -> None:
-        """Use another object from now on; None: there is none."""
+        """Use another object from now on, or none."""
         self._held = held(context)
 
     def __call__(self) -> Any:
-        """The object; None: there is none. Raises ConfigurationError: it was collected."""
+        """The object, or None. Raises ConfigurationError: it was garbage-collected."""
         return self._held()
 
 
@@ -174,7 +174,7 @@ def require_whole(value: Any, argument: str, what: str) -> int:
 
 
 def expected_number(value: Any) -> int | None:
-    """The value of ``expected_workers`` as an int; None: none was given.
+    """The value of ``expected_workers`` as an int; None if none was given.
 
     Raises ConfigurationError: it is no number of workers.
     """

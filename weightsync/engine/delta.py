@@ -1,4 +1,4 @@
-"""Deltas: a version may travel as what it has other than the version before, to workers that hold that one.
+"""Deltas: a version may be sent as its difference from the previous one, to workers that hold that one.
 
 `tla/Delta.tla` has the rules. The sender's driver keeps each version that is due to a worker, so it has the base of all
 that have acked the version before. A worker keeps the packed bytes of the version that it applied last.

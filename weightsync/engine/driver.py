@@ -48,7 +48,7 @@ class Hearing:
         self._last.pop(worker, None)
 
     def silent_for(self, worker: int) -> float | None:
-        """Seconds since a worker was last heard from, over any link; None: it never was."""
+        """Seconds since a worker was last heard from, over any link; None if it never was."""
         last = self._last.get(worker)
         return None if last is None else monotonic() - last
 
@@ -221,7 +221,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
 
     @abstractmethod
     def _hint(self, asked: str) -> str:
-        """What prevents a method now, and what its caller can do; empty: nothing more is known."""
+        """What prevents a method now, and what its caller can do; empty if nothing more is known."""
 
     def wait(self, timeout: float | None, since: int) -> list[Link]:
         """Block until a link can be read or written, the waker fires, or time is up. A link that fails is lost.

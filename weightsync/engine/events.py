@@ -77,11 +77,11 @@ class SyncEvent:
         role: which side reports it.
         model_id: the name of the model.
         time: when, in seconds since the epoch.
-        incarnation: the sender's; 0: it has none yet.
-        worker: the worker's id; None: it concerns no single worker, or this worker does not know its id.
-        version: the version; None: it concerns none.
-        outcome: the worker's outcome, where this event decides it; None: it does not.
-        reason: why, in words; empty: nothing went wrong.
+        incarnation: the sender's; 0 if it has none yet.
+        worker: the worker's id; None if the event concerns no single worker, or if this worker does not know its id.
+        version: the version, or None if the event concerns none.
+        outcome: the worker's outcome, if this event decides it; otherwise None.
+        reason: why, as text; empty if nothing went wrong.
         seconds: the phases that are known, in seconds.
         nbytes: for `EventKind.DISPATCH`, the size of the weights in bytes; otherwise 0.
         trace_context: the W3C trace context that the version carries; empty: none.
@@ -154,7 +154,7 @@ class Events:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        #: Gives versions their trace context; None: they carry none.
+        #: Gives versions their trace context; None if they carry none.
         self.tracer: Tracer | None = None
         self._begin()
         forget_after_fork(self)
@@ -193,7 +193,7 @@ class Events:
 
     @property
     def are_watched(self) -> bool:
-        """Whether anybody takes them."""
+        """Whether a callback is registered."""
         return bool(self._subscriptions)
 
     def emit(self, event: SyncEvent) -> None:

@@ -134,7 +134,7 @@ class SenderObserver:
         return {SyncPhase.CONNECT: connect, SyncPhase.TRANSFER: took - connect}
 
     def _answered(self, event: sending.Event, step: SenderStep) -> Iterator[SyncEvent]:
-        """An answer that decided no outcome: a late joiner's, or one that was not awaited."""
+        """An answer that settles no outcome: from a late joiner, or unexpected."""
         if not isinstance(event, sending.Answer):
             return
         message = event.message
@@ -191,7 +191,7 @@ class ReceiverObserver:
     Args:
         driver: the receiver's driver.
         events: takes them.
-        worker: gives this worker's id; None: it is not known.
+        worker: gives this worker's id; None if it is not known.
     """
 
     def __init__(self, driver: ReceiverDriver, events: Events, worker: Callable[[], int | None]) -> None:

@@ -70,13 +70,13 @@ class Packed:
     layout: Layout
     buffer: Buffer
     extras: bytes
-    #: The digest of the payload and the extra state; empty: nobody has asked for it yet.
+    #: The digest of the payload and the extra state; empty if nobody has asked for it yet.
     digest: bytes
     #: The type in which the weights were given.
     form: WeightsForm = WeightsForm.FLAT
     #: Which workers compare the digest.
     verify: Verify = Verify.DIGEST
-    #: What wider floating tensors were cast to; None: nothing is cast.
+    #: What wider floating tensors were cast to; None if nothing is cast.
     wire_dtype: WireDtype | None = None
     #: Seconds that extracting and packing took.
     pack_s: float = 0.0
@@ -97,7 +97,7 @@ class Packed:
         return self.digest
 
     def digest_to_send(self, shared: bool) -> bytes:
-        """The digest that a worker is to compare; empty: it compares none."""
+        """The digest that a worker is to compare; empty if it compares none."""
         return self.digested() if _compares(self.verify, shared) else b""
 
 
@@ -109,9 +109,9 @@ class Packer:
     """Packs the weights of one sender. The plan is made once for each layout.
 
     Args:
-        wire_dtype: what wider floating tensors are cast to while they are packed; None: nothing is cast.
+        wire_dtype: what wider floating tensors are cast to while they are packed; None if nothing is cast.
         selection: which weights are sent; None: all.
-        finite: the name of the model whose weights are refused if they are not finite; None: they are not checked.
+        finite: the name of the model whose weights are refused if they are not finite; None if they are not checked.
         sends_deltas: whether a version may travel as a delta against the one before.
     """
 
@@ -179,7 +179,7 @@ class Packer:
         try:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
-            # A thread or kernel that outlived an interrupted copy would write into what holds other weights by then.
+            # A thread or kernel that outlived an interrupted copy could write into a buffer that has since been reused.
             with Shield(lambda: None) if device or layout.nbytes > LEAST else contextlib.nullcontext():
                 _copy(read, packed, readers, plan, device)
             if self.wire_dtype is not None and layout is not plan.layout:
@@ -342,7 +342,7 @@ class OutgoingWeights:
         self._context = context
 
     def registered_layout(self) -> Layout | None:
-        """The layout of the registered model; None: there is no such model yet, or it cannot be sent."""
+        """The layout of the registered model; None if there is no such model yet, or it cannot be sent."""
         try:
             return self._packer.layout_of(self._prepared(None, self._context()))
         except (ConfigurationError, LayoutError):

@@ -97,7 +97,7 @@ class WeightReceiver(Participant):
     _register_worker_transport = register_worker_transport
 
     def attend(self, background_reader: BackgroundReader | None) -> None:
-        """Let ``background_reader`` alone read the links from now on; None: `receive` reads them again."""
+        """Have only ``background_reader`` read the links from now on; with None `receive` reads them again."""
         self._listening.background_reader = background_reader
 
     def check_links(self) -> None:
@@ -114,7 +114,7 @@ class WeightReceiver(Participant):
         """Apply the newest version that has arrived, and answer for it.
 
         Args:
-            timeout: seconds to wait for one; 0: do not wait; None: until one comes or the sender is gone.
+            timeout: seconds to wait for one. 0 does not wait; None waits until one comes or the sender is gone.
 
         Returns:
             Whether a new version is live now. False: none came, or it was refused (`last_refusal` says why; the
@@ -165,7 +165,7 @@ class WeightReceiver(Participant):
     def apply_weights(
         self, weights: Any, *, inplace: bool = True, timeout: float | Timeout | None = Timeout.DEFAULT
     ) -> None:
-        """Apply weights by hand.
+        """Apply weights yourself.
 
         If they are those of the pending version, that is applied and acked. Other weights are written into the
         model as they are; a pending version is then refused, and `version` is None until the next one.
@@ -216,10 +216,10 @@ class WeightReceiver(Participant):
         The update stays pending until `ack` or `nack`, or `apply_weights` with these weights.
 
         Args:
-            timeout: seconds to wait for one; 0: do not wait; None: until one comes or the sender is gone.
+            timeout: seconds to wait for one. 0 does not wait; None waits until one comes or the sender is gone.
 
         Returns:
-            A new TensorDict or dict, of the type that the sender was given; None: none came. An update that was
+            A new TensorDict or dict, of the type that the sender was given; None if none came. An update that was
             damaged on the way is refused.
 
         Raises:
@@ -286,9 +286,9 @@ class WeightReceiver(Participant):
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
-        """Keep the version served: no other goes live inside the block. Yields that version.
+        """Keep the served version: no other goes live inside the block. Yields that version.
 
-        A `receive` in another thread meanwhile reads but applies nothing; it applies once the block is left. With a
+        Meanwhile a `receive` in another thread reads but applies nothing; it applies once the block is left. With a
         background thread, a version that it has staged goes live as the outermost block begins.
 
         Raises:
@@ -363,7 +363,7 @@ class WeightReceiver(Participant):
 
     @property
     def version(self) -> int | None:
-        """The version that the model serves, whole; None: none yet, or weights were applied by hand."""
+        """The version that the model serves, whole; None before the first, or after other weights were applied."""
         served = self._driver.data.served
         return served[1] if served else None
 
@@ -375,12 +375,12 @@ class WeightReceiver(Participant):
 
     @property
     def last_refusal(self) -> str:
-        """Why the last version that was refused could not be applied; empty: none was refused."""
+        """Why the last refused version could not be applied; empty if none was refused."""
         return self._applier.last_refusal
 
     @property
     def broken(self) -> WeightSyncError | None:
-        """The error of the swap that left the model without a whole version; None: there was none."""
+        """The error of the swap that left the model without a whole version, or None."""
         return self._applier.broken
 
     @property
@@ -394,7 +394,7 @@ class WeightReceiver(Participant):
 
     @property
     def _transport(self) -> Any:
-        """What TorchRL calls so: its transport class, over this receiver.
+        """TorchRL's name for its transport class, over this receiver.
 
         Raises ConfigurationError: there is no link, or the scheme has no such class.
         """

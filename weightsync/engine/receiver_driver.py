@@ -32,9 +32,9 @@ class Pending:
     update: Update
     layout: Layout
     payload: memoryview | DeviceMemory
-    #: The slot that it lies in; None: it travelled.
+    #: The slot that it lies in; None if it travelled.
     slot: Slot | None = None
-    #: Why this process could not receive the payload; empty: it could.
+    #: Why this process could not receive the payload; empty if it could.
     untaken: str = ""
 
     def on_host(self) -> memoryview:
@@ -52,13 +52,13 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def __init__(self, model_id: str) -> None:
         super().__init__(model_id, ReceiverMachine(), pure.ReceiverData(), pure.step)
         self.pending: Pending | None = None
-        #: Why the last link ended; empty: none has.
+        #: Why the last link ended; empty if none has.
         self.ended = ""
         #: The error that a caller gets then.
         self.ended_as: type[TransportError] = TransportError
         #: The link that failed most recently when it was written to.
         self._unwritable = 0
-        #: The Hello of the sender whose handshake was accepted last; None: none was.
+        #: The Hello of the sender whose handshake was accepted last; None if none was.
         self.greeting: Hello | None = None
         self._devices = b""
         #: The base of deltas; empty unless the sender may send some.
@@ -248,7 +248,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             close(closing)
 
     def in_force(self) -> Link | None:
-        """The current link: the one whose handshake was accepted last; None: there is none."""
+        """The current link: the one whose handshake was accepted last, or None."""
         with self.lock:
             return None if self.data.link is None else self._links.get(self.data.link)
 

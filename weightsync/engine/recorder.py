@@ -124,7 +124,7 @@ def seal(line: Mapping[str, Any], before: int) -> tuple[str, int]:
 
     Args:
         line: what it records.
-        before: the checksum of the line before; 0: there is none.
+        before: the checksum of the line before; 0 if there is none.
     """
     body = json.dumps(line, separators=(",", ":"))
     checksum = zlib.crc32(body.encode(), before)
@@ -300,7 +300,7 @@ _recorders: list[Recorder] = []
 
 
 def recorder() -> Recorder | None:
-    """The recorder of machines that are made now; None: no recording is on."""
+    """The recorder of machines that are made now; None if no recording is on."""
     if _recorders:
         return _recorders[-1]
     folder = os.environ.get(ENVIRONMENT)

@@ -12,11 +12,11 @@ _SENDS = ("send", "send_async")
 
 
 def sender_hint(state: State, data: SenderData, asked: str) -> str:
-    """Why a sender refuses a method, as far as its data tells."""
+    """Why a sender refuses a method, as far as its data shows."""
     if state is State.CLOSED:
         return "this sender is closed for good. Make a new scheme and call its init_on_sender()."
     if asked == "connect":
-        return "the links of this sender are laid already. add_worker() adds another worker."
+        return "this sender already has its links. add_worker() adds another worker."
     if state is State.UNINITIALIZED:
         return (
             "this sender has no links: it is new, or a copy (pickled, copied or inherited by a forked process), which "
@@ -33,7 +33,7 @@ def sender_hint(state: State, data: SenderData, asked: str) -> str:
 
 
 def receiver_hint(state: State, data: ReceiverData) -> str:
-    """Why a receiver refuses a method, as far as its data tells."""
+    """Why a receiver refuses a method, as far as its data shows."""
     if state is State.CLOSED:
         kept = f"keeps version {data.served[1]}" if data.served else "serves no version of ours"
         return f"this receiver is closed for good; its model {kept}. Make a new scheme and call its init_on_worker()."

@@ -33,7 +33,7 @@ class Reporter:
         self._travelling: Travelling | None = None
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
-        #: The report that no caller has got yet: it becomes part of the next one.
+        #: The report not yet returned to a caller: it becomes part of the next one.
         self._previous: SyncReport | None = None
 
     def delivered(self) -> None:
@@ -66,7 +66,7 @@ class Reporter:
         return report
 
     def so_far(self, owing: OutcomeKind) -> SyncReport:
-        """The outstanding version's report so far, ``owing`` for workers without an answer; empty: there is none."""
+        """The outstanding version's report so far, ``owing`` for workers without an answer; empty if there is none."""
         with self._driver.lock:
             outstanding = self._driver.data.outstanding
             if outstanding is None:

@@ -29,12 +29,12 @@ from weightsync.weights.layout import Layout
 STARTS: Final = 0.5
 
 
-class Wanted(NamedTuple):
+class SendTargets(NamedTuple):
     """The workers that a send is for."""
 
-    #: Worker ids; None: all.
+    #: Worker ids, or None for all.
     targets: tuple[int, ...] | None
-    #: The least number of workers there must be; None: what the sender expects.
+    #: The least number of workers there must be, or None for the sender's.
     expected: int | None
     #: Whether a send to all may find no worker.
     allow_empty: bool
@@ -58,7 +58,7 @@ class WeightSender(Participant):
         self._workers = Workers(self._scheme, self._driver)
         self._outgoing = OutgoingWeights(self._scheme, self._driver, self._packer, self._context)
         self._reporter = Reporter(self._driver)
-        #: The least number of workers that a send needs; None: one.
+        #: The least number of workers that a send needs; None means one.
         self.expected_workers: int | None = None
 
     def report_to(self, events: Events) -> None:
@@ -99,7 +99,7 @@ class WeightSender(Participant):
     _register_worker = register_worker
 
     def connect(self, fence: int | None = None, *, weights: Any = None) -> None:
-        """Lay the links: each holds our Hello where its worker will find it. Never waits for a worker.
+        """Create the links; each holds our Hello for its worker. Never waits for a worker.
 
         Args:
             fence: the incarnation to rise above, which the `WorkerLostError` of a fenced sender carries.
@@ -119,7 +119,7 @@ class WeightSender(Participant):
             self._driver.take(pure.Connect(incarnation))
 
     def _known_layout(self) -> Layout | None:
-        """The layout that the handshake carries if no other weights are named; None: it carries none."""
+        """The layout that the handshake carries if no other weights are named, or None."""
         return self._outgoing.registered_layout()
 
     def await_workers(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
@@ -179,7 +179,7 @@ class WeightSender(Participant):
         """
         deadline, failing, stopwatch = Deadline(timeout), _failing(on_failure), Stopwatch()
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
-        wanted = Wanted(targets, expected_workers, allow_empty)
+        wanted = SendTargets(targets, expected_workers, allow_empty)
         try:
             packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, _pending(on_pending))
             if isinstance(packed, SyncReport):
@@ -226,7 +226,7 @@ class WeightSender(Participant):
         deadline, stopwatch = Deadline(timeout), Stopwatch()
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
-        wanted = Wanted(targets, expected_workers, allow_empty)
+        wanted = SendTargets(targets, expected_workers, allow_empty)
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, _pending(on_pending))
         if isinstance(packed, SyncReport):
             return self._delivered(packed, OnFailure.RAISE)
@@ -265,7 +265,7 @@ class WeightSender(Participant):
         """Read what has arrived, without waiting.
 
         Returns:
-            The outstanding update's outcomes so far (PENDING: no answer yet); None: none is outstanding.
+            The outstanding update's outcomes so far (PENDING: no answer yet), or None.
 
         Raises:
             StateError: the sender is closed.
@@ -316,7 +316,7 @@ class WeightSender(Participant):
 
     @property
     def version(self) -> int:
-        """The newest version ever dispatched; 0: none."""
+        """The newest version ever dispatched, or 0."""
         return self._driver.data.version
 
     @property
@@ -359,7 +359,7 @@ class WeightSender(Participant):
         return self._workers.pipe(worker_id)
 
     def digest(self) -> bytes:
-        """The xxh3-128 digest of the newest version's weights as they were sent, 16 bytes; empty: it is not kept."""
+        """The xxh3-128 digest of the newest version's weights as they were sent, 16 bytes, or empty."""
         packed = self._driver.packed(self.version)
         return packed.digested() if packed else b""
 
@@ -374,7 +374,7 @@ class WeightSender(Participant):
         self,
         asked: SenderInput,
         weights: Any,
-        wanted: Wanted,
+        wanted: SendTargets,
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | SyncReport:
@@ -402,7 +402,7 @@ class WeightSender(Participant):
                 return self._reporter.not_sent(previous, wanted.targets)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
-    def _refuse_too_few(self, wanted: Wanted) -> None:
+    def _refuse_too_few(self, wanted: SendTargets) -> None:
         """Raise ConfigurationError: there are fewer workers than expected, or what is expected is no number."""
         data, expected = self._driver.data, expected_number(wanted.expected)
         expected = expected_number(self.expected_workers) if expected is None else expected

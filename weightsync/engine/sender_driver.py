@@ -107,7 +107,7 @@ class Lane:
     """One open link of a sender, and what has gone over it.
 
     Args:
-        process: the worker's process, until it has started; None: it is not awaited.
+        process: the worker's process, until it has started; None if it is not awaited.
     """
 
     __slots__ = (
@@ -120,13 +120,13 @@ class Lane:
         self.link = link
         self.awaited = process
         self.backlog = Backlog()
-        #: The digest of the layout that the worker knows; empty: it knows none.
+        #: The digest of the layout that the worker knows; empty if it knows none.
         self.told = b""
         #: What an ack of each version must name; empty: nothing.
         self.named: dict[int, bytes] = {}
         #: Whether the worker maps a payload: see `SharesMemory.shares`.
         self.shares: Callable[[Buffer, int], bool] = link.shares if isinstance(link, SharesMemory) else _maps_nothing
-        #: Where a link writes that says whether something is left there; None: it must be asked.
+        #: Where a link writes that says whether something is left there; None if it must be asked.
         self.outlet: Outlet | None = link.outlet if isinstance(link, Steady) else None
         #: Whether it blocks until the worker has answered.
         self.blocks = isinstance(link, BlockingLink)
@@ -156,7 +156,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: How many processes are awaited.
         self._awaited = 0
         self._packed: dict[int, Packed] = {}
-        #: The update that was sent last; None: none was, or its version is no longer due.
+        #: The update that was sent last; None if none was, or its version is no longer due.
         self._said: Said | None = None
         #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
@@ -331,7 +331,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return lane.link.all_read() if isinstance(lane.link, TellsWhatIsRead) else None
 
     def remark(self, worker: int) -> str:
-        """Why a worker does not answer, as far as its link knows; empty: it does not know."""
+        """Why a worker does not answer, as far as its link knows; empty if it does not know."""
         with self.lock:
             entry = self.data.workers[worker]
             lane = self._links.get(entry.link)
@@ -349,7 +349,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         """Write what is waiting to be written, read all that has arrived.
 
         Args:
-            ready: the links that can be read or written, as `wait` returned them; None: it is not known which can.
+            ready: the links that can be read or written, as `wait` returned them; None if it is not known which can.
         """
         with self.lock:
             if self.machine.state in _UNLINKED:
@@ -527,5 +527,5 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             base.buffer.unpin(packed.buffer)
 
     def packed(self, version: int) -> Packed | None:
-        """The version's weights as they were sent, while they are due to any worker; None: they were released."""
+        """The version's weights as they were sent, while they are due to any worker; None if they were released."""
         return self._packed.get(version)

@@ -81,7 +81,7 @@ class SequentialSends:
         """Wait for an outstanding update that was not reported yet, then abandon it if it is still outstanding.
 
         Returns:
-            The report of that update; None: there was none, or its failure was reported already.
+            The report of that update; None if there was none, or its failure was reported already.
 
         Raises StateError: another thread is waiting for it.
         """

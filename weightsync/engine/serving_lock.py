@@ -32,7 +32,7 @@ class ServingLock:
     """Shared by the threads that serve a model, which may nest; a swap holds it alone."""
 
     def __init__(self) -> None:
-        # Taken by itself where nobody waits: a condition's own methods are calls of Python, made at each forward.
+        # The bare lock is taken where nothing waits: a Condition's methods would add Python calls to every forward.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiters = 0
@@ -214,7 +214,7 @@ class ServedModel:
         self.target: Target | None = None
         #: What is staged for `target`; None: nothing.
         self.staged: Ready | None = None
-        #: The digest of the version that was applied last; empty: it came without one.
+        #: The digest of the version that was applied last; empty if it came without one.
         self.applied = b""
         #: Who serves the model now, and who may change it.
         self.serving = ServingLock()
@@ -225,14 +225,14 @@ class ServedModel:
         return Mode.MAP if isinstance(self.model, Loader) else self._services.apply_mode
 
     def copy_of(self, path: str | None) -> None:
-        """Become the copy of a model that was registered by ``path``; None: it was registered as an object."""
+        """Become the copy of a model that was registered by ``path``; None if it was registered as an object."""
         self.model = self.path = path
 
     def serve(self, model: Any, path: str | None, deadline: Deadline) -> None:
         """Serve another model.
 
         Args:
-            path: where the model was found on the context; None: it was given as an object.
+            path: where the model was found on the context; None if it was given as an object.
 
         Raises:
             ModelBusyError: they served it until then; nothing has changed.
@@ -256,7 +256,7 @@ class ServedModel:
         return bool(digest) and self.target is not None and self.target.digest() == digest
 
     def _served_digest(self) -> bytes:
-        """The digest of the version served; empty: it is unknown, or none is served."""
+        """The digest of the version served; empty if it is unknown, or none is served."""
         if not self._driver.data.served:
             return b""
         # It came without a digest: then it is what the model before holds, which was served until now.

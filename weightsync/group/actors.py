@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.group.launcher import Asked, Launched
+from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
-from weightsync.group.reception import Reception
+from weightsync.group.reception import ChannelListener
 from weightsync.group.worker import Job, live
 from weightsync.schemes.ray import RayWeightSyncScheme
 from weightsync.schemes.ray_server import actor_server_of
@@ -118,7 +118,7 @@ class ActorLauncher:
         ConfigurationError: an argument is out of range, or not for actors; or an option is the group's own affair.
     """
 
-    def __init__(self, scheme: RayWeightSyncScheme, asked: Asked) -> None:
+    def __init__(self, scheme: RayWeightSyncScheme, asked: GroupArguments) -> None:
         asked.refuse_others("ctx")
         options = asked.actor_options or {}
         taken = sorted(_OURS & options.keys())
@@ -131,14 +131,14 @@ class ActorLauncher:
         self.size = asked.least_one_worker()
         self._plan = asked.plan()
         self._options = {"num_cpus": 0, **options}
-        self._reception: Reception | None = None
+        self._reception: ChannelListener | None = None
 
     def open(self) -> None:
         """Listen for the workers' channels: see `Launcher.open`."""
         self._ray = require_ray("WorkerGroup")
         if not self._ray.is_initialized():
             raise ConfigurationError("Ray is not running in this process: call ray.init() before the group is started.")
-        self._reception = Reception(self._ray.util.get_node_ip_address())
+        self._reception = ChannelListener(self._ray.util.get_node_ip_address())
         self._class = self._ray.remote(GroupActor)
 
     def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:

@@ -83,7 +83,7 @@ class TrainerEnd:
     """The trainer's end. No call blocks.
 
     Args:
-        sock: one end of a socket pair; None: the worker is to connect.
+        sock: one end of a socket pair; None if the worker is to connect.
         arrival: where it will.
     """
 
@@ -282,7 +282,7 @@ class WorkerEnd:
 
 
 def _received(sock: socket.socket) -> bytes:
-    """What has come; empty: the other end is gone. Raises BlockingIOError: nothing has come."""
+    """What has come; empty if the other end is gone. Raises BlockingIOError: nothing has come."""
     try:
         return sock.recv(_CHUNK, socket.MSG_DONTWAIT)
     except BlockingIOError:

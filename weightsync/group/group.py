@@ -16,7 +16,7 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import require_whole
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, WorkerFailedError
-from weightsync.group.launcher import Asked, Launched, least_one
+from weightsync.group.launcher import GroupArguments, Launched, least_one
 from weightsync.group.launchers import launcher_for
 from weightsync.group.members import Member, Members, Rules, Running, Waiting
 from weightsync.group.steps import Staleness
@@ -33,7 +33,7 @@ _LOST_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What a worker has put.
+    """A result that a worker has put.
 
     Attributes:
         worker: its index.
@@ -60,14 +60,14 @@ class WorkerGroup:
         run: ``run(worker)`` is called in each worker, with a `Worker`. It and what it needs must be picklable (for
             Ray by cloudpickle), unless ``ctx`` forks. When it returns, the worker is finished.
         model: the trainer's model. What `send` sends, unless it is given other weights.
-        num_workers: how many workers, at least 1; for ranks left out.
+        num_workers: how many workers, at least 1; omit it for ranks.
         make_model: makes a worker's model, in the worker. Default: a copy of ``model``, on the CPU.
         scheme: a new `SharedMemWeightSyncScheme` (default), `MultiProcessWeightSyncScheme`, `RayWeightSyncScheme` or
             `DistributedWeightSyncScheme`, or its backend's name: "shared", "process", "ray", "distributed". The group
             closes it. Ray must run in this process.
         model_id: the name of the model.
-        capacity: how many results of a worker may be on their way. `Worker.put` waits for more.
-        max_restarts: how often each worker is started again after it raised or died. It has fresh weights before
+        capacity: how many results of a worker may be in flight. Beyond that `Worker.put` waits.
+        max_restarts: how often each worker is restarted after it raised or died. It has fresh weights before
             ``run`` is called again.
         restart_delay: seconds before a worker's first restart; doubled each time, up to 60.
         deadline: seconds for which a worker may put nothing. One that takes longer is killed, and counts as failed (a
@@ -109,7 +109,7 @@ class WorkerGroup:
         limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
         self._staleness = Staleness(limit, OnStale(on_stale))
         options = (capacity, max_restarts, self._staleness, ctx, actor_options)
-        self._launcher = launcher_for(scheme, Asked(run, model, num_workers, make_model, model_id, *options))
+        self._launcher = launcher_for(scheme, GroupArguments(run, model, num_workers, make_model, model_id, *options))
         self._scheme = self._launcher.scheme
         self._version = 0
         members = {index: Member(index, self._rules, self._begin_life) for index in range(self._launcher.size)}
@@ -171,7 +171,7 @@ class WorkerGroup:
             member.stop()
 
     def close(self, timeout: float | Timeout | None = 10.0) -> None:
-        """End all workers, and let go of everything. Closing twice is allowed.
+        """End all workers, and release everything. Closing twice is allowed.
 
         Results that were not taken are dropped. A worker that waits in `put`, or at a step, wakes at once.
 
@@ -239,7 +239,7 @@ class WorkerGroup:
             The outcome of each worker. Those that are finished are not among them.
 
         Raises:
-            WorkerFailedError: a worker has failed, and is not restarted. It is raised once; the others go on.
+            WorkerFailedError: a worker has failed and is not restarted. It is raised once; the others keep running.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `WeightSender.send`.
             StateError, ConfigurationError, LayoutError: nothing was sent.
         """
@@ -312,7 +312,7 @@ class WorkerGroup:
         return report
 
     def _await_deaths(self, lost: list[int]) -> None:
-        """A worker whose link is lost is about to die, or of no more use."""
+        """A worker whose link is lost is about to die, or useless."""
         deadline = Deadline(_LOST_SECONDS)
         members = [self._members.by_index[index] for index in lost]
         lives = [(member, member.running) for member in members if member.running is not None]
@@ -334,7 +334,7 @@ class WorkerGroup:
                 workers may still be starting.
 
         Raises:
-            ResultTimeoutError: none came in time. The workers go on, and so may the caller, by another `results`.
+            ResultTimeoutError: none came in time. The workers keep running; `results` may be called again.
             WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had come
                 by then; the others go on.
             StateError: the group is not started, or closed.

@@ -1,4 +1,4 @@
-"""How the workers of a group are started and reached: the strategy that a group is given by its scheme."""
+"""How the workers of a group are started and reached. The group's scheme decides which launcher it gets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from weightsync.schemes.base import WeightSyncScheme
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user has asked a group for: the arguments of `WorkerGroup` of these names."""
+class GroupArguments:
+    """The arguments of `WorkerGroup` with these names."""
 
     run: Callable[[Worker], object] | None
     model: nn.Module
@@ -67,12 +67,12 @@ def least_one(value: object, argument: str) -> int:
 
 
 class Launched(NamedTuple):
-    """A life that was begun."""
+    """A worker that was started."""
 
     running: Running
     #: How the sender reaches it: what `add_worker` takes.
     endpoint: Any
-    #: The process whose death the sender shall notice before it has connected; None: its link tells.
+    #: Process to watch until the worker connects. None: the link reports its death.
     watched: Any
 
 

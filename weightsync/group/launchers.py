@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsync.errors import ConfigurationError
-from weightsync.group.launcher import Asked, Launcher
+from weightsync.group.launcher import GroupArguments, Launcher
 from weightsync.group.process import ProcessLauncher
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.distributed import DistributedWeightSyncScheme
@@ -13,7 +13,7 @@ from weightsync.schemes.ray_module import RayModuleTransformScheme
 from weightsync.schemes.shared import SharedMemWeightSyncScheme
 
 
-def launcher_for(scheme: WeightSyncScheme | str | None, asked: Asked) -> Launcher:
+def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -> Launcher:
     """The launcher of a group.
 
     Raises:

@@ -22,7 +22,7 @@ _GRACE: Final = 10.0
 _LONGEST_DELAY: Final = 60.0
 
 
-class Life(enum.Enum):
+class MemberState(enum.Enum):
     """Where a member is."""
 
     #: Its process was started, and its function has not begun.
@@ -115,8 +115,8 @@ class Member:
         self.restarts = 0
         self._rules = rules
         self._start = start
-        self.life = Life.WAITING
-        #: Its process and channel; None: it has none now.
+        self.life = MemberState.WAITING
+        #: Its process and channel; None if it has none now.
         self.running: Running | None = None
         #: How many of its results wait for the trainer.
         self.untaken = 0
@@ -128,7 +128,7 @@ class Member:
     def start(self) -> None:
         """Begin a life."""
         self.running = self._start(self.index, self.restarts)
-        self.life, self.untaken, self._last_word, self._reason = Life.STARTING, 0, None, ""
+        self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
         self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
@@ -146,9 +146,9 @@ class Member:
         if isinstance(frame, Failed | Finished):
             self._last_word = frame
             self.due = Deadline(_GRACE)
-            self.life = Life.FINISHED if isinstance(frame, Finished) else self.life
+            self.life = MemberState.FINISHED if isinstance(frame, Finished) else self.life
         else:
-            self.life = Life.RUNNING
+            self.life = MemberState.RUNNING
             self.begin_to_wait()
 
     def begin_to_wait(self) -> None:
@@ -170,10 +170,10 @@ class Member:
             excused: whether it waits for the trainer, so that its deadline does not count.
         """
         if self.running is None:
-            if self.life is Life.WAITING and self.due.passed:
+            if self.life is MemberState.WAITING and self.due.passed:
                 self.restarts += 1
                 self.start()
-        elif excused and self.life is Life.RUNNING:
+        elif excused and self.life is MemberState.RUNNING:
             self.begin_to_wait()
         elif self.due.passed:
             self.give_up(self._overdue())
@@ -183,13 +183,13 @@ class Member:
         self._rules = replace(self._rules, max_restarts=0)
         if self.running is not None:
             self.running.channel.stop()
-        elif self.life is Life.WAITING:
-            self.life = Life.FINISHED
+        elif self.life is MemberState.WAITING:
+            self.life = MemberState.FINISHED
 
     def _overdue(self) -> str:
         if self._last_word is not None:
             return f"it did not end within {_GRACE:g} s of its last word"
-        if self.life is Life.STARTING:
+        if self.life is MemberState.STARTING:
             return "it did not start in time"
         return f"it gave no result for {self._rules.deadline} s"
 
@@ -217,10 +217,10 @@ class Member:
         error = WorkerFailedError(self.index, how if word is None else word.reason, trace, version, self.restarts)
         if self.restarts < self._rules.max_restarts:
             delay = min(self._rules.restart_delay * 2**self.restarts, _LONGEST_DELAY)
-            self.life, self.due = Life.WAITING, Deadline(delay)
+            self.life, self.due = MemberState.WAITING, Deadline(delay)
             logger.warning("worker %d is restarted in %g s: %s", self.index, delay, error)
         else:
-            self.life = Life.FAILED
+            self.life = MemberState.FAILED
         return error
 
     def release(self) -> None:
@@ -233,7 +233,7 @@ class Member:
     @property
     def over(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.life is Life.FINISHED or self.life is Life.FAILED
+        return self.life is MemberState.FINISHED or self.life is MemberState.FAILED
 
 
 class Members:
@@ -275,7 +275,7 @@ class Members:
     def _failed(self, member: Member, error: WorkerFailedError | None) -> None:
         if error is not None:
             self.failures.append(error)
-            if member.life is Life.FAILED:
+            if member.life is MemberState.FAILED:
                 self.untold.append(error)
 
     @property

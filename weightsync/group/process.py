@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from weightsync.clock import Deadline
 from weightsync.group.channel import TrainerEnd
-from weightsync.group.launcher import Asked, Launched
+from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.steps import Announced
-from weightsync.group.worker import Held, Job, work
+from weightsync.group.worker import InheritedChannel, Job, work
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.transports.process import started_at, watching
 
@@ -95,7 +95,7 @@ class ProcessLauncher:
         ConfigurationError: an argument is out of range, or not for processes.
     """
 
-    def __init__(self, scheme: PipeScheme, asked: Asked) -> None:
+    def __init__(self, scheme: PipeScheme, asked: GroupArguments) -> None:
         asked.refuse_others("actor_options")
         self.scheme = scheme
         self.size = asked.least_one_worker()
@@ -115,7 +115,9 @@ class ProcessLauncher:
         ours, theirs = self._context.Pipe()
         near, far = socket.socketpair()
         with theirs, far:
-            job = Job(self._plan, index, restarts, self.scheme, {"pipe": theirs}, Held(far), self._announced)
+            job = Job(
+                self._plan, index, restarts, self.scheme, {"pipe": theirs}, InheritedChannel(far), self._announced
+            )
             channel = TrainerEnd(near)
             try:
                 process = WorkerProcess(self._context, job)

@@ -1,7 +1,7 @@
 """Workers as ranks of a running `torch.distributed` world: rank 0 is the trainer, and each other rank is a worker.
 
-The ranks belong to their launcher, torchrun for example: the group starts none, restarts none and kills none. They meet
-at the world's store, where rank 0 leaves a note for each of them; from then on they have connections of their own.
+The ranks belong to their launcher, torchrun for example: the group does not start, restart or kill them. Rank 0 leaves
+a note for each rank in the world's store; from then on each has its own connection.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from weightsync.clock import Deadline, Timeout
 from weightsync.errors import AckTimeoutError, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
-from weightsync.group.launcher import Asked, Launched
+from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
-from weightsync.group.reception import Invitation, Reception
+from weightsync.group.reception import ChannelListener, Invitation
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import Job, Plan, Worker, live
 from weightsync.keys import SharedKey
@@ -109,7 +109,7 @@ class RankLauncher:
         ConfigurationError: this is not rank 0 of a world with more ranks; or an argument is not for ranks.
     """
 
-    def __init__(self, scheme: DistributedWeightSyncScheme, asked: Asked) -> None:
+    def __init__(self, scheme: DistributedWeightSyncScheme, asked: GroupArguments) -> None:
         asked.refuse_others("run", "make_model", "max_restarts", "ctx", "actor_options")
         self.scheme = scheme
         self._world = _world()
@@ -130,14 +130,14 @@ class RankLauncher:
             "max_staleness": asked.staleness.limit,
             "on_stale": asked.staleness.on_stale.value,
         }
-        self._reception: Reception | None = None
+        self._reception: ChannelListener | None = None
 
     def open(self) -> None:
         """Listen for the ranks' channels: see `Launcher.open`."""
         with contextlib.closing(Client(self._world.store)) as client:
             number = client.add(_PREFIX, 1)
             local = _is_loopback(base_of(self._world.store).host)
-            self._reception = Reception(own_address(local, client.own_address), SharedKey.given(self.scheme._key))
+            self._reception = ChannelListener(own_address(local, client.own_address), SharedKey.given(self.scheme._key))
         self._store = _store_of_group(self._world, number)
         self._notes = Client(self._store)
 

@@ -1,8 +1,8 @@
 """Where workers on other hosts, or of other parents, connect their result channels.
 
 Each life of such a worker is given an invitation: an address, and a token that is good for one connection. Where
-trainer and workers share a key, the worker shows what only its holders can make of the token. Who shows anything else
-is sent away before anything more is read.
+trainer and workers share a key, the worker shows a MAC of the token under that key. A connection that shows anything
+else is closed before anything more is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Invitation:
     host: str
     port: int
     token: bytes
-    #: Shared with the trainer; None: the token is shown as it is.
+    #: Shared with the trainer; without one the token is shown as it is.
     key: SharedKey | None = None
 
     @property
@@ -69,7 +69,7 @@ class Invitation:
         return sock
 
 
-class _Stranger:
+class _Unidentified:
     """A connection that has not shown a token yet."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -90,7 +90,7 @@ class _Stranger:
         return not data or len(self.shown) == _TOKEN_NBYTES
 
 
-class Reception:
+class ChannelListener:
     """Listens at an address of this host. No call blocks.
 
     Args:
@@ -112,7 +112,7 @@ class Reception:
         self._warned = False
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
-        self._strangers: list[_Stranger] = []
+        self._strangers: list[_Unidentified] = []
         self._expected: dict[bytes, TrainerEnd] = {}
         forget_after_fork(self)
 
@@ -134,25 +134,25 @@ class Reception:
             return
         with contextlib.suppress(OSError):
             while True:
-                self._meet(self._listener.accept()[0])
+                self._greet(self._listener.accept()[0])
         for stranger in tuple(self._strangers):
             if stranger.listen():
                 self._part_with(stranger)
                 self._judge(stranger)
 
-    def _meet(self, sock: socket.socket) -> None:
+    def _greet(self, sock: socket.socket) -> None:
         if len(self._strangers) == _MOST_STRANGERS:
             oldest = self._strangers[0]
             self._part_with(oldest)
             oldest.sock.close()
         self._poll.register(sock, select.EPOLLIN)
-        self._strangers.append(_Stranger(sock))
+        self._strangers.append(_Unidentified(sock))
 
-    def _part_with(self, stranger: _Stranger) -> None:
+    def _part_with(self, stranger: _Unidentified) -> None:
         self._strangers.remove(stranger)
         self._poll.unregister(stranger.sock)
 
-    def _judge(self, stranger: _Stranger) -> None:
+    def _judge(self, stranger: _Unidentified) -> None:
         self._expected = {proof: end for proof, end in self._expected.items() if not end.ended}
         for proof in self._expected:
             if hmac.compare_digest(proof, stranger.shown):
@@ -163,8 +163,8 @@ class Reception:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "a connection to the worker group at %s was closed, because it was not invited: a stranger's, or that "
-                "of a worker with another key, or of one that was given up. This warning is logged once a group.",
+                "a connection to the worker group at %s was closed, because it was not invited: it is not from a "
+                "worker of this group, or its worker has another key or was given up. This is logged once per group.",
                 self._host,
             )
 

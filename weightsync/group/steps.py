@@ -29,7 +29,7 @@ class Announcements(Protocol):
 
     @property
     def version(self) -> int:
-        """The newest version announced; 0: none was."""
+        """The newest version announced; 0 if none was."""
 
 
 class Announced:
@@ -47,7 +47,7 @@ class Announced:
 
     @property
     def version(self) -> int:
-        """The version; 0: none was announced."""
+        """The version; 0 if none was announced."""
         return self._number.value
 
     def announce(self, version: int) -> None:

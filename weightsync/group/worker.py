@@ -33,7 +33,7 @@ class Worker:
 
     Attributes:
         index: this worker's id, from 0.
-        restarts: how often it was restarted; 0: this is its first life.
+        restarts: how often it was restarted; 0 at first.
         model: its own model. It has the trainer's weights before the function is called.
         receiver: receives the weights.
     """
@@ -71,7 +71,7 @@ class Worker:
     def put(self, item: Any) -> None:
         """Give the trainer a result. Waits while ``capacity`` results of this worker have not been taken.
 
-        The result names the versions of all steps since the result before; where there were none, those of that one.
+        The result names the versions of all steps since the previous result; without any, it has the previous result's.
 
         Args:
             item: anything that can be pickled. Tensors are copied.
@@ -82,7 +82,7 @@ class Worker:
         self._channel.put(item, self._steps.versions())
 
 
-class Dial(Protocol):
+class ChannelAddress(Protocol):
     """How a worker reaches its channel."""
 
     def connect(self) -> socket.socket:
@@ -90,7 +90,7 @@ class Dial(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class InheritedChannel:
     """One end of a socket pair, which the worker was started with."""
 
     sock: socket.socket
@@ -130,7 +130,7 @@ class Job:
         scheme: a copy of the trainer's scheme, or one like it.
         reach: how the sender reaches it: what `init_on_receiver` is given besides.
         channel: how it reaches its channel for results.
-        announced: what the trainer has announced, in shared memory; None: the channel tells.
+        announced: what the trainer has announced, in shared memory; None if announcements come over the channel.
     """
 
     plan: Plan
@@ -138,7 +138,7 @@ class Job:
     restarts: int
     scheme: WeightSyncScheme
     reach: Mapping[str, Any]
-    channel: Dial
+    channel: ChannelAddress
     announced: Announced | None
 
 
@@ -151,14 +151,14 @@ def work(job: Job) -> None:
 
 
 def live(job: Job, listening: Callable[[], None] = lambda: None) -> BaseException | None:
-    """Live one life of a worker, and tell the trainer how it has ended.
+    """Run a worker until its function ends, and report to the trainer how it ended.
 
     Args:
         job: what it is.
         listening: called once the receiver takes weights.
 
     Returns:
-        What the function raised; None: it has returned, or was stopped.
+        What the function raised, or None if it has returned or was stopped.
 
     Raises:
         TransportError: the trainer cannot be reached.
@@ -215,6 +215,6 @@ def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
         receiver.receive(LOOK_SECONDS)
         if receiver.version is None and receiver.last_refusal:
             raise WeightSyncError(
-                f"the first version of {receiver.model_id!r} was refused, and the sender was told: "
+                f"the first version of {receiver.model_id!r} was refused, and the reason was sent to the trainer: "
                 f"{receiver.last_refusal}"
             )

@@ -114,7 +114,7 @@ class Ack:
     seconds: float = 0.0
     #: CALL: a call returned, or the user acked; nothing more is known.
     evidence: Evidence = Evidence.ANSWER
-    #: The report of the workers that the receiver forwarded the version to; None: it forwards to nobody.
+    #: The report of the workers that the receiver forwarded the version to; None if it forwards to nobody.
     nested: SyncReport | None = None
 
 
@@ -136,7 +136,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoBase:
-    """The receiver does not hold the base of a delta: the sender sends the version whole. It is no answer to it."""
+    """The receiver does not hold the base of a delta: the sender sends the version whole. It does not answer the
+    update."""
 
     model_id: str
     incarnation: int

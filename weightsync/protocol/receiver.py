@@ -31,7 +31,7 @@ class Deferred:
 class ReceiverData:
     """Everything a receiver stores beside its state."""
 
-    #: The current link, over which the last handshake was completed; None: no link.
+    #: The current link, over which the last handshake was completed; None without one.
     link: int | None = None
     #: The highest incarnation a handshake was completed with; kept across links.
     fence: int = 0
@@ -40,13 +40,13 @@ class ReceiverData:
     answer: Ack | Refusal | Deferred | None = None
     #: The key that has arrived and is neither applied nor refused.
     pending: Key | None = None
-    #: The key that the model serves; None: none yet, or the user wrote other weights into the model.
+    #: The key that the model serves; None if there is none yet, or if the user wrote other weights into the model.
     served: Key | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HelloArrived:
-    """A handshake. ``misfit`` says why it must be refused (layout, protocol); empty: it is acceptable."""
+    """A handshake. ``misfit`` says why it must be refused (layout, protocol); empty if it is acceptable."""
 
     link: int
     incarnation: int
@@ -110,7 +110,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """A link is down. ``failure`` says what failed at our end; empty: the other end closed it or died."""
+    """A link is down. ``failure`` says what failed at our end; empty if the other end closed it or died."""
 
     link: int
     failure: str = ""

@@ -104,7 +104,7 @@ class SyncReport:
     outcomes: Mapping[int, Outcome]
     #: Size of the weights in bytes, as they were sent.
     nbytes: int = 0
-    #: What floating tensors were cast to before they were sent, if theirs was wider; None: nothing was cast.
+    #: What floating tensors were cast to before they were sent, if theirs was wider; None if nothing was cast.
     wire_dtype: WireDtype | None = None
     #: With ``delta=True``: worker id to the bytes of payload sent to it. Fewer than the tensors have: a delta.
     #: More: it did not hold the base of the delta, and was sent the whole weights as well.

@@ -22,7 +22,7 @@ _LONGEST: Final = sys.float_info.max
 
 def encode_report(report: SyncReport | None) -> bytes:
     """Encode a report as JSON; None is encoded as no bytes. Raises ValueError: it is nested too deep."""
-    return b"" if report is None else json.dumps(_told(report, 1)).encode()
+    return b"" if report is None else json.dumps(_written(report, 1)).encode()
 
 
 def decode_report(data: bytes) -> SyncReport | None:
@@ -33,10 +33,10 @@ def decode_report(data: bytes) -> SyncReport | None:
     if not data:
         return None
     try:
-        told = json.loads(data.decode(), parse_constant=_no_number)
+        loaded = json.loads(data.decode(), parse_constant=_no_number)
     except RecursionError as error:
         raise ValueError("a report is nested too deep") from error
-    return _read(told, 1)
+    return _read(loaded, 1)
 
 
 def _no_number(text: str) -> NoReturn:
@@ -48,7 +48,7 @@ def _require_shallow(depth: int) -> None:
         raise ValueError(f"reports are nested more than {MAX_DEPTH} deep")
 
 
-def _told(report: SyncReport, depth: int) -> dict[str, Any]:
+def _written(report: SyncReport, depth: int) -> dict[str, Any]:
     _require_shallow(depth)
     return {
         "model_id": report.model_id,
@@ -77,46 +77,46 @@ def _outcome(outcome: Outcome, depth: int) -> dict[str, Any]:
         "evidence": outcome.evidence.value,
         "fence": outcome.fence,
         "seconds": outcome.seconds,
-        "nested": None if outcome.nested is None else _told(outcome.nested, depth + 1),
+        "nested": None if outcome.nested is None else _written(outcome.nested, depth + 1),
     }
 
 
-def _read(told: dict[str, Any], depth: int) -> SyncReport:
+def _read(loaded: dict[str, Any], depth: int) -> SyncReport:
     _require_shallow(depth)
     return SyncReport(
-        model_id=_text(told["model_id"]),
-        version=None if told["version"] is None else _number(told["version"], _NUMBERS),
-        incarnation=_number(told["incarnation"], _INCARNATIONS),
-        nbytes=_number(told["nbytes"], _NUMBERS),
-        wire_dtype=WireDtype(told["wire_dtype"]) if "wire_dtype" in told else None,
-        payload_nbytes={_worker(w): _number(n, _NUMBERS) for w, n in told.get("payload_nbytes", {}).items()},
-        outcomes=_read_all(told["outcomes"], depth),
+        model_id=_text(loaded["model_id"]),
+        version=None if loaded["version"] is None else _number(loaded["version"], _NUMBERS),
+        incarnation=_number(loaded["incarnation"], _INCARNATIONS),
+        nbytes=_number(loaded["nbytes"], _NUMBERS),
+        wire_dtype=WireDtype(loaded["wire_dtype"]) if "wire_dtype" in loaded else None,
+        payload_nbytes={_worker(w): _number(n, _NUMBERS) for w, n in loaded.get("payload_nbytes", {}).items()},
+        outcomes=_read_all(loaded["outcomes"], depth),
         superseded={
             _worker(worker): tuple(_number(version, _NUMBERS) for version in versions)
-            for worker, versions in told["superseded"].items()
+            for worker, versions in loaded["superseded"].items()
         },
-        not_caught_up=_read_all(told["not_caught_up"], depth),
-        left={_worker(worker): _text(goodbye) for worker, goodbye in told["left"].items()},
-        pack_s=_seconds(told["pack_s"]),
-        connect_s=_seconds(told["connect_s"]),
-        transfer_s=_seconds(told["transfer_s"]),
-        apply_s=_seconds(told["apply_s"]),
+        not_caught_up=_read_all(loaded["not_caught_up"], depth),
+        left={_worker(worker): _text(goodbye) for worker, goodbye in loaded["left"].items()},
+        pack_s=_seconds(loaded["pack_s"]),
+        connect_s=_seconds(loaded["connect_s"]),
+        transfer_s=_seconds(loaded["transfer_s"]),
+        apply_s=_seconds(loaded["apply_s"]),
     )
 
 
-def _read_all(told: dict[str, Any], depth: int) -> dict[int, Outcome]:
-    return {_worker(worker): _read_outcome(outcome, depth) for worker, outcome in told.items()}
+def _read_all(loaded: dict[str, Any], depth: int) -> dict[int, Outcome]:
+    return {_worker(worker): _read_outcome(outcome, depth) for worker, outcome in loaded.items()}
 
 
-def _read_outcome(told: dict[str, Any], depth: int) -> Outcome:
+def _read_outcome(loaded: dict[str, Any], depth: int) -> Outcome:
     return Outcome(
-        kind=OutcomeKind(told["kind"]),
-        reason=_text(told["reason"]),
-        remote_traceback=_text(told["remote_traceback"]),
-        evidence=Evidence(told["evidence"]),
-        fence=_number(told["fence"], _INCARNATIONS),
-        seconds=_seconds(told["seconds"]),
-        nested=None if told["nested"] is None else _read(told["nested"], depth + 1),
+        kind=OutcomeKind(loaded["kind"]),
+        reason=_text(loaded["reason"]),
+        remote_traceback=_text(loaded["remote_traceback"]),
+        evidence=Evidence(loaded["evidence"]),
+        fence=_number(loaded["fence"], _INCARNATIONS),
+        seconds=_seconds(loaded["seconds"]),
+        nested=None if loaded["nested"] is None else _read(loaded["nested"], depth + 1),
     )
 
 

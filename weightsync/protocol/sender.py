@@ -216,7 +216,7 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The outstanding update has ended: report its outcomes to whoever asks or waits."""
+    """The outstanding update has ended: report its outcomes to the caller that asks or waits."""
 
     outstanding: Outstanding
     not_caught_up: Mapping[int, Outcome]
@@ -487,7 +487,7 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     if isinstance(message, Bye):
         return _left(data, worker, link, message.reason or "it gave no reason")
     if isinstance(message, Refusal) and ends_link(message):
-        return _lose(data, worker, link, _told_to_go(data.workers[worker], message))
+        return _lose(data, worker, link, _fenced_by(data.workers[worker], message))
     e = data.workers[worker]
     if isinstance(message, Hello):
         return replace(data, workers=put(data.workers, worker, replace(e, link_state=LinkState.UP))), ()
@@ -512,7 +512,7 @@ def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[Sende
     return after, (*effects, Farewell(worker, goodbye))
 
 
-def _told_to_go(entry: Entry, message: Refusal) -> Entry:
+def _fenced_by(entry: Entry, message: Refusal) -> Entry:
     """The entry of a worker whose refusal ended the link."""
     newer = message.fence if message.fence > message.incarnation else 0
     refused = message.kind is RefusalKind.REFUSED and not newer

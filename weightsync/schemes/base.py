@@ -83,9 +83,9 @@ class WeightSyncScheme(abc.ABC):
             their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
             All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
             is sent. Default: nothing is cast. Only the trainer's scheme reads it.
-        delta: whether a version may travel as what it has other than the version before, to workers that hold that
-            one: for slow links. Trainer and workers then keep one version's packed weights more. Only the trainer's
-            scheme reads it. See the guide.
+        delta: whether a version may be sent as its difference from the previous one, to workers that hold that one.
+            Meant for slow links. Trainer and workers each keep one extra packed version. Only the trainer's scheme
+            reads it. See the guide.
 
     Raises:
         ConfigurationError: ``delta=True`` over links on which it can save nothing, or with ``verify="layout"``.
@@ -103,7 +103,7 @@ class WeightSyncScheme(abc.ABC):
     #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
     _sender_arguments: tuple[str, ...] = ()
     _worker_arguments: tuple[str, ...] = ()
-    #: Attributes that a copy is made without; `_begin` sets them anew.
+    #: Attributes that a copy does not get; `_begin` sets them again.
     _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
 
     def __init__(
@@ -141,9 +141,9 @@ class WeightSyncScheme(abc.ABC):
         self._sender_side = SenderSide(self)
         self._receiver_side = ReceiverSide()
         self._context: Callable[[], Any] = held(None)
-        #: The events of both sides; None: nobody has asked for them.
+        #: The events of both sides; None until a callback is registered.
         self._events: Events | None = None
-        #: In a worker: which weights of its model are received; None: all.
+        #: In a worker: which weights of its model are received; None means all.
         self.applied_selection: Selection | None = None
         forget_after_fork(self)
 
@@ -166,7 +166,7 @@ class WeightSyncScheme(abc.ABC):
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make the sender and add the workers to it. Never waits.
 
-        The links are laid here, or at `connect` where the scheme makes them itself.
+        The links are created here, or in `connect` if the scheme makes them itself.
 
         Args:
             model_id: the name of the model, the same on both sides; may be a path on the context.
@@ -262,9 +262,9 @@ class WeightSyncScheme(abc.ABC):
                 f"the model {model_id!r} came without its weights (on the meta device), and names= receives only some "
                 "of them: make the model in the worker."
             )
-        is_blank = isinstance(model, nn.Module) and fill_in(model)
+        on_meta_device = isinstance(model, nn.Module) and fill_in(model)
         self.init_on_worker(model_id, context, **kwargs)
-        self._receiver_side.is_blank = is_blank
+        self._receiver_side.on_meta_device = on_meta_device
 
     def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
         """Keep what the worker's side was given."""
@@ -307,11 +307,11 @@ class WeightSyncScheme(abc.ABC):
     ) -> None:
         """Connect this side: the workers get their first weights.
 
-        In the trainer: lay the links, send the first weights and wait until every worker serves them; without weights
-        (none given, no model registered) wait until every worker has answered the handshake. In a worker: wait for the
-        first version, apply it, and receive in the background from then on; if the sender has no weights, wait for its
-        handshake. If this object has both sides, the first call connects the trainer's, and ``worker_idx`` means the
-        worker's.
+        In the trainer: create the links, send the first weights and wait until every worker serves them; without
+        weights (none given, no model registered) wait until every worker has answered the handshake. In a worker: wait
+        for the first version, apply it, and receive in the background from then on; if the sender has no weights, wait
+        for its handshake. If this object has both sides, the first call connects the trainer's, and ``worker_idx``
+        means the worker's.
 
         Args:
             worker_idx: in a worker, its id, if it was not given before.
@@ -366,7 +366,7 @@ class WeightSyncScheme(abc.ABC):
         self._receiver_side.await_first(receiver, background, deadline)
 
     def _workers_answered(self) -> None:
-        """Called after `connect` and each `send`: a scheme lets go of what it kept for workers until they answer."""
+        """Called after `connect` and each `send`: a scheme releases what it kept for workers until they answer."""
         return
 
     def send(
@@ -424,7 +424,7 @@ class WeightSyncScheme(abc.ABC):
         return self._receiver_side.receive(timeout, self._strategy)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights by hand: see `WeightReceiver.apply_weights`.
+        """Apply weights that did not come from the sender: see `WeightReceiver.apply_weights`.
 
         Raises:
             StateError: the receiver's side is not initialised, or closed.
@@ -453,7 +453,7 @@ class WeightSyncScheme(abc.ABC):
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """As `prepare_weights`, but a module is read straight from its own tensors, and not extracted first.
 
-        A subclass that overrides `prepare_weights`, or a strategy that overrides `extract_weights`, is asked as ever.
+        If a subclass overrides `prepare_weights`, or a strategy overrides `extract_weights`, that is called instead.
         """
         ours = type(self).prepare_weights is WeightSyncScheme.prepare_weights
         if ours and type(self._strategy).extract_weights is WeightStrategy.extract_weights:
@@ -479,7 +479,7 @@ class WeightSyncScheme(abc.ABC):
         return found
 
     def _found(self, model_id: str, context: Any) -> Any:
-        """What a send without weights sends; None: nothing is registered."""
+        """What a send without weights sends, or None if nothing is registered."""
         return registered(self._sender_side.given, context, model_id)
 
     def get_sender(self) -> WeightSender:
@@ -509,8 +509,8 @@ class WeightSyncScheme(abc.ABC):
     def on_event(self, callback: Callback, *, tracer: Tracer | None = None) -> Subscription:
         """Call ``callback`` with each `SyncEvent` of this scheme's sender and receiver from now on.
 
-        Callbacks run one after another in a daemon thread, behind a queue of 4096 events. None of them can delay a
-        sync or make it fail: if the queue is full, events are dropped, counted and logged; what a callback raises is
+        Callbacks run one after another in a daemon thread, behind a queue of 4096 events. They can neither delay a sync
+        nor make it fail: if the queue is full, events are dropped, counted and logged; exceptions in callbacks are
         logged and counted. The thread ends when the scheme is closed, which waits at most 5 s for the callbacks. A
         copy, a pickled scheme and a forked child have no callbacks.
 
@@ -533,7 +533,7 @@ class WeightSyncScheme(abc.ABC):
         return subscription
 
     def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> None:
-        """Have a side report its events, if anybody has asked for them."""
+        """Have a side report its events, if a callback is registered."""
         if self._events is not None and sender is not None:
             sender.report_to(self._events)
         if self._events is not None and receiver is not None:
@@ -602,7 +602,7 @@ class WeightSyncScheme(abc.ABC):
         return user_link(transport, peer)
 
     def _transport_for(self, endpoint: Any) -> LinkTransport | BareTransport | None:
-        """The transport that reaches an endpoint, TorchRL's or the user's own; None: there is none."""
+        """The transport that reaches an endpoint, TorchRL's or the user's own, or None."""
         made = endpoint if isinstance(endpoint, BareTransport) else self.create_transport(endpoint)
         return made if isinstance(made, LinkTransport | BareTransport) else None
 
@@ -648,7 +648,7 @@ class WeightSyncScheme(abc.ABC):
         raise ConfigurationError(f"{type(self).__name__} has no transport at the worker's end: use the receiver.")
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Called with each version's weights before it is dispatched; keeps none of them."""
+        """Called with each version's weights before it is dispatched; does not keep them."""
         return
 
     @property
@@ -663,7 +663,7 @@ class WeightSyncScheme(abc.ABC):
 
     @property
     def wire_dtype(self) -> WireDtype | None:
-        """What wider floating tensors are cast to before they are sent; None: nothing is cast."""
+        """The dtype that wider floating tensors are cast to before they are sent, or None."""
         return self._wire_dtype
 
     @property
@@ -711,7 +711,7 @@ class WeightSyncScheme(abc.ABC):
 
     @property
     def context(self) -> Any:
-        """The context, held weakly; None: none was given, or it was collected."""
+        """The context, held weakly; None if none was given, or if it was garbage-collected."""
         try:
             return self._context()
         except ConfigurationError:
@@ -746,7 +746,7 @@ class WeightSyncScheme(abc.ABC):
 
     @property
     def weights(self) -> Any:
-        """The weights of `model`, in the strategy's format; None: there is no model."""
+        """The weights of `model`, in the strategy's format, or None without a model."""
         model = self.model
         return self._strategy.extract_weights(model) if isinstance(model, nn.Module) else model
 
@@ -764,7 +764,7 @@ class WeightSyncScheme(abc.ABC):
 
     @property
     def shared_transport(self) -> None:
-        """None: each worker has a link of its own."""
+        """Always None: each worker has its own link."""
         return
 
     def _copy_uninitialized(self) -> Self:

@@ -1,4 +1,4 @@
-"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over a connection for each worker."""
+"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over one connection per worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PAIR: Final = ("store", "rank")
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
-    """Over ``torch.distributed``: trainer and workers meet at a TCPStore, and each worker has a connection of its own.
+    """Over ``torch.distributed``: the ends find each other through a TCPStore; each worker has its own connection.
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 

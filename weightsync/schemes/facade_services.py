@@ -114,7 +114,7 @@ class LinkTransport(Protocol):
         """Our end of the transport's pipe. Raises ConfigurationError: it has no pipe."""
 
     def over(self, receiver: WeightReceiver) -> Any:
-        """The transport over a receiver that a scheme made; None: there is none at the worker's end."""
+        """The transport over a receiver that a scheme made; None if there is none at the worker's end."""
 
 
 def torchrl_transport(name: str) -> Any:

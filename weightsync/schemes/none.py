@@ -113,11 +113,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._become_worker({}, None)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
-        """Wait for nobody."""
+        """Do not wait."""
         self._sender_side.begin_sends()
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
-        """Wait for nobody, and receive nothing in the background."""
+        """Do not wait, and receive nothing in the background."""
 
     def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """The weights are ignored."""

@@ -83,7 +83,8 @@ class PipeScheme(WeightSyncScheme):
         return dict(zip(sorted(given.get("params_map", range(len(pipes)))), pipes, strict=True))
 
     def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
-        """With pipes of our own. ``ctx=`` asks for these: a TorchRL collector's ``.pipes`` are its own business."""
+        """True if we make the pipes. ``ctx=`` asks for that, since a TorchRL collector's ``.pipes`` are for its own
+        use."""
         return "pipes" not in given and ("ctx" in given or given_or_found(given, context, "pipes") is None)
 
     def _own_pipes(self, given: Mapping[str, Any]) -> dict[int, Any]:

@@ -187,7 +187,7 @@ def is_transport(endpoint: Any) -> bool:
 
 
 def only_actor(*names: Any) -> Any:
-    """The actor given under one of several names; None: none was given.
+    """The actor given under one of several names; None if none was given.
 
     Raises:
         ConfigurationError: several were given.

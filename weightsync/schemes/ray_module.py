@@ -139,7 +139,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             ) from error
 
     def _actor_behind(self, found: Any) -> Any:
-        """The actor behind an object: its ``_actor``, or itself if it takes weights; None: there is none."""
+        """The actor behind an object: its ``_actor``, or itself if it takes weights, or None."""
         inner = optional(found, "_actor")
         if inner is not MISSING and inner is not None:
             return inner
@@ -177,7 +177,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
 
 def _at(context: Any, path: str) -> Any:
-    """The object at a path on a context; None: there is none."""
+    """The object at a path on a context, or None."""
     if context is None:
         return None
     try:

@@ -56,7 +56,7 @@ class ActorServer:
         self.model_id = model_id
         #: Held while a receiver is made.
         self.lock = threading.RLock()
-        #: The receiver that the calls drive; None: none yet, or one that a background thread reads for.
+        #: The receiver that the calls drive; None if there is none yet, or if a background thread reads for it.
         self.receiver: WeightReceiver | None = None
         self._call_server = CallServer(model_id, WAY, own_actor)
         self._listening = False
@@ -239,7 +239,7 @@ class ActorSender(WeightSender):
 
 
 class ActorReceiver(WeightReceiver):
-    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`."""
+    """A receiver driven by the calls to this process's actor: `receive` need not be called."""
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
         """Listen for senders' calls: see `WeightReceiver.register_worker_transport`."""

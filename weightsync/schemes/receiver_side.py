@@ -21,10 +21,10 @@ class ReceiverSide:
     def __init__(self) -> None:
         self.rendezvous = Rendezvous(Side.RECEIVER)
         self.receiver: WeightReceiver | None = None
-        #: This worker's id; None: it was not given.
+        #: This worker's id, or None if it was not given.
         self.worker_idx: int | None = None
         #: Whether the model came without weights, and serves nothing before its first version.
-        self.is_blank = False
+        self.on_meta_device = False
 
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""
@@ -80,10 +80,10 @@ class ReceiverSide:
         background.seen()
         if receiver.version is None and decided():
             raise WeightSyncError(
-                f"the first version of {receiver.model_id!r} was refused, and the sender was told: "
+                f"the first version of {receiver.model_id!r} was refused, and the reason was sent to the trainer: "
                 f"{receiver.last_refusal}"
             )
-        if receiver.version is None and self.is_blank:
+        if receiver.version is None and self.on_meta_device:
             error = ConfigurationError(
                 f"the model {receiver.model_id!r} came without its weights (on the meta device), and the trainer sends "
                 "none with connect(): give its init_on_sender() model= or weights=, or make the model with weights."
@@ -92,7 +92,7 @@ class ReceiverSide:
             raise error
 
     def relay_call(self, context: Any, strategy: WeightStrategy) -> RelayCall | None:
-        """How a version is passed on to this worker's own workers; None: it has none."""
+        """How a version is passed on to this worker's own workers; None if it has none."""
         receiver = self.require_receiver("connect")
         relay = relay_call(context, receiver.model_id)
         if relay is None or isinstance(receiver.model, Loader):
@@ -101,7 +101,7 @@ class ReceiverSide:
         return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
     def receive(self, timeout: float | None, strategy: WeightStrategy) -> Any:
-        """The weights that the model holds now, or a loader's version; None: no new version went live.
+        """The weights that the model holds now, or a loader's version; None if no new version went live.
 
         Raises:
             As `WeightSyncScheme.receive`.

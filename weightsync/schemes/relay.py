@@ -1,4 +1,4 @@
-"""Passing a version on: a worker that has workers of its own updates them before it answers."""
+"""Relaying: a worker with its own workers updates them before it answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def leads_on(context: Any, model_id: str) -> bool:
 
 
 def relay_call(context: Any, model_id: str) -> RelayCall | None:
-    """What to do with a version of this model once it is live, before we answer for it; None: nothing.
+    """What to do with a version of this model once it is live and before it is acked, or None.
 
     A context that has ``update_policy_weights_`` has workers of its own. A TorchRL collector always has that method,
     but passes weights on only if it has a scheme for the model. Without one it would write the weights into its own

@@ -33,7 +33,7 @@ class Sending(Protocol):
         """The context. Raises ConfigurationError: it was collected."""
 
     def _found(self, model_id: str, context: Any) -> Any:
-        """What a send without weights sends; None: nothing is registered."""
+        """What a send without weights sends; None if nothing is registered."""
 
     def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """Weights, and the workers that get them (None: all): `SenderSide.groups`, unless a scheme overrides it."""

@@ -1,4 +1,4 @@
-"""`SharedMemWeightSyncScheme`: workers map the weights, one copy a host."""
+"""`SharedMemWeightSyncScheme`: workers map the weights, one copy per host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
             are copied out of it. A worker that writes into such parameters writes into those of every worker on that
             GPU. Modules that torch has compiled are copied into in any case, and so is every module of a worker that
             captures a CUDA graph: a graph keeps the addresses of its capture.
-        delta: refused: nothing travels that a delta could make smaller.
+        delta: refused, since no payload travels that a delta could make smaller.
     """
 
     apply_mode = Mode.MAP
@@ -92,7 +92,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """TorchRL's transport class over this scheme's registered copy targets.
 
         Args:
-            pipe_or_context: our end of a worker's pipe, or an object whose ``.pipe`` is that; None: no worker.
+            pipe_or_context: our end of a worker's pipe, or an object whose ``.pipe`` is that; None for no worker.
             pipe: the same.
             **queues: nothing else is taken.
 

@@ -29,7 +29,7 @@ def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> di
 
 
 def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
-    """The keyword's value, else the context's attribute of that name; None: there is neither."""
+    """The keyword's value, else the context's attribute of that name; None if there is neither."""
     found = given[name] if name in given else optional(context, name)
     return None if found is MISSING else found
 

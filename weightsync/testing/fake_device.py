@@ -1,7 +1,7 @@
 """A device without hardware: its kernels are slow threads over shared memory of the host.
 
-What is launched returns at once and goes on later, in the order of its stream. So a wait that is missing shows as a
-torn read, as it would on a GPU. Its tensors are tensors of the CPU: while it is installed, all of them are on it.
+A launch returns at once; its kernel runs later, in the order of its stream. So a missing wait shows as a torn read, as
+it would on a GPU. Its tensors are tensors of the CPU: while it is installed, all of them are on it.
 """
 
 from __future__ import annotations

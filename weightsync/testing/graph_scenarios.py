@@ -12,7 +12,7 @@ from weightsync.testing.replay_actors import MessageLost
 from weightsync.testing.replay_data import Configuration, Step, graphs
 from weightsync.testing.replaying import Replay
 
-STRAYED = "the adapter lost a message on the way there, which it may do"
+LOST_ON_THE_WAY = "the adapter lost a message on the way there, which it may do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _walk(link_setup: LinkSetup, configuration: Configuration, path: Sequence[St
         try:
             replay.take(step)
         except MessageLost:
-            link_setup.coverage.stop(path[place:], STRAYED)
+            link_setup.coverage.stop(path[place:], LOST_ON_THE_WAY)
             break
         link_setup.coverage.take(step)
     replay.finish()

@@ -247,7 +247,7 @@ class Scenario:
     over_losses: bool = False
 
     def beside(self, delivery: Delivery) -> str:
-        """Why it does not apply to a delivery; empty: it applies."""
+        """Why it does not apply to a delivery; empty if it applies."""
         if delivery.loses and not self.over_losses:
             return f"links of delivery {delivery.name} may lose messages and need not report deaths"
         return ""

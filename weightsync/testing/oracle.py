@@ -134,7 +134,7 @@ class SenderOracle:
             self.take(self._late.pop(0))
 
     def difference(self, driver: SenderDriver) -> str:
-        """How the driver differs from the expected state; empty: it does not."""
+        """How the driver differs from the expected state; empty if it does not."""
         wanted = sender_projection(self.state, self.data)
         return _difference(wanted, sender_projection(driver.machine.state, driver.data))
 
@@ -223,7 +223,7 @@ class ReceiverOracle:
             self.take(receiving.Answered())
 
     def difference(self, driver: ReceiverDriver) -> str:
-        """How the driver differs from the expected state; empty: it does not."""
+        """How the driver differs from the expected state; empty if it does not."""
         wanted = receiver_projection(self.state, self.data)
         return _difference(wanted, receiver_projection(driver.machine.state, driver.data))
 

@@ -115,6 +115,6 @@ def _key(key: Key | None, base: int) -> list[int]:
 
 
 def difference(fields: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
-    """How a machine differs from the model; empty: it does not."""
+    """How a machine differs from the model; empty if it does not."""
     named = zip(fields, wanted, found, strict=True)
     return "; ".join(f"{name} is {is_}, but {must} in the model" for name, must, is_ in named if is_ != must)

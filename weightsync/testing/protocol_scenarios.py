@@ -238,7 +238,7 @@ def the_sender_is_lost(link_setup: LinkSetup) -> None:
 
 
 def removal(link_setup: LinkSetup) -> None:
-    """A worker is removed while it owes an answer: it is told so, and may join again."""
+    """A worker is removed while it owes an answer: it is notified, and may join again."""
     bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.receive_and_apply(0)

@@ -54,7 +54,7 @@ class TraceResult:
     untraced: int = 0
     #: The seconds that judging took.
     seconds: float = 0.0
-    #: What TLC reported; empty: it was not run.
+    #: What TLC reported; empty if it was not run.
     followed: str = ""
     tool_missing: str = ""
     #: How many lines are wrong, and the first of them in words.

@@ -33,10 +33,10 @@ class Step:
     label: Sequence[Any]
     #: The scenario that needs the same of an adapter; empty: the step needs at most that a message is carried.
     needs: str
-    #: The nodes by machine; None: it is not alive.
+    #: The nodes by machine; None if it is not alive.
     senders: Sequence[Node | None]
     receivers: Sequence[Node]
-    #: The edge of the machine that acts; None: the network acts.
+    #: The edge of the machine that acts; None if the network acts.
     edge: Edge | None
 
 

@@ -19,7 +19,7 @@ class Rule(Enum):
     ORDER = "messages arrive in the order in which they were sent"
     PAYLOAD = "the payload's bytes arrive unchanged"
     PINNED = "a buffer is pinned as long as the link or the worker may read it"
-    UNPINNED = "a buffer is unpinned once nobody reads it any more"
+    UNPINNED = "a buffer is unpinned once it is no longer read"
     NEVER_BLOCKS = "no method of a link blocks"
     WAKES = "a waitable is readable while there is something to receive, or the link is dead"
     QUIET = "no waitable stays readable when there is nothing to receive"

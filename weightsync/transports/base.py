@@ -29,11 +29,11 @@ class Received:
     message: Message
     #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them.
     payload: memoryview | None = None
-    #: The slot that it lies in; None: it travelled, and lies in this process's own memory.
+    #: The slot that it lies in; None if it travelled, and lies in this process's own memory.
     slot: Slot | None = None
-    #: Why this process could not take the payload (no memory or no descriptors); empty: it could.
+    #: Why this process could not take the payload (no memory or no descriptors); empty if it could.
     untaken: str = ""
-    #: The payload in the memory of a device, in place of `payload`; None: it is not on one.
+    #: The payload in the memory of a device, in place of `payload`; None if it is not on one.
     on_device: OnDevice | None = None
 
 
@@ -167,7 +167,7 @@ class Waker:
     """Ends a `wait` from another thread.
 
     A waker stays fired until a wait has seen it, and a closed waker stays fired for good. In a forked child an
-    inherited waker counts as closed, and firing it there wakes nobody in the parent.
+    inherited waker counts as closed, and firing it there wakes no thread of the parent.
 
     Raises:
         TransportError: no file descriptor is left.
@@ -298,7 +298,7 @@ def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: i
     Args:
         waker: ends the wait from another thread. The wait clears it.
         links: what to wait for.
-        timeout: in seconds; None: no limit.
+        timeout: in seconds; None for no limit.
         since: `Waker.fired` before the caller looked for work. If it was fired since then, the wait does not block.
 
     Returns:

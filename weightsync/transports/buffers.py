@@ -86,7 +86,7 @@ class Pins:
         return len(self._held)
 
     def hold(self, update: Update, buffer: Buffer | None) -> None:
-        """Pin the buffer of ``update``; None: the worker gets its own copy."""
+        """Pin the buffer of ``update``; None if the worker gets its own copy."""
         key = (update.incarnation, update.version)
         self._sent = max(self._sent, key)
         if buffer is not None:
@@ -300,15 +300,15 @@ class Mapping:
         self.view = memoryview(self._map)[:-SEAL_NBYTES]
         self._shared = None if shared is None else memoryview(shared)
         self._pinned: object | None = None
-        #: What `lend` has returned, each until nobody has it any more.
+        #: What `lend` has returned, each until it is no longer referenced.
         self._lent: list[weakref[memoryview]] = []
-        #: Whether this process has written nothing here, and nobody has memory to write to.
+        #: Whether this process has written nothing here, and no tensor is left to write to.
         self._untouched = False
 
     def lend(self, nbytes: int) -> memoryview:
         """The first bytes, for an update that has arrived. A tensor over them keeps the very object that is returned.
 
-        Nobody may write to it before `remap`.
+        It must not be written before `remap`.
         """
         lent = self.view[:nbytes]
         self._lent = [each for each in self._lent if each() is not None]
@@ -335,7 +335,7 @@ class Mapping:
         return None if self._shared is None else self._shared[:nbytes]
 
     def tidy(self) -> None:
-        """Do now what the next `remap` would have to do, once nobody has memory of it any more."""
+        """Do now what the next `remap` would have to do, once its memory is no longer referenced."""
         if not self._untouched and all(each() is None for each in self._lent):
             self._drop_own_pages()
             self._untouched = True
@@ -348,7 +348,7 @@ class Mapping:
     def remap(self) -> None:
         """Drop the pages that this process has written, so that everything reads as the peer wrote it.
 
-        If it has written none, all stay mapped: mapping them anew costs a fault for each.
+        If it has written none, all stay mapped: mapping them again costs a fault for each.
         """
         if not self._untouched:
             self._drop_own_pages()
@@ -376,7 +376,7 @@ class Slot(Protocol):
         """Undo what this process has written there. From now on it may write there again."""
 
     def tidy(self) -> None:
-        """Undo it now, while there is time, if nobody can write there before the next update lies in it."""
+        """Undo it now, while there is time, if it cannot be written before the next update lies in it."""
 
 
 def _has_own_pages(address: int, nbytes: int) -> bool:
@@ -435,7 +435,7 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
-        """Whether it may still be read by somebody."""
+        """Whether it may still be read."""
         return bool(self._pins)
 
     @property
@@ -452,7 +452,7 @@ class Buffer:
         self._pins.discard(token)
 
     def retire(self) -> None:
-        """Never write it again: somebody who cannot be asked may be reading it."""
+        """Never write it again: a worker that cannot be asked may be reading it."""
         self._retired = True
 
 
@@ -494,7 +494,7 @@ class Pool:
         self._buffers: list[Buffer] = []
 
     def acquire(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes`` bytes that nobody reads: a used one or a new one.
+        """A buffer of at least ``nbytes`` bytes that is not being read: a used one or a new one.
 
         The caller may write to it until the next `acquire`; pin it (`Link.send` does) to keep it longer.
 
@@ -522,5 +522,5 @@ class Pool:
         )
 
     def close(self) -> None:
-        """Drop all buffers. Each is freed when nobody maps it any more."""
+        """Drop all buffers. Each is freed when it is no longer mapped."""
         self._buffers.clear()

@@ -1,4 +1,4 @@
-"""Payloads in the memory of a device: the trainer's slots, and what a link knows of the worker that is to open them.
+"""Payloads in the memory of a device: the trainer's slots, and what a link knows about the worker that will open them.
 
 The bytes stay on the device. The memory travels as a file descriptor with the first frame that names its slot, as a
 segment of shared memory does, and is freed with its last mapping. Nothing here knows what kind of device it is.
@@ -94,7 +94,7 @@ class DeviceSlot:
 
 
 class DeviceBuffer(Buffer):
-    """A buffer on a device. Its host copy is made when a link asks for it, once a version, and has the same seal."""
+    """A buffer on a device. Its host copy is made when a link asks for it, once per version, and has the same seal."""
 
     def __init__(self, memory: OnDevice) -> None:
         super().__init__(0)
@@ -162,7 +162,7 @@ class CarriesDevices(ABC):
 class Reach:
     """The devices whose slots the worker at the other end can open, as its Hello said.
 
-    A worker that refuses such a slot gets the next versions by way of the host, until its next Hello.
+    A worker that refuses such a slot gets the next versions through host memory, until its next Hello.
     """
 
     def __init__(self, peer: str) -> None:
@@ -178,9 +178,9 @@ class Reach:
     def answered(self, message: Message) -> None:
         """Process an answer."""
         if isinstance(message, Hello):
-            told = message.devices
+            devices = message.devices
             self.devices = frozenset(
-                told[start : start + IDENTITY_NBYTES] for start in range(0, len(told), IDENTITY_NBYTES)
+                devices[start : start + IDENTITY_NBYTES] for start in range(0, len(devices), IDENTITY_NBYTES)
             )
         elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED and self._is_of_slot(message):
             text = "%s refused version %d, which lies on a device: it gets the next by way of the host"

@@ -50,7 +50,7 @@ def warn_exposed(link: str, remedy: str = _OUR_KEY) -> None:
     """Warn in the log, once per process, that others can reach a link without a key."""
     if _warning.once():
         logger.warning(
-            "%s, and has no key of ours: whoever reaches it can read the weights and send others. %s, or keep the "
+            "%s, and no key is set: anyone who reaches it can read the weights and send others. %s, or keep the "
             "network to yourself: see SECURITY.md. This warning is logged once.",
             link,
             remedy,

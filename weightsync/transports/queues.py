@@ -27,8 +27,8 @@ class QueueChannel:
     """The only reader and writer of a pair of queues in this process. Frames are bytes, sorted by model.
 
     Args:
-        outbox: where frames are put. None: the sender cannot be reached.
-        inbox: where frames are read. None: nobody can answer.
+        outbox: where frames are put. With None the sender cannot be reached.
+        inbox: where frames are read. With None no answer can come.
 
     Raises ConfigurationError: one of them is not a ``multiprocessing.Queue``.
     """
@@ -183,7 +183,7 @@ class QueueLink(WakeableLink):
     """One model's link over a `QueueChannel`. See `weightsync.transports.base.Link` for its contract."""
 
     def __init__(self, channel: QueueChannel, model_id: str, peer: str) -> None:
-        # Where nobody can answer, no answer is waited for, as with transports that may lose answers.
+        # Without a way back no answer is awaited, as with transports that may lose answers.
         self.delivery = Delivery.ORDERED if channel.inbox is not None else Delivery.BEST_EFFORT
         super().__init__(peer)
         self._channel = channel

@@ -52,7 +52,7 @@ class Delivered(NamedTuple):
 
     #: The answers, each encoded by `codec.encode`.
     frames: tuple[bytes, ...]
-    #: Why the call was refused; empty: it was not.
+    #: Why the call was refused; empty if it was not.
     failure: str = ""
 
 
@@ -164,7 +164,7 @@ def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
 
 
 def _listening(model_id: str) -> list[str]:
-    """The models for which receivers of ours listen in this process, for a sender of that model."""
+    """The models for which our receivers listen in this process, for a sender of that model."""
     models = _call_servers.listening()
     if models and model_id not in models:
         logger.warning("model %r: a handshake was not accepted: %s", model_id, another_model(model_id, models))
@@ -291,7 +291,7 @@ class RpcCallClient(SharesMemory):
         self._shared = SharedPayloads()
         self._next = 0
         self._greeted = self._closed = False
-        #: Why the worker does not answer the handshake, as far as is known; empty: it has, or nothing is known.
+        #: Why the worker does not answer the handshake, as far as is known; empty if it has, or nothing is known.
         self.remark = ""
 
     def shares(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - a segment is mapped whole
@@ -370,7 +370,7 @@ class RpcCallClient(SharesMemory):
 
 
 def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequence[str]]:
-    """Ask for which models receivers of ours listen there. A process without weightsync has none.
+    """Ask for which models our receivers listen there. A process without weightsync has none.
 
     Raises TransportError: RPC accepted no call.
     """

@@ -103,7 +103,7 @@ class Envelope(NamedTuple):
     kind: Kind
     number: int
     mac: bytes
-    #: The digest of the payload that is sent beside it; empty: there is none.
+    #: The digest of the payload that is sent beside it; empty if there is none.
     digest: bytes
     content: memoryview
 
@@ -117,7 +117,7 @@ class Envelope(NamedTuple):
             start = _HEAD.size + digested
             return cls(Kind(kind), number, mac, bytes(text[_HEAD.size : start]), memoryview(text)[start:])
         except (struct.error, ValueError, TypeError):  # a call may carry anything, not only bytes
-            raise AuthenticationError("A message is not in an envelope of ours, and was rejected.") from None
+            raise AuthenticationError("A message is not in one of our envelopes, and was rejected.") from None
 
     def verify(self, secret: bytes) -> None:
         """Raise AuthenticationError unless the envelope was sealed with that secret."""
@@ -251,7 +251,7 @@ class WorkerSeal:
             envelope.verify(self._session.down)
             self.proven = True
         elif envelope.kind is Kind.EARLY:
-            # Also after a proof, which may have overtaken it: it is from that sender, whoever delivers it.
+            # Also after a proof, which may have overtaken it: it is from that sender, whichever peer delivers it.
             envelope.verify(self._early)
         else:
             raise AuthenticationError("The sender sent a message that no sender sends here: it was rejected.")

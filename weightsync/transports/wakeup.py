@@ -25,7 +25,7 @@ class AwaitedProcess:
 
     @property
     def end(self) -> str:
-        """How it has ended; empty: it has not, or its parent does not know."""
+        """How it has ended; empty if it has not, or its parent does not know."""
         process = self._process
         if isinstance(process, int):
             return ""
@@ -37,7 +37,7 @@ class AwaitedProcess:
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """Its process id and start, as in `own_identity`; None: it has not started."""
+        """Its process id and start, as in `own_identity`; None if it has not started."""
         pid = self._process if isinstance(self._process, int) else self._process.pid
         return None if pid is None else (pid, started_at(pid) or 0)
 
@@ -84,7 +84,7 @@ class WakeableLink:
             self._waker.fire()
 
     def _death(self) -> str:
-        """How the peer's process has ended; empty: it has not, as far as is known."""
+        """How the peer's process has ended; empty if it has not, as far as is known."""
         return f"process {self._watch.pid} is dead" if self._watch is not None and self._watch.dead else ""
 
     def _unwatch(self) -> None:

@@ -64,7 +64,7 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
 
 
 def _named(update: Update) -> bytes:
-    """What an ack of the update must name; empty: it is not known."""
+    """What an ack of the update must name; empty if it is not known."""
     if update.digest or update.slot is None or update.extras:  # long extra state is recorded as a hash of it
         return update.digest
     return slot_digest(update.slot.seal, update.incarnation, update.version, update.layout_digest, b"")

@@ -16,7 +16,7 @@ _WHATS: Final = {what.value: what for what in What}
 
 
 class UnreadableTraceError(WeightSyncError):
-    """The file is not a trace of ours, or was written by another release, and cannot be judged."""
+    """The file is not one of our traces, or was written by another release, and cannot be checked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,10 +204,10 @@ class Network:
         delivery, before = self.delivery[place], newest.get(end, -1)
         assert moment.message is not None
         # A message about another sender's versions may come from any of its workers' ends.
-        foreign = machine.role == "sender" and moment.message.incarnation != machine.incarnation
-        if not foreign:
+        of_another_sender = machine.role == "sender" and moment.message.incarnation != machine.incarnation
+        if not of_another_sender:
             newest[end] = max(before, at)
-        if foreign or delivery.reorders:
+        if of_another_sender or delivery.reorders:
             return None
         if at < before:
             return Finding(moment.line, "it arrived after a message that was sent later", (self._promise(place),), RULE)

@@ -52,7 +52,7 @@ class Moment:
     state_before: State
     state: State
     event: Any = None
-    #: The step that the pure half took for the event; None: it refused, or there was no event.
+    #: The step that the pure half took for the event; None if it refused, or there was no event.
     step: Step | None = None
     message: Message | None = None
 
@@ -78,7 +78,7 @@ class Machine:
 
     @property
     def incarnation(self) -> int:
-        """A sender's incarnation; 0: it never connected, or is a receiver."""
+        """A sender's incarnation; 0 if it never connected, or is a receiver."""
         last = self.moments[-1].after if self.moments else None
         return last.incarnation if isinstance(last, sending.SenderData) else 0
 
@@ -342,7 +342,7 @@ class Reports:
 
     @property
     def due(self) -> object:
-        """The event that must be reported now; None: there is none."""
+        """The event that must be reported now, or None."""
         return self._due
 
     def step(self, event: object, step: sending.Step) -> None:

@@ -39,7 +39,7 @@ def sharing_of(tensors: Sequence[Tensor]) -> Sharing:
 
 
 def shared_with(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The index of a tensor, and that of one of the others with which it shares memory; None: there are none."""
+    """The index of a tensor, and that of one of the others with which it shares memory, or None."""
     for cluster in _clusters([*tensors, *others]):
         if cluster[0] < len(tensors) <= cluster[-1]:
             return cluster[0], cluster[-1] - len(tensors)

@@ -55,7 +55,7 @@ def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes
         most: the largest delta that is wanted, in bytes.
 
     Returns:
-        The delta; None: it would be larger.
+        The delta; None if it would be larger.
     """
     if payload.nbytes > _LARGEST:
         return None
@@ -149,16 +149,16 @@ def _read_head(delta: memoryview, nbytes: int) -> tuple[int, Any]:
     return word, numpy.frombuffer(delta[_HEAD.size : end], _RECORD)
 
 
-def _which(told: memoryview, count: int, length: int) -> Any:
+def _which(encoded: memoryview, count: int, length: int) -> Any:
     """Which words of a block differ, as an index of them."""
     if count == length:
         return slice(None)
     if 2 * count < -(-length // 8):
-        where = numpy.frombuffer(told, "<u2")
+        where = numpy.frombuffer(encoded, "<u2")
         if int(where.max()) < length:
             return where
     else:
-        where = numpy.unpackbits(numpy.frombuffer(told, numpy.uint8), count=length, bitorder="little").view(bool)
+        where = numpy.unpackbits(numpy.frombuffer(encoded, numpy.uint8), count=length, bitorder="little").view(bool)
         if int(numpy.count_nonzero(where)) == count:
             return where
     raise malformed("A delta names words that its block does not have", b"")

@@ -90,7 +90,7 @@ class LoaderTarget(Target):
 
     @property
     def devices(self) -> bytes:
-        """None: the loader gets tensors on the CPU."""
+        """No devices: the loader gets CPU tensors."""
         return b""
 
     def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
@@ -141,7 +141,7 @@ class LoaderTarget(Target):
         raise SwapBroken(f"The loader returned after {taken.count} of {len(layout.entries)} tensors.")
 
     def apply(self, weights: object) -> None:  # noqa: ARG002 - an override
-        """Weights by hand cannot be applied.
+        """Applying weights manually is not supported.
 
         Raises:
             ConfigurationError: always.

@@ -273,8 +273,8 @@ class SendPlan:
 
     Args:
         weights: as they are read now.
-        before: the plan before; None: there is none.
-        wire_dtype: what wider floating tensors are cast to; None: nothing is cast.
+        before: the plan before, or None.
+        wire_dtype: what wider floating tensors are cast to; None if nothing is cast.
 
     Raises:
         LayoutError: a tensor, which the error names, cannot be sent.
@@ -311,7 +311,7 @@ class SendPlan:
         return fits
 
     def pieces(self, weights: Weights) -> Pieces | None:
-        """How these weights, which fit, are copied; None: it is not planned."""
+        """How these weights, which fit, are copied; None if it is not planned."""
         if self._stay and self._pieces is None and self.place is not None and self.place.type == "cpu":
             self._pieces = Pieces(self.sent, movable(self.sent, ordered(weights, self.sent), least=0))
         return self._pieces

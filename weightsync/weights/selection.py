@@ -75,7 +75,8 @@ class Selection:
         if unmatched:
             has = listed([quoted(name) for name in sorted(found.tensors)]) or "no tensors"
             lacking = listed([quoted(each) for each in unmatched])
-            raise LayoutError(f"names= has {lacking}, which match nothing here: there are {has}.", missing=unmatched)
+            text = f"names= contains {lacking}, which match no weights. Available: {has}."
+            raise LayoutError(text, missing=unmatched)
         self._matched = names
 
 

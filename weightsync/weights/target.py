@@ -38,8 +38,8 @@ _CAPTURED: Final = (
     "from now on, and each version is copied into them"
 )
 
-#: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made anew each time,
-#: which costs less than to look for pages that this process has written through views that somebody may still have.
+#: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made each time, which
+#: costs less than to look for pages that this process has written through views that may still be referenced.
 KEPT_BELOW_NBYTES: Final = 256 << 10
 
 
@@ -80,7 +80,7 @@ class DestinationPlan:
         sharing: which tensors share memory.
         mappable: parameters that may become views of other memory, each with the index of the entry that it is to
             view: its own, or that of the first parameter it is tied to.
-        devices: the devices whose kernels read or write the tensors; empty: they are on the host.
+        devices: the devices whose kernels read or write the tensors; empty if they are on the host.
         mapped: the memory of the mapped parameters, if a swap has mapped them.
         family: the same for all plans of tensors that have not changed but by swaps.
     """
@@ -265,7 +265,7 @@ class Target:
         if not isinstance(destination, nn.Module):
             refuse_temporary_tensors(destination, self._plan, read)
         self._mapped: OrderedDict[tuple[int, Layout], _Mapped | None] = OrderedDict()
-        #: The slot on a device that parameters view; None: they view none.
+        #: The slot on a device that parameters view; None if they view none.
         self._slot: DeviceMemory | None = None
         #: Held while tensors are moved or written.
         self._moving = threading.RLock()

@@ -159,7 +159,7 @@ def sieve(site: Site) -> Iterator[Node]:
 
 
 def network(site: Site) -> Iterator[Node]:
-    """A message is not posted, not taken, or stays on a link that ended; an end that closes is not."""
+    """Drop a post, drop a receive, keep messages on an ended link, or skip a close."""
     if site.parent is not None and site.parent.kind is Kind.INFIX and site.parent.parts[0].kind is Kind.PRIME:
         return
     kept = {"Posted": 0, "Taken": 0}

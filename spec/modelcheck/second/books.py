@@ -174,20 +174,20 @@ def _met(step: Step, w: int) -> bool:
     """A handshake was accepted: the fence is that sender's incarnation, nothing is pending, and a Hello answers it."""
     old, new = step.old.receiver(w), step.new.receiver(w)
     s, k = new.link
-    told = any(_link(m) == (s, w, k) and m.kind == "HELLO" for m in step.new.answers)
+    greeted = any(_link(m) == (s, w, k) and m.kind == "HELLO" for m in step.new.answers)
     whole = new.fence == step.old.sender(s).incarnation >= old.fence and new.pending == NO_PAYLOAD
-    return whole and (told or not step.old.is_open(s, w, k))
+    return whole and (greeted or not step.old.is_open(s, w, k))
 
 
 def fences_are_heeded(bounds: Bounds, step: Step) -> bool:
     """A sender that connects has an incarnation above every fence that a closed sender has heard of."""
-    told = [step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED]
+    reported = [step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED]
     taken = [
         step.new.sender(s).incarnation
         for s in bounds.all_senders
         if not step.old.sender(s).incarnation and step.new.sender(s).incarnation
     ]
-    return all(fence < incarnation for fence, incarnation in product(told, taken))
+    return all(fence < incarnation for fence, incarnation in product(reported, taken))
 
 
 def only_the_living_act(bounds: Bounds, step: Step) -> bool:

@@ -171,7 +171,7 @@ def _nobody_is_back_after_failure(bounds: Bounds, step: Step) -> bool:
     )
 
 
-def _no_stray_answer(bounds: Bounds, node: Node) -> bool:
+def _no_unclaimed_answer(bounds: Bounds, node: Node) -> bool:
     return all(m.inc == node.sender(m.s).incarnation for m in node.answers)
 
 
@@ -213,7 +213,7 @@ STATE_CANARIES: Mapping[str, Invariant] = {
     "AbandonedMeansNot": _abandoned_means_not,
     "LostMeansNot": _lost_means_not,
     "NobodyWinsBack": _nobody_wins_back,
-    "NoStrayAnswer": _no_stray_answer,
+    "NoStrayAnswer": _no_unclaimed_answer,
     "NothingLate": _nothing_late,
     "NoSuccessor": _no_successor,
     "NoLoss": _no_loss,

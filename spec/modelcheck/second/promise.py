@@ -66,7 +66,7 @@ def _changed(old: tuple[object, ...], new: tuple[object, ...]) -> list[int]:
 
 
 def _served(old: Promised, new: Promised) -> bool:
-    """One worker serves a newer version that was sent, or nothing any more; a sender notes the first."""
+    """A worker moves to a newer sent version or stops serving; the sender records the former."""
     moved = _changed(old.served, new.served)
     if len(moved) != 1:
         return False
@@ -132,8 +132,8 @@ def _is_answered(before: Sent, after: Sent) -> bool:
     if said == "APPLIED" and w + 1 not in before.did:
         return False
     ends = before.phase == "waited" and before.outcomes.count("PENDING") == 1
-    told = before._replace(outcomes=after.outcomes)
-    return after == (told._replace(phase="idle", did=frozenset()) if ends else told)
+    noted = before._replace(outcomes=after.outcomes)
+    return after == (noted._replace(phase="idle", did=frozenset()) if ends else noted)
 
 
 def _waits(before: Sent, after: Sent) -> bool:

@@ -82,10 +82,10 @@ class Ledger:
     @classmethod
     def read(cls) -> Ledger:
         """As the file says."""
-        told = tomllib.loads(FILE.read_text(encoding="utf-8"))
-        scores = {module: Score(**score) for module, score in told["scores"].items()}
-        living = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told.get("survivor", [])}
-        return cls(scores, told["reasons"], living, tuple(told.get("unhunted", ())))
+        loaded = tomllib.loads(FILE.read_text(encoding="utf-8"))
+        scores = {module: Score(**score) for module, score in loaded["scores"].items()}
+        living = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in loaded.get("survivor", [])}
+        return cls(scores, loaded["reasons"], living, tuple(loaded.get("unhunted", ())))
 
     def after(self, result: Sequence[Sequence[object]], mutants: Mapping[str, int]) -> Ledger:
         """With a result taken in, of all mutants of some functions.

@@ -22,17 +22,17 @@ Key = tuple[str, str, str, int]
 HEAD = """# Mutants of the code
 
 A mutant is one function of the machines or their pure halves, changed in one place by mutmut: an operator, an argument,
-a constant, a text, a case. An oracle kills it if it fails of it: the tests of `tests/protocol/machines` and
-`tests/protocol/pure`, then the small graphs of `tests/protocol/graph`, whose digests TLC agrees with. `make verify`
-hunts them all. It fails if one lives that is not on this page, if one on this page lives no longer, and if the share of
-the killed falls.
+a constant, a text, a case. A test kills a mutant by failing on it: the tests of `tests/protocol/machines` and
+`tests/protocol/pure` run first, then the small graphs of `tests/protocol/graph`, whose digests agree with TLC's.
+`make verify` runs all mutants. The run fails if a mutant survives that is not listed here, if a listed one is now
+killed, or if the kill rate drops.
 
-Not mutated: what stands outside functions (the rows are generated, and the graphs are TLC's own), the drivers, and
+Not mutated: code outside functions (the rows are generated, and the graphs are compared with TLC's), the drivers, and
 everything that sends, receives or applies.
 
-`python tests/protocol/mutation/run.py RESULT` hunts, `python tests/protocol/mutation/reviewed.py RESULT` takes that in
-and renders this page; then each new mutant wants its reason in `tests/protocol/mutation/survivors.toml`, or a test that
-kills it.
+`python tests/protocol/mutation/run.py RESULT` runs the mutants; `python tests/protocol/mutation/reviewed.py RESULT`
+records the result and renders this page. Each new survivor then needs a reason in
+`tests/protocol/mutation/survivors.toml`, or a test that kills it.
 """
 
 
@@ -55,9 +55,9 @@ class Reviewed:
     @classmethod
     def read(cls) -> Reviewed:
         """As the file says."""
-        told = tomllib.loads(FILE.read_text(encoding="utf-8"))
-        reasons = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told.get("survivor", [])}
-        return cls(told["mutants"], told["killed"], reasons, tuple(told.get("unhunted", ())))
+        loaded = tomllib.loads(FILE.read_text(encoding="utf-8"))
+        reasons = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in loaded.get("survivor", [])}
+        return cls(loaded["mutants"], loaded["killed"], reasons, tuple(loaded.get("unhunted", ())))
 
     def after(self, result: list[list[str]]) -> Reviewed:
         """With a result of all mutants taken in."""
@@ -78,9 +78,9 @@ class Reviewed:
     def page(self) -> str:
         """The page of the docs."""
         share = 100 * self.killed / self.mutants if self.mutants else 0
-        lines = [HEAD, f"**{self.killed} of {self.mutants} are killed ({share:.1f} %).** Those that live:"]
+        lines = [HEAD, f"**{self.killed} of {self.mutants} are killed ({share:.1f} %).** The survivors:"]
         if self.unhunted:
-            lines.insert(1, f"**Not hunted yet, and not counted:** {', '.join(self.unhunted)}.\n")
+            lines.insert(1, f"**Not run yet, and not counted:** {', '.join(self.unhunted)}.\n")
         by_function = Counter(function for function, *_ in self.reasons)
         for function in by_function:
             lines += ["", f"## `{function.removeprefix('weightsync.')}`", ""]

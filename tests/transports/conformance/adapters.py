@@ -41,7 +41,7 @@ WORDLESS = "a sender that says no goodbye is told by the end of its process alon
 LONG = 900.0
 #: As all tests of Ray: its processes take long to start, and it leaves what it does not close to the collector.
 RAY = (pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning"))
-NO_CABLE = "nothing lies between the ends of a call that could break while both live"
+NO_CABLE = "a call cannot break while both ends are alive"
 
 
 @dataclass(frozen=True)

@@ -384,7 +384,7 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: VLLMEngine("localhost:8000", Inline()), "is no URL of an engine"),
+        (lambda: VLLMEngine("localhost:8000", Inline()), "is not the URL of an engine"),
         (lambda: VLLMEngine("http://localhost:1", 3), "is no Carrier"),
         (lambda: VLLMEngine(object(), Inline()), "has no init_weight_transfer_engine"),
         (lambda: VLLMEngine("http://localhost:1", Inline(), pause="doze"), "doze"),

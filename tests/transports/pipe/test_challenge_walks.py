@@ -16,7 +16,7 @@ from weightsync import AuthenticationError
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Message
-from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
+from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, TurnedAway
 from weightsync.transports.calls.server import Frames, Parcel
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
 from weightsync.transports.store.seals import SenderGuard, WorkerGuard
@@ -159,7 +159,7 @@ class Calls:
         self.random = random.Random(seed)
         self.wire: list[Envelope] = []
         self.senders = {s: KeyedSeal(KEY, identity(s, "calls"), "w") for s in range(1, SENDERS + 1)}
-        self.gates = [Gate(KEY, "policy", "calls", str) for _ in range(2)]
+        self.gates = [CallAuthenticator(KEY, "policy", "calls", str) for _ in range(2)]
         self.said = dict.fromkeys(self.senders, 0)
         self.met = dict.fromkeys(self.senders, 0)
         self.heard: dict[int, list[int]] = {s: [] for s in self.senders}
@@ -213,7 +213,7 @@ class Calls:
             self.proven[w] |= it.kind is Kind.PROVEN
         fits &= number == it.number
         if fits and it.content and not (w and self.proven[w]):
-            assert isinstance(admitted, Kept)
+            assert isinstance(admitted, HeldCall)
             self._keeps(g, s, number, admitted.frames)
         elif fits and (it.content or number in self.kept[w] | self.asked[w]):
             assert isinstance(admitted, Parcel)

@@ -13,19 +13,19 @@ from dataclasses import replace
 import pytest
 
 from weightsync.group.channel import Put, TrainerEnd, WorkerEnd
-from weightsync.group.reception import Invitation, Reception
+from weightsync.group.reception import ChannelListener, Invitation
 from weightsync.keys import SharedKey
 
 KEY = SharedKey(b"a secret")
 
 
 @pytest.fixture(params=[None, KEY], ids=["no-key", "key"])
-def reception(request: pytest.FixtureRequest) -> Iterator[Reception]:
-    with contextlib.closing(Reception("127.0.0.1", request.param)) as reception:
+def reception(request: pytest.FixtureRequest) -> Iterator[ChannelListener]:
+    with contextlib.closing(ChannelListener("127.0.0.1", request.param)) as reception:
         yield reception
 
 
-def admitted(reception: Reception) -> None:
+def admitted(reception: ChannelListener) -> None:
     """Have it look at everything that comes within a moment."""
     poller = select.poll()
     poller.register(reception, select.POLLIN)
@@ -41,7 +41,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def test_only_a_worker_that_was_invited_is_let_in_and_only_once(
-    reception: Reception, caplog: pytest.LogCaptureFixture
+    reception: ChannelListener, caplog: pytest.LogCaptureFixture
 ) -> None:
     invitation, end = reception.expect()
     with contextlib.ExitStack() as stack:
@@ -71,7 +71,7 @@ def test_only_a_worker_that_was_invited_is_let_in_and_only_once(
         worker.close()
 
 
-def test_a_life_that_was_given_up_is_not_let_in(reception: Reception) -> None:
+def test_a_life_that_was_given_up_is_not_let_in(reception: ChannelListener) -> None:
     invitation, end = reception.expect()
     end.close()
     with contextlib.closing(WorkerEnd(invitation.connect(), 1)) as worker:
@@ -79,7 +79,7 @@ def test_a_life_that_was_given_up_is_not_let_in(reception: Reception) -> None:
         assert worker.stopped
 
 
-def test_a_worker_hears_what_was_said_before_it_connected(reception: Reception) -> None:
+def test_a_worker_hears_what_was_said_before_it_connected(reception: ChannelListener) -> None:
     invitation, end = reception.expect()
     end.announce(7)
     end.stop()
@@ -105,7 +105,7 @@ def test_a_worker_that_does_not_listen_delays_no_announcement_and_hears_the_newe
     worker.close()
 
 
-def test_an_invitation_shows_no_key(reception: Reception) -> None:
+def test_an_invitation_shows_no_key(reception: ChannelListener) -> None:
     invitation: Invitation = reception.expect()[0]
     assert "a secret" not in repr(invitation)
     assert (invitation.proof == invitation.token) == (invitation.key is None)

@@ -9,7 +9,7 @@ import pytest
 
 from weightsync.clock import Timeout, replaced_by, seconds
 from weightsync.group.channel import Failed, Finished, Frame, Put, Started
-from weightsync.group.members import Life, Member, Rules, Running
+from weightsync.group.members import Member, MemberState, Rules, Running
 from weightsync.testing import FakeClock
 
 
@@ -133,7 +133,7 @@ def test_a_worker_that_does_not_end_after_its_last_word_is_killed(clock: FakeClo
     member.judge(excused=False)
     assert member.dead
     assert member.died() is None  # its function had returned: that is no failure
-    assert member.life is Life.FINISHED
+    assert member.life is MemberState.FINISHED
 
 
 def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clock: FakeClock, lives: Lives) -> None:
@@ -144,14 +144,14 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
         assert member.died() is not None
         clock.advance(delay - 0.5)
         member.judge(excused=False)
-        assert member.life is Life.WAITING
+        assert member.life is MemberState.WAITING
         clock.advance(0.5)
         member.judge(excused=False)
-        assert member.life is Life.STARTING
+        assert member.life is MemberState.STARTING
     lives.processes[-1].kill()
     error = member.died()
     assert error is not None
-    assert (member.life, error.restarts, error.reason) == (Life.FAILED, 2, "its process was ended by SIGSEGV")
+    assert (member.life, error.restarts, error.reason) == (MemberState.FAILED, 2, "its process was ended by SIGSEGV")
 
 
 def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeClock, lives: Lives) -> None:
@@ -175,10 +175,10 @@ def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, live
     member.stop()
     lives.processes[0].kill()
     member.died()
-    assert (lives.channels[0].stops, member.life) == (1, Life.FAILED)
+    assert (lives.channels[0].stops, member.life) == (1, MemberState.FAILED)
 
     waiting = started(other := Lives(), restart_delay=5.0)
     other.processes[0].kill()
     waiting.died()
     waiting.stop()
-    assert waiting.life is Life.FINISHED
+    assert waiting.life is MemberState.FINISHED

@@ -1,4 +1,4 @@
-"""What brings tensors to an engine's workers beside the calls, and how the two go together."""
+"""A carrier moves tensors to an engine's workers beside the calls that announce them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PATIENCE: Final = 5.0
 
 
 class Carrier(abc.ABC):
-    """Brings tensors to an engine's workers beside the calls: the trainer's half of a transfer such as NCCL's.
+    """Moves tensors to an engine's workers beside the calls: the trainer's half of a transfer such as NCCL's.
 
-    The calls say what comes, the carrier brings it. Override what your transfer needs.
+    The calls announce the tensors, the carrier transfers them. Override the methods that your transfer needs.
     """
 
     def init_info(self) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ def beside(
         call: the engine's.
         carry: the carrier's part; runs in a thread of its own.
         give_up: ends ``carry``, if the call fails.
-        abort: ends ``call``, if the carrier fails: the engine waits for what will not come.
+        abort: ends ``call``, if the carrier fails: otherwise the engine would wait for tensors that never come.
         what: the call's name, for messages.
 
     Raises:

@@ -31,7 +31,7 @@ _Job = Callable[[], None]
 class Engine(abc.ABC):
     """An adapter of one inference engine: feeds it a version by calls that it answers.
 
-    All that is known of a version whose calls returned is that they returned: evidence ``call``.
+    If the calls of a version returned, nothing more is known of it: evidence ``call``.
     """
 
     #: How many bytes go to the engine in one call. A larger tensor goes alone.
@@ -54,7 +54,7 @@ class Engine(abc.ABC):
         Raises:
             PartlyLoadedError: it failed, and the engine has perhaps begun to change.
             TransportError: the engine cannot be reached, and its state is unknown.
-            Exception: anything else: it failed, and the engine serves what it did.
+            Exception: any other exception: it failed, and the engine still serves the previous version.
         """
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ CONNECT_SECONDS: Final = 5.0
 #: How much of an engine's error is quoted.
 _QUOTED: Final = 2000
 #: Statuses of calls that were turned away: the engine has begun nothing.
-_AT_THE_DOOR: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
+_REJECTED: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
 
 
 class EngineError(WeightSyncError):
@@ -37,7 +37,7 @@ class EngineError(WeightSyncError):
     @property
     def began_nothing(self) -> bool:
         """Whether the status says that the call was turned away, and so changed nothing."""
-        return self.status in _AT_THE_DOOR
+        return self.status in _REJECTED
 
 
 class HttpCalls:
@@ -116,7 +116,7 @@ class HttpCalls:
 def _parsed(url: str) -> SplitResult:
     at = urlsplit(url)
     if at.scheme not in ("http", "https") or not at.hostname:
-        raise ConfigurationError(f"{url!r} is no URL of an engine: give one such as 'http://localhost:8000'.")
+        raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
     return at
 
 

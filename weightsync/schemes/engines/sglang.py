@@ -42,7 +42,7 @@ class SGLangEngine(Engine):
 
     Args:
         url: of the server.
-        carrier: brings the tensors; None: they travel in the calls.
+        carrier: brings the tensors; None if they travel in the calls.
         tp_size: its tensor-parallel size: each rank gets the whole tensors, and takes its part.
         pause: what becomes of requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
             so that a request may see parts of two versions.

@@ -121,8 +121,8 @@ class VLLMEngine(Engine):
     ``--weight-transfer-config``.
 
     Args:
-        engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. A handle
-            is not paused: see to it that it does not generate meanwhile.
+        engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. An object
+            or actor is not paused: make sure that it does not generate meanwhile.
         carrier: brings the tensors: the trainer's half of the server's backend.
         pause: what becomes of a server's requests in progress: "keep" (default), "abort" or "wait"; None: do not
             pause, so that a request may see parts of two versions.
@@ -145,7 +145,7 @@ class VLLMEngine(Engine):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if not isinstance(carrier, Carrier):
-            raise ConfigurationError(f"{carrier!r} is no Carrier: give what brings tensors to the engine's workers.")
+            raise ConfigurationError(f"{carrier!r} is no Carrier: give the object that moves its tensors.")
         mode = None if pause is None else VLLMPause(pause)
         at_url = isinstance(engine, str)
         self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)

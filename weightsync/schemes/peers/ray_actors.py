@@ -124,13 +124,13 @@ def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
 
 
 def _handle_of(endpoint: Any) -> Any:
-    """The actor's handle; None: the endpoint is no handle of Ray's."""
+    """The actor's handle; None if the endpoint is no handle of Ray's."""
     handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
     return next((handle for handle in handles if optional(handle, RUN) is not MISSING), None)
 
 
 def _id_of(handle: Any) -> str:
-    """The actor's id, as `own_actor` gives it in the actor; empty: it is no handle of Ray's."""
+    """The actor's id, as `own_actor` gives it in the actor; empty if it is no handle of Ray's."""
     known = optional(handle, "_actor_id")
     return "" if known is MISSING else str(known.hex())
 

@@ -42,7 +42,7 @@ class VLLMDoubleBufferTransport:
         self.num_threads = num_threads
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Write a version, and make it the newest once it is whole. Nobody has applied it when this returns.
+        """Write a version, and make it the newest once it is whole. It need not be applied yet when this returns.
 
         Args:
             model_id: the model; it is not written.
@@ -67,7 +67,7 @@ class VLLMDoubleBufferTransport:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> TensorDictBase | None:
-        """The newest version, whole, by dotted names, in memory of its own; None: there is none.
+        """The newest version, whole, by dotted names, in memory of its own, or None.
 
         Args:
             timeout: ignored, as are the others: nothing is waited for.
@@ -80,7 +80,7 @@ class VLLMDoubleBufferTransport:
 
 
 def newest(at: Path) -> int:
-    """The number of the newest version; 0: there is none."""
+    """The number of the newest version; 0 if there is none."""
     try:
         return int((at / _NEWEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def read(at: Path) -> tuple[int, TensorDictBase | None]:
 
 
 class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
-    """Weights by way of a shared directory, which the engine's side polls.
+    """Weights travel through a shared directory, which the engine's side polls.
 
     No outcome is known in the trainer: `VLLMDoubleBufferWeightSender.update_weights` returns when a version is written.
 

@@ -47,7 +47,7 @@ class VLLMCollectiveTransport(EngineTransport):
         self._engine, self._carrier = vllm_engine, carrier
 
     def init_all_workers_group(self, model_metadata: Metadata, gpus_per_replica: int | None = None) -> None:
-        """In the trainer: lay a link to the engine. The first send has engine and carrier join their group.
+        """In the trainer: create a link to the engine. With the first send, engine and carrier join their group.
 
         Raises:
             ConfigurationError: there is no engine, or no carrier.
@@ -56,8 +56,8 @@ class VLLMCollectiveTransport(EngineTransport):
             return  # the engine joins when the trainer calls it
         if self._engine is None or self._carrier is None:
             raise ConfigurationError(
-                "init_all_workers_group() needs vllm_engine= and the scheme a carrier=: what brings tensors to vLLM's "
-                "workers, see docs/engines.md."
+                "init_all_workers_group() needs vllm_engine=, and a scheme created with carrier= (the object that "
+                "moves tensors to vLLM's workers). See docs/engines.md."
             )
         self._connect(VLLMEngine(self._engine, self._carrier))
 

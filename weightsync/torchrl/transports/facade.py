@@ -1,4 +1,4 @@
-"""`TransportFacade`: what all of TorchRL's transport classes offer, over senders and receivers of ours."""
+"""`TransportFacade`: what all of TorchRL's transport classes offer, over our senders and receivers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TransportFacade(abc.ABC):
         strategy: the format of the weights returned, and how modules are extracted.
     """
 
-    #: Attributes that a copy is made without; `_begin` sets them anew.
+    #: Attributes that a copy does not get; `_begin` sets them again.
     _not_copied: tuple[str, ...] = (
         *("_senders", "_receivers", "_outstanding", "_reported", "_last", "_lock", "_services", "_closed"),
     )
@@ -169,7 +169,7 @@ class TransportFacade(abc.ABC):
             )
 
     def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
-        """Send weights and go on; `wait_ack` reports the outcome. The caller may change its tensors now.
+        """Send weights and return; `wait_ack` reports the outcome. The caller may change its tensors now.
 
         Raises:
             WeightSyncError: as `send_weights`, but for the outcomes.

@@ -183,7 +183,7 @@ class MPTransport(TransportFacade):
         channel, waker = self._queue("receiver"), Waker()
         while True:
             for model_id in self._arrived():
-                weights = self._hand_out(model_id)
+                weights = self._take_weights(model_id)
                 if weights is not None:
                     return model_id, weights
             if deadline.passed:
@@ -202,7 +202,7 @@ class MPTransport(TransportFacade):
             self._receiver(model_id)
         return [model_id for model_id, receiver in list(self._receivers.items()) if receiver.has_update()]
 
-    def _hand_out(self, model_id: str) -> Any:
+    def _take_weights(self, model_id: str) -> Any:
         weights = self._receivers[model_id].take_update(0.0)
         if weights is not None:
             self._last = model_id

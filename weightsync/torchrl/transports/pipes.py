@@ -22,8 +22,8 @@ class Inbox(Protocol):
     def _arrived(self) -> Sequence[str]:
         """The models with an update that was not returned yet."""
 
-    def _hand_out(self, model_id: str) -> Any:
-        """The weights of a model's update; None: there is none after all."""
+    def _take_weights(self, model_id: str) -> Any:
+        """The weights of a model's update; None if there is none after all."""
 
     def _links(self) -> list[Link]:
         """The open links, to wait for."""
@@ -98,13 +98,13 @@ class ReferencePipe:
         for model_id in self._inbox._arrived():
             if in_turn and self._channel.user_message_is_first(model_id):
                 continue
-            weights = self._inbox._hand_out(model_id)
+            weights = self._inbox._take_weights(model_id)
             if weights is not None:
                 return model_id, weights
         return None
 
     def await_update(self, deadline: Deadline) -> tuple[str, Any] | None:
-        """The next update; None: none arrived in time. Raises TransportError: the connection has ended."""
+        """The next update; None if none arrived in time. Raises TransportError: the connection has ended."""
         while True:
             waker = self._channel.user_waker()
             seen = waker.fired

@@ -154,7 +154,7 @@ class WeightUpdaterBase(abc.ABC):
         """
 
     def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
-        """The ids of all workers; None: they have no ids, and one call without an id serves them all."""
+        """The ids of all workers; None if they have no ids, and one call without an id serves them all."""
         return None
 
     def _get_server_weights(self) -> Any:
@@ -204,12 +204,12 @@ class WeightUpdaterBase(abc.ABC):
 
     @property
     def collector(self) -> Any | None:
-        """The collector that was registered; None: there is none, or it is gone."""
+        """The collector that was registered; None if there is none, or it is gone."""
         return next(iter(self._living()), None)
 
     @property
     def collectors(self) -> list[Any] | None:
-        """A list of `collector`, or an empty one if it is gone; None: none was ever registered."""
+        """A list of `collector`, or an empty one if it is gone; None if none was ever registered."""
         return self._living() if self._registered else None
 
     def _living(self) -> list[Any]:
@@ -279,7 +279,7 @@ def _words(workers: Sequence[Any]) -> str:
 
 
 def _nbytes(weights: Any) -> int:
-    """The size of weights in bytes; 0: they are of a type that we cannot read."""
+    """The size of weights in bytes; 0 if they are of a type that we cannot read."""
     if not isinstance(weights, TensorDictBase | Mapping):
         return 0
     try:

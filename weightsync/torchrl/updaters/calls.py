@@ -134,7 +134,7 @@ class NoPacker(Packer):
         return self._packed
 
 
-class CallWiring:
+class CallServices:
     """`SchemeServices` of an updater's sender: one link per worker, whose updates become calls."""
 
     apply_mode = Mode.COPY

@@ -15,7 +15,7 @@ from weightsync.errors import StateError
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.protocol.sender import LinkState
-from weightsync.torchrl.updaters.calls import Begin, Call, Calls, CallWiring, WorkerId
+from weightsync.torchrl.updaters.calls import Begin, Call, Calls, CallServices, WorkerId
 from weightsync.transports.process import forget_after_fork
 
 #: What the caller of an updater can do after a failure.
@@ -27,7 +27,7 @@ ADVICE: Final = {
 
 
 class Pushes:
-    """Makes the calls of each push and waits until they end. A forked child starts anew."""
+    """Makes the calls of each push and waits until they end. A forked child starts afresh."""
 
     def __init__(self) -> None:
         self._start_over()
@@ -36,13 +36,13 @@ class Pushes:
     def _start_over(self) -> None:
         self._turn = threading.Lock()
         self._calls = Calls()
-        self._sender = WeightSender(CallWiring(self._calls))
+        self._sender = WeightSender(CallServices(self._calls))
         self._numbers: dict[WorkerId, int] = {}
         #: The version that was last reported as TIMED_OUT.
         self._reported = 0
 
     def forget(self) -> None:
-        """In a forked child: start anew."""
+        """In a forked child: start afresh."""
         self._start_over()
 
     @property

@@ -33,14 +33,14 @@ class TurnedAway:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class HeldCall:
     """A call whose sender has the key, but may be a replayed recording: its content is kept for now."""
 
     #: The answer of the call: the challenge.
     frames: Frames
 
 
-class Gate:
+class CallAuthenticator:
     """Checks and opens the parcels for one model.
 
     Args:
@@ -55,7 +55,7 @@ class Gate:
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
 
-    def admit(self, parcel: Parcel) -> Parcel | Kept | TurnedAway:
+    def admit(self, parcel: Parcel) -> Parcel | HeldCall | TurnedAway:
         """Open a parcel that may be delivered; or return the answer of its call, which ends at once."""
         if self.key is None:
             return self._refuse(Reason.WORKER_HAS_NONE) if is_envelope(parcel.frame) else parcel
@@ -71,7 +71,7 @@ class Gate:
         with self._lock:
             # If two calls were both first, one of them is made again with the challenge of the other.
             first = self._sessions.setdefault(parcel.link, session)
-            if isinstance(admitted, Kept):
+            if isinstance(admitted, HeldCall):
                 self._keep_few()
         return admitted if first is session else self.admit(parcel)
 
@@ -142,7 +142,7 @@ class _Session:
         with self._lock:
             return sum(each.payload.nbytes for each in self._kept.values() if each.payload is not None)
 
-    def admit(self, parcel: Parcel) -> Parcel | Kept:
+    def admit(self, parcel: Parcel) -> Parcel | HeldCall:
         """Open a parcel. Until its sender has proved that it is alive, keep it and answer with a challenge.
 
         Raises AuthenticationError: it is not from the sender.
@@ -151,11 +151,11 @@ class _Session:
             envelope = self._seal.open(parcel.frame)
             carried = b"" if parcel.payload is None else digest_of(parcel.payload)
             if envelope.number != parcel.number or envelope.digest != carried:
-                raise AuthenticationError("A call has another number or other weights than its sender sealed.")
+                raise AuthenticationError("A call's number or weights do not match its seal.")
             opened = replace(parcel, frame=bytes(envelope.content))
             if opened.frame and not self._seal.proven:
                 self._kept[parcel.number] = opened
-                return Kept([self._seal.challenge])
+                return HeldCall([self._seal.challenge])
             return opened if opened.frame else self._again(opened)
 
     def _again(self, parcel: Parcel) -> Parcel:

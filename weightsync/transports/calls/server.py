@@ -13,7 +13,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.forwarding import complete_like
-from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
+from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, TurnedAway
 from weightsync.transports.calls.same_host import REACHES, reaches
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
 from weightsync.transports.exposure import warn_exposed
@@ -42,7 +42,7 @@ class CallServer:
         self._way = way
         self._worker = worker
         #: None: no receiver has listened yet, so it is not known whether there is a key.
-        self._gate: Gate | None = None
+        self._gate: CallAuthenticator | None = None
         self._sealed: list[tuple[Parcel, Future[Frames]]] = []
         self._lock = threading.Lock()
         self._links: dict[str, CallServerLink] = {}
@@ -149,13 +149,13 @@ class CallServer:
             self._forget(parcel.link)
             return
         admitted = parcel if gate is None else gate.admit(parcel)
-        if gate is not None and isinstance(admitted, Parcel | Kept):
+        if gate is not None and isinstance(admitted, Parcel | HeldCall):
             gate.forget(parcel.link)
         if isinstance(admitted, Parcel):
             self._end(admitted)
 
     def _forget(self, name: str) -> None:
-        """End the calls of a link that nobody has opened yet."""
+        """End the calls of a link that has not been opened yet."""
         with self._lock:
             gone = [waiting for parcel, waiting in self._sealed if parcel.link == name]
             self._sealed = [each for each in self._sealed if each[0].link != name]
@@ -226,7 +226,7 @@ class CallServer:
             self._accept = accept
             same = self._key == key
             if self._gate is None or not same:
-                self._gate = Gate(key, self.model_id, self._way, self._worker)
+                self._gate = CallAuthenticator(key, self.model_id, self._way, self._worker)
             unmet, self._unmet = self._unmet, []
             sealed, self._sealed = self._sealed, []
         for link in unmet:

@@ -247,7 +247,7 @@ class CallServerLink(WakeableLink):
         self._let_go()
 
     def forget(self) -> None:
-        """In a forked child: count as closed, and answer nobody."""
+        """In a forked child: count as closed, and do not answer."""
         super().forget()
         self._lock = threading.Lock()
         self._open = {}

@@ -343,7 +343,7 @@ class Channel:
             self._watch = None
 
     def forget(self) -> None:
-        """In a forked child: be dead, and leave the connection to whoever uses it here."""
+        """In a forked child: count as dead, and leave the connection to its users here."""
         self._lock = threading.Lock()
         self._release()
         self._deaf = lost("was inherited over a fork: it is the parent's")

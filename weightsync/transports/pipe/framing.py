@@ -47,7 +47,7 @@ class _FramedUpdates:
         self._last: tuple[Update, int, int, bytes] | None = None
 
     def known(self, update: Update, number: int = 0, descriptors: int = 0) -> bytes | None:
-        """An update's control part, if it was the last that was made; None: it was not.
+        """The cached control frame, if this was the last update encoded; otherwise None.
 
         Args:
             number: that of the slot that its payload lies in, which holds no other as long as this version is sent;
@@ -62,7 +62,7 @@ class _FramedUpdates:
         """An update's control part as it is sent over a pipe.
 
         Args:
-            slot: where its payload lies; None: it follows inline.
+            slot: where its payload lies; None if it follows inline.
         """
         control = PREAMBLE + codec.encode(update, descriptors, slot)
         number = 0 if slot is None else slot.segment
@@ -74,7 +74,7 @@ framed_updates: Final = _FramedUpdates()
 
 
 def start_of_ours(content: Readable) -> int | None:
-    """The offset of the header in a frame of ours; None: the frame is the user's.
+    """The offset of the header in a frame of ours; None if the frame is the user's.
 
     Frames without the preamble are ours too: an older release writes them, and gets the error that names its version.
     """
@@ -112,7 +112,7 @@ class Frame(NamedTuple):
     message: Message
     payload: memoryview | None
     descriptors: tuple[int, ...]
-    #: Why its payload or its descriptor could not be taken; empty: it was taken.
+    #: Why its payload or its descriptor could not be taken; empty if it was taken.
     untaken: str = ""
 
 
@@ -181,10 +181,10 @@ class Inflow:
         self._socket = sock
         self._chunk = memoryview(bytearray(_CHUNK_NBYTES))
         self._start = 0
-        #: Where the chunk's bytes end that `next` has not used up; 0: there are none.
+        #: Where the chunk's bytes end that `next` has not used up; 0 if there are none.
         self.end = 0
         self._descriptors: deque[int] = deque()
-        #: The part of a frame that is being gathered; None: none is.
+        #: The part of a frame that is being gathered; None if none is.
         self.filling: _Filling | None = None
         self._head: codec.Head | None = None
         self._message: Message | None = None

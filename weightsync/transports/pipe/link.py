@@ -37,7 +37,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
 
     Args:
         connection: this process's end. It is never made non-blocking.
-        opener: opens slots on a device; None: this end cannot.
+        opener: opens slots on a device; None if this end cannot.
 
     Raises:
         ConfigurationError: the connection is closed, one-way or not a socket, or has a link for that model.
@@ -176,7 +176,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         return self._remark
 
     def _is_remark(self, message: Hello | Refusal) -> bool:
-        """Process what the worker has told; whether it is a remark, and no message to the driver."""
+        """Process a remark of the worker. Returns whether the message is one, and not for the driver."""
         if isinstance(message, Refusal):
             self._remark = unmet_reason(message)
             if self._remark:
@@ -319,7 +319,7 @@ class Mapped:
     """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list.
 
     Args:
-        opener: opens slots that lie on a device; None: this end cannot open any.
+        opener: opens slots that lie on a device; None if this end cannot open any.
     """
 
     def __init__(self, opener: Opener | None = None) -> None:
@@ -333,7 +333,7 @@ class Mapped:
         """The mapping of a segment, made now if its descriptor came with the frame.
 
         Args:
-            untaken: why a passed descriptor could not be taken; empty: none was lost.
+            untaken: why a passed descriptor could not be taken; empty if none was lost.
 
         Raises:
             ProtocolError: the peer never passed that segment.

@@ -134,7 +134,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
     """Carries messages to an actor that has our receiver, and returns the receiver's own answers.
 
     Args:
-        key: shared with the worker; None: its answers are believed as they come.
+        key: shared with the worker; None if its answers are believed as they come.
     """
 
     def __init__(  # noqa: PLR0917 - the first four are those of every call client
@@ -260,7 +260,7 @@ class PlainActorCallClient(_RayCallClient):
 
 
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
-    """Ask an actor for which models receivers of ours listen in it. An actor that cannot be asked has none.
+    """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
 
     Raises TransportError: Ray accepted no call.
     """

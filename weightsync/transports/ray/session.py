@@ -27,7 +27,7 @@ def require_ray(what: str) -> Any:
 
 
 def own_actor() -> str:
-    """The id of the actor that this process is; empty: it is not an actor."""
+    """The id of the actor that this process is; empty if it is not an actor."""
     ray = require_ray("RayWeightSyncScheme")
     return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
 

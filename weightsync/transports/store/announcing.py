@@ -88,7 +88,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
     def announce(client: Client) -> None:
         # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
-        # hint at the newest link: anybody could write it, and the worker reads all announcements in turn anyway.
+        # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
         places = (f"{base}/announced/{number}" for number in itertools.count())
         while client.value(place := next(places)) is not None or client.claim(place, announced) != announced:
             continue
@@ -133,23 +133,23 @@ class Announced:
     """An announcement that a sender wrote under the worker's key."""
 
     name: str
-    #: Proves that the sender has the key; empty: it has none.
+    #: Proves that the sender has the key; empty if it has none.
     proof: str
 
     @classmethod
     def of(cls, written: str) -> Announced | None:
-        """The announcement in a value; None: no sender wrote it."""
+        """The announcement in a value; None if no sender wrote it."""
         name, _, proof = written.partition(" ")
         return cls(name, proof) if _NAME.fullmatch(name) else None
 
     def why_refused(self, rendezvous: StoreEnd, model_id: str) -> Reason | None:
-        """Why the sender is refused; None: it is not."""
+        """Why the sender is refused; None if it is not."""
         if rendezvous.key is None:
             return Reason.WORKER_HAS_NONE if self.proof else None
         if not self.proof:
             return Reason.SENDER_HAS_NONE
         wanted = announcement(rendezvous.key, _identity(rendezvous, model_id, self.name))
-        # Compared as bytes: a stranger's text may be anything.
+        # Compared as bytes: text from another program may be anything.
         fits = hmac.compare_digest(self.proof.encode(errors="replace"), wanted.encode())
         return None if fits else Reason.OTHER_KEY
 
@@ -183,7 +183,7 @@ def _nothing(_: Client) -> None:
 
 SENDERS: Final = "senders"
 RECEIVERS: Final = "receivers"
-#: The models that are looked at, and the letters of each: anybody may write here.
+#: The most models that are read, and the longest name: any client of the store may write here.
 _MOST: Final = 32
 _LONGEST: Final = 200
 
@@ -201,7 +201,7 @@ class Models:
                 return
 
     def without(self, client: Client, model_id: str) -> str:
-        """The models that are there, if that one is not; empty: it is, or none are.
+        """The models that are there, if that one is not; empty if it is, or none are.
 
         Raises TransportError: the store is gone.
         """

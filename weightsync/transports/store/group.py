@@ -97,7 +97,7 @@ class Rendezvous(Store):
 
 #: Payloads are sent in pieces of this size.
 BUCKET_NBYTES: Final = 64 * 2**20
-#: For one bucket. Nobody waits that long: it ends a thread whose link was lost long ago.
+#: For one bucket. No caller waits that long: it ends a thread whose link was lost long ago.
 _LONGEST: Final = timedelta(minutes=1)
 #: Makes a group from a store and our rank.
 _Make = Callable[[Store, int], Any]
@@ -151,13 +151,13 @@ class Group:
     def write(
         self, stream: Stream, client: Client, text: bytes, payload: memoryview | None, go_on: Callable[[], None]
     ) -> None:
-        """Write a message to the connection, and send its payload; returns or raises once nobody reads that any more.
+        """Write a message to the connection, and send its payload; returns or raises once it is no longer read.
 
         Raises TransportError: the other rank has ended, or the group was aborted.
         """
         stream.write(text, None, go_on)
         if payload is not None:
-            self._meet(client)
+            self._join(client)
             self._move(_buckets(payload), self._sending)
 
     def read(self, stream: Stream, client: Client, payload: memoryview) -> None:  # noqa: ARG002
@@ -165,7 +165,7 @@ class Group:
 
         Raises TransportError: as `write`; the contents of ``payload`` are then undefined.
         """
-        self._meet(client)
+        self._join(client)
         self._move(_buckets(payload), self._receiving)
 
     def skip(self, stream: Stream, client: Client, nbytes: int) -> None:  # noqa: ARG002
@@ -173,7 +173,7 @@ class Group:
 
         Raises TransportError: as `write`, or there is not even memory for a bucket.
         """
-        self._meet(client)
+        self._join(client)
         scratch = torch.frombuffer(anonymous(min(nbytes, BUCKET_NBYTES)), dtype=torch.uint8)
         starts = range(0, nbytes, BUCKET_NBYTES)
         self._move([scratch[: nbytes - start] for start in starts], self._receiving)
@@ -193,7 +193,7 @@ class Group:
         """
         Rendezvous(client, self._prefix, self._over).give_up()
 
-    def _meet(self, client: Client) -> None:
+    def _join(self, client: Client) -> None:
         if self._group is not None:
             return
         rendezvous = Rendezvous(client, self._prefix, self._over)

@@ -102,7 +102,7 @@ class Heartbeat:
             for beat in itertools.count(1):
                 if self._over.is_set():
                     break
-                # Not a counter in the store: a value that a stranger writes there would end our connection.
+                # Not a counter in the store: a value written there by another program would end our connection.
                 client.set(f"weightsync/heartbeat/{process_name()}", str(beat).encode())
                 self._listen(client)
                 self._rounds.release()

@@ -33,7 +33,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas):
         super().__init__(side.peer)
         self._rank, self._hints = rendezvous.rank, rendezvous.hints
         self._side = side
-        #: Why the peer's handshake was refused; empty: it was not.
+        #: Why the peer's handshake was refused; empty if it was not.
         self._refused = ""
         self._when_refused: Callable[[str], None] = _nobody_asks
         try:

@@ -113,7 +113,7 @@ class _Listener:
                 self._next += 1
         except TransportError as error:
             if not self._over.is_set():
-                self._accept(StandIn(error))
+                self._accept(PlaceholderLink(error))
         finally:
             _listeners.drop(self)
             self._heartbeat_member.leave()
@@ -156,7 +156,7 @@ class _Listener:
         except TransportError as error:
             logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)
-            self._accept(StandIn(error))
+            self._accept(PlaceholderLink(error))
             return
         self._unproven.add(link)
         link.when_admitted(self._let_in, self._turn_away)
@@ -173,7 +173,7 @@ class _Listener:
 
         Until its end of the link has ended, a stand-in keeps the receiver listening: then what it announced is known.
         """
-        stand_in = StandIn()
+        stand_in = PlaceholderLink()
         if stand_in.waitables() and not self._over.is_set():
             self._accept(stand_in)
             link.when_over(lambda: stand_in.end(TransportError(f"its handshake was refused: {why}")))
@@ -224,11 +224,11 @@ class _Listener:
             self.cut()
 
 
-class StandIn:
+class PlaceholderLink:
     """Stands for a link that could not be made, or that may still come: nothing is heard over it but how it ended.
 
     Args:
-        error: how it has ended; None: it has not yet.
+        error: how it has ended; None if it has not yet.
     """
 
     delivery = Delivery.ORDERED
@@ -250,7 +250,7 @@ class StandIn:
             waker.fire()
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:  # noqa: ARG002
-        """Raise: nobody reads it."""
+        """Raise: this link has no reader."""
         raise self._ended or TransportError("this link has no other end yet.")
 
     def flush(self) -> bool:

@@ -26,7 +26,7 @@ _NAME: Final = re.compile(rb"[0-9a-f]{32}( [0-9a-f]{32})?( \S+:[0-9]{1,5})?")
 _WORDS: Final = b"L"
 _CLOSED: Final = b"C"
 _END: Final = "E"
-#: Seconds between two checks of a key that a stranger has written to.
+#: Seconds between two checks of a key that another program has written to.
 _LOOK: Final = 0.05
 
 
@@ -58,7 +58,7 @@ class Side:
     before_goodbye: Callable[[], None] = _nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
-    #: Called now and then until there is a connection: why there may never be one; empty: there is nothing to say.
+    #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say.
     remark: Callable[[Client], str] = _no_remark
 
     @property
@@ -75,7 +75,7 @@ class StoreMessage:
     payload: memoryview | None
     #: TorchRL's key and value for it.
     hint: tuple[str, str] | None = None
-    #: Called once nobody reads the payload any more.
+    #: Called once the payload is no longer read.
     done: Callable[[], None] = _nothing
     #: The payload's SHA-256, computed where there is a key.
     digest: Callable[[], bytes] = bytes
@@ -88,7 +88,7 @@ class StoreMessage:
         return self.payload is not None and len(self.payload) > INLINE_NBYTES
 
     def alone(self) -> StoreMessage:
-        """The same message with its own copy of the payload, so that nobody has to be notified."""
+        """The same message with its own copy of the payload, so that its owner need not be notified."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
         return StoreMessage(self.frame, payload, self.hint, before=self.before)
 
@@ -148,7 +148,7 @@ class Inbox:
 
         Raises:
             Shut, Ended: there is none.
-            TransportError: the store is gone, or a stranger has written over a message.
+            TransportError: the store is gone, or another program has overwritten a message.
         """
         value = self._await()
         if value == _CLOSED:
@@ -169,7 +169,7 @@ class Inbox:
         return value
 
     def _rewritten(self) -> bytes:
-        """The value of the next key, once the other end has written over a stranger's value there."""
+        """The value of the next key, once the other end has overwritten a foreign value there."""
         key, behind = self._key_of(self.number), self._key_of(self.number + 1)
         pause = threading.Event()
         while True:

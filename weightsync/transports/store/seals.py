@@ -15,7 +15,7 @@ class Opened(NamedTuple):
     """An opened message."""
 
     text: memoryview
-    #: The digest of the payload behind the message; empty: it is not compared.
+    #: The digest of the payload behind the message; empty if it is not compared.
     digest: bytes
 
 
@@ -38,7 +38,7 @@ class Guard(Protocol):
         """The message as it is written."""
 
     def open(self, text: memoryview) -> Opened | None:
-        """The message as it was before it was sealed; None: it was for the guard alone.
+        """The message as it was before it was sealed; None if it was for the guard alone.
 
         Raises AuthenticationError: it is not from the peer.
         """
@@ -95,7 +95,7 @@ class SenderGuard:
         return self._seal.seal(next(self._written), text, digest)
 
     def open(self, text: memoryview) -> Opened | None:
-        """A worker's message; None: it was the challenge."""
+        """A worker's message; None if it was the challenge."""
         envelope = self._seal.open(text)
         _require_next(envelope, self._read)
         return None if envelope.kind is Kind.CHALLENGE else Opened(envelope.content, envelope.digest)
@@ -126,7 +126,7 @@ class WorkerGuard:
         return self._seal.seal(next(self._written), text)
 
     def open(self, text: memoryview) -> Opened | None:
-        """A sender's message; None: it only proved the sender."""
+        """A sender's message; None if it only proved the sender."""
         envelope = self._seal.open(text)
         _require_next(envelope, self._read)
         return Opened(envelope.content, envelope.digest) if len(envelope.content) else None

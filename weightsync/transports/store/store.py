@@ -53,7 +53,7 @@ class Hints:
         self._mode = Mode.ALL
 
     def of(self, message: Message, rank: int) -> tuple[str, str] | None:
-        """The key and value of the hint for a message to or from the worker of that rank; None: there is no hint."""
+        """The key and value of the hint for a message to or from the worker of that rank; None if there is no hint."""
         if not isinstance(message, Update | Ack):
             return None
         mode, self._mode = self._mode, Mode.ALL if self._mode is Mode.AFTER_NEXT else self._mode
@@ -187,7 +187,7 @@ def base_of(store: Any) -> TCPStore:
 
 
 class Client:
-    """Our own connection to a store: a call that blocks on it blocks nobody else.
+    """Our own connection to a store: a call that blocks on it blocks no other.
 
     Args:
         store: the user's store; its prefixes are kept.
@@ -248,7 +248,7 @@ class Client:
         return self.await_value(key) if self.present(key) else None
 
     def peek(self, key: str) -> bytes | None:
-        """The value of a key that nobody waits for, or None. The key may be deleted at the same time.
+        """The value of a key that no client waits for, or None. The key may be deleted at the same time.
 
         The store takes this for a write: a client that waits for the key would be woken, and find nothing.
         """
@@ -260,7 +260,7 @@ class Client:
         """Write a value unless there is one. Returns the value that is there then.
 
         Args:
-            ours: whether a value is one of ours. A stranger's value is overwritten.
+            ours: whether a value is one of ours. Any other value is overwritten.
         """
         with self._guarded() as store:
             found = store.compare_set(key, "", value)

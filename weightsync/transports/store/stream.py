@@ -29,10 +29,10 @@ _LENGTH: Final = struct.Struct("!I")
 _CHUNK_NBYTES: Final = 2**20
 #: Payloads are written and read in pieces of this size.
 PIECE_NBYTES: Final = 64 * 2**20
-#: Seconds for connecting, and for a stranger's connection to show that it is one.
+#: Seconds for connecting, and for an accepted connection to name its link.
 _DIAL: Final = 5.0
 _PROOF: Final = 1.0
-#: Milliseconds between two checks whether to go on waiting.
+#: Milliseconds between two checks whether to keep waiting.
 _LOOK: Final = 50
 _SEND_FLAGS: Final = int(socket.MSG_NOSIGNAL)
 _SEND_NOW: Final = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
@@ -175,7 +175,7 @@ class Acceptor:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def accept(self, name: str, go_on: Callable[[], None]) -> Stream:
-        """The connection of whoever names the link. All others are closed.
+        """The connection that names the link. All others are closed.
 
         Args:
             go_on: called from time to time; raises to end the wait.

@@ -24,7 +24,7 @@ from weightsync.transports.store.worker_threads import Outgoing, notify_later, s
 
 logger = logging.getLogger("weightsync")
 
-#: Seconds that a closed link goes on writing what is queued, and waits for the other end to have read it.
+#: Seconds that a closed link keeps writing queued messages, and waits until the other end has read them.
 _LINGER: Final = 1.0
 #: How often a closed link finds no room for a message before it gives up: each time after a pause.
 _BLOCKED: Final = 20
@@ -54,14 +54,14 @@ class StoreWorker:
         self._held: list[Received] = []
         #: Called once the peer is known to be authentic, or lost before that.
         self._admitted: Callable[[], None] | None = None
-        #: Called once the reading thread has ended; None: it has, or nobody asks.
+        #: Called once the reading thread has ended; None if it has, or nobody asks.
         self._over: Callable[[], None] | None = None
         self._receive_buffers = ReceiveBuffers()
         #: Set once the worker listens, and once there is a connection; both also when there never will be.
         self._listening, self._met = threading.Event(), threading.Event()
         self._read_all, self._cut = threading.Event(), threading.Event()
         self._failed: TransportError | ProtocolError | None = None
-        #: Why the reading thread must end after what was written to it; empty: it need not.
+        #: Why the reading thread must end after what was written to it; empty if it need not.
         self._ending = ""
         self._closed = False
         self._remark = ""
@@ -130,7 +130,7 @@ class StoreWorker:
 
     @property
     def remark(self) -> str:
-        """Why the peer may never connect; empty: nothing is known, or it has."""
+        """Why the peer may never connect; empty if nothing is known, or it has."""
         return self._remark if self._stream is None else ""
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
@@ -207,7 +207,7 @@ class StoreWorker:
         outbox.put(self._guard.seal(name.encode()))
 
     def _next(self, client: Client) -> StoreMessage | None:
-        """The next message to write; None: there is none."""
+        """The next message to write, or None."""
         while True:
             with self._condition:
                 self._condition.wait_for(self._has_work)
@@ -283,7 +283,7 @@ class StoreWorker:
             self._leave_stream()
 
     def _leave_stream(self) -> None:
-        """A thread has ended: the other cannot go on either, and the last closes the connection."""
+        """A thread has ended: the other cannot continue either, and the last closes the connection."""
         if self._closed:
             self._side.before_goodbye()
         with self._condition:
@@ -368,7 +368,7 @@ class StoreWorker:
                 return
             self._reader = client
             inbox = self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
-        stream = self._meet(inbox, client)
+        stream = self._open_stream(inbox, client)
         inbox.forget()
         while True:
             self._admit()
@@ -380,7 +380,7 @@ class StoreWorker:
                 self._held.append(received)
                 del received
 
-    def _meet(self, inbox: Inbox, client: Client) -> Stream:
+    def _open_stream(self, inbox: Inbox, client: Client) -> Stream:
         """The connection to the peer, once it has introduced itself in the store."""
         words = bytes(self._next_text(inbox).text).decode("ascii", "replace").split(" ")
         process, network, address = (*words, "", "")[:3]
@@ -488,7 +488,7 @@ class StoreWorker:
         self._waker.fire()
 
     def _end_rendezvous(self) -> None:
-        """Whoever waits for the peer to connect need not any more. The wait for a connection ends by itself."""
+        """Release threads that wait for the peer to connect. The wait for a connection ends by itself."""
         self._listening.set()
         self._met.set()
         self._group.abort()

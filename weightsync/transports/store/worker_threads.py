@@ -122,7 +122,7 @@ class Outgoing:
         return taken
 
     def written(self) -> bool:
-        """Record that the last message was written. Returns whether all are written and somebody waits for that."""
+        """Record that the last message was written. Returns whether all are written and a thread waits for that."""
         self._writing = self.writing_payload = False
         return self._awaited and not self._queue
 
@@ -134,7 +134,7 @@ class Outgoing:
     def shorten(self) -> None:
         """Drop the first message that the peer has to receive from us, and all later ones, which would overtake it.
 
-        The messages before it get their own copies of payloads, since nobody waits for them.
+        The messages before it get their own copies of payloads, since no caller waits for them.
         """
         leaving = [
             each.alone()
@@ -179,7 +179,7 @@ def notify_later(store: Store, key: str, side: Side, over: threading.Event) -> N
 
 
 def unforeseen(error: Exception) -> TransportError:
-    """What a link's thread fails with if it raised what nobody expected."""
+    """The error for an unexpected exception in a link's thread."""
     failed = TransportError(f"A link's thread failed: {error!r}")
     failed.__cause__ = error
     return failed
