@@ -23,6 +23,8 @@ from weightsync import MissingExtraError, TransportError
 
 #: How many seconds workers have to end by themselves.
 STOP_TIMEOUT = 3.0
+#: How many seconds a call of torch's RPC may take.
+CALL_TIMEOUT = 60.0
 
 
 class LocalWorkerError(TransportError):
@@ -122,6 +124,7 @@ class LocalWorker:
         if self.process.pid is not None:
             self.process.kill()
             self.process.join()
+            self.process.close()
         self.channel.close()
         self._far_end.close()
 
@@ -195,13 +198,13 @@ def rpc_name(rank: int) -> str:
     return f"worker{rank - 1}" if rank else "trainer"
 
 
-def join_rpc(address: str, rank: int, world_size: int, timeout: float) -> None:
+def join_rpc(address: str, rank: int, world_size: int, call_timeout: float = CALL_TIMEOUT) -> None:
     """Join torch's RPC, and wait until all other processes have joined."""
     from torch.distributed import rpc  # noqa: PLC0415 - for one scheme
 
     # Over TCP: RPC's shared memory transport polls without pause in every process.
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=address, rpc_timeout=timeout, _transports=["uv"], _channels=["basic"]
+        init_method=address, rpc_timeout=call_timeout, _transports=["uv"], _channels=["basic"]
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # from torch itself
@@ -216,7 +219,7 @@ def leave_rpc() -> None:
 
 
 @contextlib.contextmanager
-def joined_rpc(address: str, world_size: int, timeout: float) -> Iterator[None]:
+def joined_rpc(address: str, world_size: int, timeout: float, call_timeout: float = CALL_TIMEOUT) -> Iterator[None]:
     """Be the trainer of a world of torch's RPC, whose workers call `join_rpc`.
 
     It joins in a thread, because torch cannot be interrupted and waits half an hour for a worker that has died.
@@ -224,7 +227,8 @@ def joined_rpc(address: str, world_size: int, timeout: float) -> Iterator[None]:
     Raises:
         TransportError: the workers have not joined in time.
     """
-    joining = threading.Thread(target=join_rpc, args=(address, 0, world_size, timeout), name="join-rpc", daemon=True)
+    place = (address, 0, world_size, call_timeout)
+    joining = threading.Thread(target=join_rpc, args=place, name="join-rpc", daemon=True)
     joining.start()
     joining.join(timeout)
     if joining.is_alive():

@@ -38,7 +38,7 @@ class RpcWorld:
             self._cleanup.callback(members.close)
             members.start()
             try:
-                self._cleanup.enter_context(joined_rpc(address, size, START_TIMEOUT))
+                self._cleanup.enter_context(joined_rpc(address, size, START_TIMEOUT, START_TIMEOUT))
             except TransportError as error:
                 raise BenchError(f"rpc: {error}") from error
             members.gather()
