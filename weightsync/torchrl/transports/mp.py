@@ -14,11 +14,11 @@ from weightsync.schemes.arguments import UNSET, Form, Unset
 from weightsync.schemes.facade_services import connection_of, torchrl_class
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.torchrl.transports.pipes import ReferencePipe
+from weightsync.torchrl.transports.queues import AnyQueue, QueueChannel, QueueLink
 from weightsync.transports.base import Link, Waitable, Waker, wait
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.user_messages import UserMessages
-from weightsync.transports.queues import AnyQueue, QueueChannel, QueueLink
 from weightsync.weights.strategy import WeightStrategy
 
 
