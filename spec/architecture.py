@@ -24,8 +24,6 @@ from protocolgen.source import SpecError
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "weightsync"
 PAGE = "docs/architecture.md"
-#: The layer that holds it is no floor: the way in, and former homes of public names.
-_ENTRANCE = "__main__"
 #: Of a line in a box of the picture.
 _WIDTH = 64
 
@@ -63,8 +61,7 @@ def _layers(root: Path) -> list[list[str]]:
     layers = next((contract["layers"] for contract in contracts if contract["type"] == "layers"), None)
     if layers is None:
         raise SpecError(["pyproject.toml: import-linter has no contract of the type 'layers'"])
-    split = [re.split(r"\s*[|:]\s*", layer.strip()) for layer in layers]
-    return [names for names in reversed(split) if _ENTRANCE not in names]
+    return [re.split(r"\s*[|:]\s*", layer.strip()) for layer in reversed(layers)]
 
 
 def _room(root: Path, graph: grimp.ImportGraph, name: str) -> Room:

@@ -28,10 +28,11 @@ from protocolgen.source import SpecError
 from weightsync.bench import results as bench_results
 from weightsync.bench.contenders import Situation
 from weightsync.bench.models import Source
-from weightsync.bench.processes import calls_of, environment, start_forkserver
+from weightsync.bench.processes import calls_of, environment
 from weightsync.bench.reporting import markdown
 from weightsync.bench.schemes import ProcessScheme, default_verify
 from weightsync.bench.settings import MIB, Payload, SchemeName, Settings
+from weightsync.local_workers import start_forkserver
 from weightsync.protocol import sender
 from weightsync.protocol._tables import State
 from weightsync.protocol.messages import Ack

@@ -15,7 +15,10 @@ In a worker::
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from weightsync import names
 
 if TYPE_CHECKING:
     from weightsync.clock import Timeout as Timeout
@@ -188,6 +191,10 @@ _HOMES = {
     "RayWeightUpdater": "torchrl.updaters.ray",
 }
 
+sys.meta_path.insert(
+    0, names.FormerHomes()
+)  # first: an emptied folder of the former name is a namespace package to others
+
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 
 
@@ -201,3 +208,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+names.lookup = __getattr__

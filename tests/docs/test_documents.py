@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from weightsync.cli._app import COMMANDS
+from weightsync.names import FORMER_HOMES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -318,6 +319,7 @@ def defined() -> set[str]:
 def test_the_glossary_names_what_there_is() -> None:
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
     known = defined() | {"get_extra_state", "torch", "distributed"}  # torch's own
+    known |= {part for former in FORMER_HOMES for part in former.split(".")}
 
     named = {part for term in re.findall(r"`([\w.]+)`", text) for part in term.split(".")}
 

@@ -6,10 +6,7 @@ The world, and the workers in it, stay for the whole run; each case has models o
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,14 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from weightsync import WeightSyncActor
+from weightsync import TransportError, WeightSyncActor
 from weightsync.bench.contenders import Contender, Situation
 from weightsync.bench.floors import Local
 from weightsync.bench.judging import Floor
 from weightsync.bench.models import digest_of, digest_of_model, make_model
-from weightsync.bench.processes import Ask, Failure, Workers, failures_sent
+from weightsync.bench.processes import Ask, Workers
 from weightsync.bench.schemes import Sending, make_scheme, serve_requests, variants
 from weightsync.bench.settings import START_TIMEOUT, BenchError, Payload, SchemeName
+from weightsync.local_workers import Failure, failures_sent, join_rpc, joined_rpc, rpc_address, rpc_name, running_ray
 
 
 class RpcWorld:
@@ -35,30 +33,20 @@ class RpcWorld:
     def __init__(self, workers: int) -> None:
         self._cleanup = contextlib.ExitStack()
         with self._cleanup:
-            folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-bench-"))
-            address, size = f"file://{folder}/rendezvous", workers + 1
+            address, size = self._cleanup.enter_context(rpc_address()), workers + 1
             members = Workers("rpc", stay_in_rpc, [(address, rank, size) for rank in range(1, size)])
             self._cleanup.callback(members.close)
             members.start()
-            self._join(address, size)
+            try:
+                self._cleanup.enter_context(joined_rpc(address, size, START_TIMEOUT, START_TIMEOUT))
+            except TransportError as error:
+                raise BenchError(f"rpc: {error}") from error
             members.gather()
             self._cleanup = self._cleanup.pop_all()
 
-    def _join(self, address: str, size: int) -> None:
-        """Join in a thread, because torch cannot be interrupted and waits long for a worker that has died."""
-        from torch.distributed import rpc  # noqa: PLC0415 - only where it is chosen
-
-        joining = threading.Thread(target=join_rpc, args=(address, 0, size), name="join-rpc", daemon=True)
-        joining.start()
-        joining.join(START_TIMEOUT)
-        if joining.is_alive():
-            raise BenchError(f"rpc: the workers have not joined torch's RPC within {START_TIMEOUT:g} s.")
-        # Leave without waiting for the others: they end with their processes.
-        self._cleanup.callback(rpc.shutdown, graceful=False)
-
     def contenders(self, situation: Situation) -> Iterator[Contender]:
         """The scheme with each verification, and its floor."""
-        names = [_rpc_name(rank + 1) for rank in range(situation.workers)]
+        names = [rpc_name(rank + 1) for rank in range(situation.workers)]
         yield RpcFloor(situation, names)
         for verify in variants(situation):
             yield RpcScheme(verify, situation, names)
@@ -109,30 +97,13 @@ def _call(name: str, function: Any, *arguments: Any) -> Any:
 
     answer = rpc.rpc_sync(name, function, args=arguments, timeout=START_TIMEOUT)
     if isinstance(answer, Failure):
-        raise BenchError(f"rpc: {name} failed: {answer}")
+        raise BenchError(f"rpc: {name} failed: {answer.reason}\n{answer.remote_traceback}")
     return answer
-
-
-def _rpc_name(rank: int) -> str:
-    return f"worker{rank - 1}" if rank else "trainer"
-
-
-def join_rpc(address: str, rank: int, world_size: int) -> None:
-    """Join torch's RPC, and wait until all other processes have joined."""
-    from torch.distributed import rpc  # noqa: PLC0415
-
-    # Over TCP: RPC's shared memory transport polls without pause in every process, also while others are measured.
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=address, rpc_timeout=START_TIMEOUT, _transports=["uv"], _channels=["basic"]
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # from torch itself
-        rpc.init_rpc(_rpc_name(rank), rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
 
 def stay_in_rpc(channel: Connection, address: str, rank: int, world_size: int) -> None:
     """Run a worker: torch's threads take the calls, until the trainer says stop or is gone."""
-    join_rpc(address, rank, world_size)
+    join_rpc(address, rank, world_size, START_TIMEOUT)
     channel.send("ready")
     channel.recv()
 
@@ -170,7 +141,7 @@ def stop_serving(model_id: str) -> None:
     """End a model's thread; called in the worker, by RPC."""
     near, thread = _serving.pop(model_id)
     with near, contextlib.suppress(OSError):
-        near.send(Ask.STOP)
+        near.send(None)
         thread.join(START_TIMEOUT)
     _flat.clear()
 
@@ -189,29 +160,15 @@ class RayCluster:
     """Ray with the most actors that any case needs. It is started here unless it already runs in this process."""
 
     def __init__(self, workers: int) -> None:
-        import ray  # noqa: PLC0415 - an extra that takes seconds to import
-
-        self._ray: Any = ray
         self._cleanup = contextlib.ExitStack()
         with self._cleanup:
-            if not ray.is_initialized():
-                self._start()
+            ray = self._ray = self._cleanup.enter_context(running_ray("weightsync bench"))
             actor: Any = ray.remote(num_cpus=0)(RayWorker)
             self._actors: list[Any] = [actor.remote() for _ in range(workers)]
             for each in self._actors:
                 self._cleanup.callback(ray.kill, each)
             ray.get([each.drop.remote() for each in self._actors], timeout=START_TIMEOUT)
             self._cleanup = self._cleanup.pop_all()
-
-    def _start(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # A short path, because it contains Ray's sockets, whose paths are limited to 107 characters.
-        folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="wsb", ignore_cleanup_errors=True))
-        self._cleanup.callback(self._ray.shutdown)
-        self._ray.init(
-            address="local", include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder
-        )
 
     def contenders(self, situation: Situation) -> Iterator[Contender]:
         """The scheme with each verification, and its floor."""

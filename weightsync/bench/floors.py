@@ -9,7 +9,6 @@ import contextlib
 import selectors
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -23,6 +22,7 @@ from weightsync.bench.models import digest_of, memory_of
 from weightsync.bench.processes import Ask, Workers
 from weightsync.bench.results import Kind, Label
 from weightsync.bench.settings import START_TIMEOUT, SchemeName
+from weightsync.local_workers import store
 
 _PING, _COPY, _TCP, _GLOO, _GLOO_PING = b"p", b"c", b"t", b"g", b"h"
 #: The requests that a worker answers at once, and then waits for what is sent another way.
@@ -91,16 +91,16 @@ class FloorWorkers:
         with self._cleanup:
             listener = self._cleanup.enter_context(socket.create_server(("127.0.0.1", 0)))
             listener.settimeout(START_TIMEOUT)
-            store = _store(self._count + 1) if gloo else None
-            port = store.port if store else None
+            trainers = store(0, START_TIMEOUT, self._count + 1) if gloo else None
+            port = trainers.port if trainers else None
             address = listener.getsockname()
             arguments = [(self.slot, address, port, (index + 1, self._count + 1)) for index in range(self._count)]
             self.workers = Workers("floors", receive_floors, arguments)
             self._cleanup.callback(self.workers.close)
             self.workers.start()
             self._sockets = [self._accept(listener) for _ in range(self._count)]
-            if store is not None:
-                distributed.init_process_group("gloo", store=store, rank=0, world_size=self._count + 1)
+            if trainers is not None:
+                distributed.init_process_group("gloo", store=trainers, rank=0, world_size=self._count + 1)
                 self._cleanup.callback(distributed.destroy_process_group)
             self.workers.gather()
             self._cleanup = self._cleanup.pop_all()
@@ -162,12 +162,6 @@ class FloorWorkers:
         self._cleanup.close()
 
 
-def _store(world_size: int, port: int = 0) -> Any:
-    limit = timedelta(seconds=START_TIMEOUT)
-    master = port == 0
-    return distributed.TCPStore("127.0.0.1", port, world_size, master, limit, wait_for_workers=False)  # type: ignore[attr-defined]
-
-
 def receive_floors(channel: Connection, slot: Tensor, address: Any, port: int | None, place: tuple[int, int]) -> None:
     """Run a floor's worker: do at each request what it says, and answer. `place`: its rank, and how many there are."""
     rank, size = place
@@ -177,7 +171,7 @@ def receive_floors(channel: Connection, slot: Tensor, address: Any, port: int | 
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if port is not None:
-            distributed.init_process_group("gloo", store=_store(size, port), rank=rank, world_size=size)
+            distributed.init_process_group("gloo", store=store(port, START_TIMEOUT, size), rank=rank, world_size=size)
         channel.send("ready")
         while True:
             request = channel.recv_bytes()
@@ -191,7 +185,7 @@ def receive_floors(channel: Connection, slot: Tensor, address: Any, port: int | 
                 distributed.recv(own if request == _GLOO else one, 0)
                 distributed.send(one, 0)
             elif request not in (_PING, _COPY):
-                if ForkingPickler.loads(request) is Ask.STOP:
+                if ForkingPickler.loads(request) is None:
                     return
                 channel.send(digest_of(own))
 

@@ -14,12 +14,13 @@ from weightsync.bench.call_schemes import RayCluster, RpcWorld
 from weightsync.bench.contenders import Backend, Contender, Situation
 from weightsync.bench.floors import cpu_floors, cuda_floors
 from weightsync.bench.models import Source, compare_digests
-from weightsync.bench.processes import environment, start_forkserver
+from weightsync.bench.processes import environment
 from weightsync.bench.results import Case, Label, Measured, Results, available_memory, describe, installed
 from weightsync.bench.schemes import default_verify, process_schemes, variants
 from weightsync.bench.settings import BenchError, Device, Payload, SchemeName, Settings
 from weightsync.bench.torchrl_schemes import torchrl_schemes
 from weightsync.errors import ConfigurationError, SyncError, TransportError
+from weightsync.local_workers import start_forkserver
 
 #: How much of the free memory a case may take by the estimate.
 _SHARE_OF_MEMORY = 0.8

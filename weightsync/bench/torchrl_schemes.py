@@ -103,5 +103,5 @@ def receive_torchrl(channel: Connection, payload: Payload, device: str, scheme: 
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=index)
     scheme.connect(worker_idx=index)
     channel.send("ready")
-    while channel.recv() is not Ask.STOP:
+    while channel.recv() is not None:
         channel.send(digest_of_model(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,57 +33,32 @@ class _Row:
         return time.monotonic() - self.since
 
 
-class PlainDisplay:
-    """Prints a line for each configuration that ends, for logs."""
+class Display:
+    """Prints a line for each configuration that ends; on a terminal also a row for each run in progress, below them.
+
+    Args:
+        console: where to print.
+        total: how many configurations there are.
+    """
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
         self._total = total
         self._done = 0
+        self._rows: dict[str, _Row] = {}
+        rate = _REFRESHES_PER_SECOND
+        live = Live(console=console, get_renderable=self._render, refresh_per_second=rate, transient=True)
+        self._live = live if console.is_terminal else contextlib.nullcontext()
 
     def __enter__(self) -> Self:
         self._console.print(f"{self._total} configurations to check")
+        self._live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
-
-    def started(self, configuration: Configuration) -> None:
-        """Print nothing."""
-
-    def progressed(self, configuration: Configuration, progress: Progress) -> None:
-        """Print nothing."""
-
-    def ended(self, verdict: Verdict) -> None:
-        """Print the verdict."""
-        self._done += 1
-        self._console.print(Text(f"[{self._done}/{self._total}] ") + verdict_line(verdict), soft_wrap=True)
-
-
-class LiveDisplay(PlainDisplay):
-    """Prints the same lines, and below them a row for each run in progress."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        super().__init__(console, total)
-        self._rows: dict[str, _Row] = {}
-        self._live = Live(
-            console=console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_SECOND,
-            transient=True,
-        )
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        self._live.__exit__(kind, error, trace)
 
     def started(self, configuration: Configuration) -> None:
         """Add a row."""
@@ -97,7 +73,8 @@ class LiveDisplay(PlainDisplay):
     def ended(self, verdict: Verdict) -> None:
         """Remove the row and print the verdict."""
         self._rows.pop(verdict.configuration.name, None)
-        super().ended(verdict)
+        self._done += 1
+        self._console.print(Text(f"[{self._done}/{self._total}] ") + verdict_line(verdict), soft_wrap=True)
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -109,11 +86,6 @@ class LiveDisplay(PlainDisplay):
                 Text(f"{row.elapsed:5.0f} s", style="cyan"),
             )
         return table
-
-
-def display(console: Console, total: int) -> PlainDisplay:
-    """Return the display that suits the console."""
-    return LiveDisplay(console, total) if console.is_terminal else PlainDisplay(console, total)
 
 
 def _bar(row: _Row) -> ProgressBar:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from weightsync.cli._app import Report, is_printed, write_report
-from weightsync.cli._check_display import display, listing, results, summary
+from weightsync.cli._check_display import Display, listing, results, summary
 from weightsync.errors import ConfigurationError
 from weightsync.model import (
     Configuration,
@@ -116,7 +116,7 @@ def _write(chosen: Sequence[Configuration], folder: Path) -> None:
 
 def run(manifest: Manifest, chosen: Sequence[Configuration], screen: Console, coverage: Coverage) -> list[Verdict]:
     """Run TLC on configurations and show the progress."""
-    with tools() as toolchain, display(screen, len(chosen)) as shown:
+    with tools() as toolchain, Display(screen, len(chosen)) as shown:
         return Suite(toolchain, manifest, shown, coverage).run(chosen)
 
 

@@ -1,8 +1,8 @@
 """The demo: train a policy while worker processes act with the weights they receive.
 
     state      the options, progress and result    learning   the policy and its training (PPO)
-    trainer    the training loop and its sends     worker     what a worker process does
-                                                   workers    starting, querying and ending the workers
+    trainer    the training loop and its sends     worker     what each worker does
+                                                   joined     workers over torch's RPC and torch.distributed
 
 `trainer` and `worker` show how to use weightsync on either side. The demo uses only the public API.
 """
@@ -10,10 +10,7 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
-import signal
-from multiprocessing import forkserver, resource_tracker
 
 from weightsync import MissingExtraError
 from weightsync.demo.state import (
@@ -27,6 +24,7 @@ from weightsync.demo.state import (
     WorkerResult,
     WorkerState,
 )
+from weightsync.local_workers import start_forkserver
 
 __all__ = [
     "Phase",
@@ -52,7 +50,7 @@ def run(state: RunState) -> Result:
 
     Raises:
         MissingExtraError: gymnasium is not installed, or Ray is chosen and not installed.
-        TransportError: the workers did not start.
+        WeightSyncError: a worker did not start.
     """
     if importlib.util.find_spec("gymnasium") is None:
         raise MissingExtraError("rl", "weightsync demo")
@@ -60,20 +58,8 @@ def run(state: RunState) -> Result:
         # torch's RPC logs a line for each connection that ends, in every process.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if state.settings.scheme is not SchemeName.RAY:
-        _start_forkserver()
+        start_forkserver(["weightsync.demo.worker"])
     # Importing torch takes seconds. The fork server imports it at the same time.
     from weightsync.demo.trainer import train  # noqa: PLC0415
 
     return train(state)
-
-
-def _start_forkserver() -> None:
-    """Start the process that workers are forked from. It imports their modules once for all of them."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["weightsync.demo.worker"])
-    resource_tracker.ensure_running()  # if it started below, it would unblock the signal
-    # Ctrl-C goes to all processes of the terminal, but only the trainer should handle it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

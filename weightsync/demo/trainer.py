@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
-import weightsync
-from weightsync import OutcomeKind, State, SyncReport, WorkerLostError
-from weightsync.demo.learning import Chunk, Learner
-from weightsync.demo.state import START_TIMEOUT, WORKER_TIMEOUT, Phase, Proof, Result, RunState, SchemeName, judge
-from weightsync.demo.worker import Failure, Request
-from weightsync.demo.workers import Answer, ProcessWorkers, RayWorkers, start_workers
+from weightsync import (
+    OutcomeKind,
+    ResultTimeoutError,
+    State,
+    SyncReport,
+    WorkerFailedError,
+    WorkerGroup,
+    WorkerLostError,
+    WorkerResult,
+)
+from weightsync.demo.joined import JoinedWorkers
+from weightsync.demo.learning import Chunk, Learner, Policy
+from weightsync.demo.state import (
+    MODEL_ID,
+    START_TIMEOUT,
+    WORKER_TIMEOUT,
+    Phase,
+    Proof,
+    Result,
+    RunState,
+    SchemeName,
+    Settings,
+    judge,
+)
+from weightsync.demo.worker import act
+from weightsync.local_workers import running_ray
 
 #: Steps of experience for one update of the policy.
 _BATCH_STEPS = 512
@@ -34,55 +57,48 @@ _UPDATES_AFTER_KILL = 20
 def train(state: RunState) -> Result:
     """Start the workers, train the policy, and let each worker prove what it serves: see `weightsync.demo.run`."""
     learner = Learner(state.settings.seed)
-    scheme = make_scheme(state.settings.scheme)
-    workers = start_workers(state.settings, scheme, learner.policy)
-    with contextlib.closing(workers), scheme:
-        return Trainer(state, learner, workers, scheme).run()
+    with workers(state.settings, learner.policy) as group:
+        return Trainer(state, learner, group).run()
 
 
-def make_scheme(name: SchemeName) -> weightsync.WeightSyncScheme:
-    """Make a scheme. Worker processes get copies of it, which find the trainer by themselves."""
-    match name:
-        case SchemeName.SHARED:
-            return weightsync.SharedMemWeightSyncScheme()
-        case SchemeName.PIPE:
-            return weightsync.MultiProcessWeightSyncScheme()
-        case SchemeName.RAY:
-            return weightsync.RayWeightSyncScheme()
-        case SchemeName.RPC:
-            return weightsync.RPCWeightSyncScheme()
-        case SchemeName.DISTRIBUTED:
-            # torch's store can be reached from other hosts, so a key is needed to keep them out.
-            return weightsync.DistributedWeightSyncScheme(key=secrets.token_bytes(16))
+@contextlib.contextmanager
+def workers(settings: Settings, policy: Policy) -> Iterator[WorkerGroup | JoinedWorkers]:
+    """The workers, which have been sent the policy. All have ended with the context."""
+    with contextlib.ExitStack() as cleanup:
+        context = None
+        if settings.scheme is SchemeName.RAY:
+            cleanup.enter_context(running_ray("weightsync demo --scheme ray", object_store_memory=200 * 2**20))
+        else:
+            context = multiprocessing.get_context("forkserver")
+        run = partial(act, settings=settings)
+        if settings.scheme in (SchemeName.RPC, SchemeName.DISTRIBUTED):
+            yield cleanup.enter_context(JoinedWorkers(run, policy, settings))
+            return
+        backend = "process" if settings.scheme is SchemeName.PIPE else settings.scheme.value
+        group = WorkerGroup(run, policy, settings.workers, scheme=backend, model_id=MODEL_ID, capacity=1, ctx=context)
+        yield cleanup.enter_context(group)
 
 
 class Trainer:
-    """One run, with workers that have started."""
+    """One run, with workers that have been sent the first version."""
 
-    def __init__(
-        self,
-        state: RunState,
-        learner: Learner,
-        workers: ProcessWorkers | RayWorkers,
-        scheme: weightsync.WeightSyncScheme,
-    ) -> None:
-        self._state = state
-        self._settings = state.settings
-        self._learner = learner
-        self._workers = workers
-        self._sender = state.sender = scheme.get_sender()
+    def __init__(self, state: RunState, learner: Learner, group: WorkerGroup | JoinedWorkers) -> None:
+        self._state, self._settings = state, state.settings
+        self._learner, self._group = learner, group
+        self._sender = state.sender = group.sender
         self._chunks: list[Chunk] = []
         self._proofs: dict[int, Proof] = {}
-        #: Workers that a report called LOST, and why; and workers that no longer answer, and why.
+        self._pids: dict[int, int] = {}
+        #: Workers that a report called LOST, and workers that failed, and why.
         self._lost: dict[int, str] = {}
-        self._gone: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
         self._victim: int | None = None
         #: The number of updates before the run may end early.
         self._least_updates = math.inf if self._settings.kill_worker else 0.0
 
     def run(self) -> Result:
-        """Send the first version, train, prove."""
-        self._send(START_TIMEOUT)
+        """Wait for the first version, train, prove."""
+        self._conclude(self._group.wait_async(timeout=START_TIMEOUT))
         self._state.enter(Phase.TRAINING)
         self._train()
         self._state.enter(Phase.PROVING)
@@ -90,15 +106,13 @@ class Trainer:
         self._state.enter(Phase.ENDED)
         sent = Proof(self._sender.version, self._sender.digest())
         killed = self._victim if self._victim in self._lost else None
-        results = judge(self._settings.workers, sent, self._proofs, self._gone | self._lost, killed)
+        results = judge(self._settings.workers, sent, self._proofs, self._failed | self._lost, killed)
         return Result(self._state, sent, results)
 
     def _train(self) -> None:
         """Train until the task stays solved, time is up, or no worker is left."""
         state, until, solved = self._state, time.monotonic() + self._settings.seconds, 0
-        for index in range(self._settings.workers):
-            self._workers.ask(index, Request.COLLECT)
-        while len(self._gone | self._lost) < self._settings.workers:
+        while len(self._failed | self._lost) < self._settings.workers:
             chunks = self._collect(until)
             if time.monotonic() >= until:
                 break
@@ -114,21 +128,25 @@ class Trainer:
         self._settle()
 
     def _kill_last(self) -> None:
-        if self._victim is None:
-            victim = self._victim = self._settings.workers - 1
-            pid = self._workers.pids[victim]
-            self._state.notes.append(f"worker {victim} (process {pid}) is killed with SIGKILL half way")
-            self._workers.kill(victim)
+        victim = self._settings.workers - 1
+        if self._victim is None and victim in self._pids:
+            self._victim = victim
+            self._state.notes.append(f"worker {victim} (process {self._pids[victim]}) is killed with SIGKILL half way")
+            self._kill(victim)
             self._least_updates = self._state.updates + _UPDATES_AFTER_KILL
+            self._send(WORKER_TIMEOUT)  # whose report says LOST
+
+    def _kill(self, index: int) -> None:
+        if index in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[index], signal.SIGKILL)
 
     def _prove(self) -> None:
-        """Send the last weights, and ask every remaining worker for the digest of the weights it serves."""
+        """Send the last weights, and have every remaining worker return with the digest of the weights it serves."""
         self._send(WORKER_TIMEOUT)
-        asked = set(range(self._settings.workers)) - self._lost.keys()
-        for index in asked:
-            self._workers.ask(index, Request.PROVE)
+        self._group.stop()
         until = time.monotonic() + WORKER_TIMEOUT
-        while asked - self._gone.keys() - self._proofs.keys() and self._listen(until):
+        while self._listen(until):
             pass
 
     def _publish(self) -> None:
@@ -138,23 +156,24 @@ class Trainer:
             return
         self._settle()
         with self._nobody_left():
-            self._sender.send_async(self._learner.policy, allow_empty=True)
+            self._group.send_async(self._learner.policy)
 
     def _send(self, timeout: float) -> None:
         """Send the policy as the next version, and handle the report."""
         self._settle()
         with self._nobody_left():
-            report = self._sender.send(self._learner.policy, timeout=timeout, on_failure="report", allow_empty=True)
-            self._conclude(report)
+            self._conclude(self._group.send(self._learner.policy, timeout=timeout, on_failure="report"))
 
     def _settle(self) -> None:
         """Wait for the outstanding version, if there is one."""
         if self._sender.state is State.PENDING_ASYNC:
-            self._conclude(self._sender.wait_async(timeout=WORKER_TIMEOUT, on_failure="report"))
+            self._conclude(self._group.wait_async(timeout=WORKER_TIMEOUT, on_failure="report"))
 
     def _conclude(self, report: SyncReport) -> None:
         """Record a report. A worker that did not answer in time is killed, so that later sends do not wait for it."""
         state = self._state
+        if report.version is None:  # no worker is left
+            return
         state.syncs += 1
         state.report = report
         state.applied_bytes += report.nbytes * len(report.of(OutcomeKind.APPLIED))
@@ -163,7 +182,7 @@ class Trainer:
             state.notes.append(f"report of version {report.version}: worker {index} has {report[index]}")
         for index in report.of(OutcomeKind.TIMED_OUT):
             state.notes.append(f"worker {index} did not answer in time for version {report.version}: killed")
-            self._workers.kill(index)
+            self._kill(index)
         self._settle()  # a worker that was killed for its timeout still owes an answer, and is LOST now
 
     @contextlib.contextmanager
@@ -177,14 +196,23 @@ class Trainer:
     def _lose(self, lost: Mapping[int, str]) -> None:
         for index in sorted(lost.keys() - self._lost.keys()):
             self._lost[index] = lost[index]
+            self._state.workers[index].state = "LOST"
             version = self._sender.version
             self._state.notes.append(f"report of version {version}: worker {index} is LOST ({lost[index]})")
+
+    def _fail(self, error: WorkerFailedError) -> None:
+        self._failed[error.worker] = error.reason
+        if error.worker not in self._lost:
+            self._state.workers[error.worker].state = "failed"
+        if error.remote_traceback or error.worker not in self._lost:
+            trace = error.remote_traceback.rstrip()
+            self._state.notes.append(f"worker {error.worker} failed: {error.reason}\n{trace}".rstrip())
 
     def _collect(self, until: float) -> list[Chunk]:
         """Wait for one batch of experience. Empty: time is up, no worker is left, or none has answered for too long."""
         until = min(until, time.monotonic() + WORKER_TIMEOUT)
         while sum(chunk.steps for chunk in self._chunks) < _BATCH_STEPS:
-            if len(self._gone) == self._settings.workers or not self._listen(until):
+            if not self._listen(until):
                 return []
         chunks, self._chunks = self._chunks, []
         oldest = self._sender.version - _MAX_STALENESS
@@ -202,28 +230,31 @@ class Trainer:
             state.curve.append((state.steps, state.last_mean))
 
     def _listen(self, until: float) -> bool:
-        """Handle the workers' answers. Return False if none came in time."""
-        answers = self._workers.answers(max(0.0, until - time.monotonic()))
-        for index, answer in answers:
-            self._take(index, answer)
-        return bool(answers)
+        """Take a worker's next result or failure. Return False if none came in time, or all workers have ended."""
+        try:
+            result = next(self._group.results(max(0.0, until - time.monotonic())), None)
+        except ResultTimeoutError:
+            return False
+        except WorkerFailedError as error:
+            self._fail(error)
+            return True
+        if result is not None:
+            self._take(result)
+        return result is not None
 
-    def _take(self, index: int, answer: Answer) -> None:
-        state, worker = self._state, self._state.workers[index]
-        match answer:
-            case Chunk():
-                self._chunks.append(answer)
-                worker.state, worker.version = answer.state, int(answer.versions[-1])
-                worker.steps += answer.steps
-                worker.episodes += len(answer.returns)
-                state.returns += answer.returns
-                if state.phase is Phase.TRAINING:
-                    self._workers.ask(index, Request.COLLECT)
-            case Proof():
-                self._proofs[index] = answer
-                worker.version = answer.version
-            case Failure(reason, trace):
-                self._gone[index] = worker.state = "failed"
-                state.notes.append(f"worker {index} failed: {reason}\n{trace.rstrip()}")
-            case None:
-                self._gone.setdefault(index, "its process has ended")
+    def _take(self, result: WorkerResult) -> None:
+        state, worker = self._state, self._state.workers[result.worker]
+        match result.value:
+            case int(pid):
+                self._pids[result.worker] = pid
+            case Proof() as proof:
+                self._proofs[result.worker] = proof
+                worker.version = proof.version
+            case Chunk() as chunk:
+                self._chunks.append(chunk)
+                worker.version = int(chunk.versions[-1])
+                if result.worker not in self._lost:
+                    worker.state = chunk.state
+                worker.steps += chunk.steps
+                worker.episodes += len(chunk.returns)
+                state.returns += chunk.returns

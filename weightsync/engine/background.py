@@ -167,7 +167,7 @@ class Background:
         except TransportError as gone:
             logger.info("model %r: %s", self._receiver.model_id, gone)
             return self._end(gone)
-        except Exception as raised:
+        except Exception as raised:  # whatever ends the thread, its receiver reports it
             if not self._over():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
                 self._end(raised)

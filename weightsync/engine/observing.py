@@ -54,7 +54,7 @@ class SenderObserver:
                 self._trace(step.data.version)
             for found in self._found(data, event, step):
                 self._events.emit(found)
-        except Exception:
+        except Exception:  # whatever it is, the sync must go on
             logger.exception("the events of a step of %r were lost; the sync is not affected", self._driver.model_id)
 
     def _trace(self, version: int) -> None:
@@ -64,7 +64,7 @@ class SenderObserver:
             return
         try:
             context = tracer.begin(self._driver.model_id, version, packed.pack_s)
-        except Exception:
+        except Exception:  # a tracer is the user's: whatever it raises, the sync goes on
             logger.exception("version %d of %r is sent without a trace context", version, self._driver.model_id)
             return
         packed.trace_context = context if is_trace_context(context) else ""
@@ -206,7 +206,7 @@ class ReceiverObserver:
         try:
             for found in self._found(state, data, event, step):
                 self._events.emit(found)
-        except Exception:
+        except Exception:  # whatever it is, the sync must go on
             logger.exception("the events of a step of %r were lost; the sync is not affected", self._driver.model_id)
 
     def _found(

@@ -30,12 +30,7 @@ class SequentialSends:
         self._reported = 0
 
     def send(
-        self,
-        weights: Any = None,
-        worker_ids: int | Sequence[int] | None = None,
-        *,
-        timeout: float | Timeout | None = Timeout.DEFAULT,
-        on_failure: OnFailure | str = OnFailure.RAISE,
+        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
         """Settle the update before, then send and wait as `WeightSender.send` does.
 
@@ -44,7 +39,6 @@ class SequentialSends:
         Raises:
             As `WeightSender.send`.
         """
-        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         before = self.settle(deadline.remaining)
         if before is not None and before.failed:
             logger.warning("the update before: %s", before.error())
@@ -55,12 +49,7 @@ class SequentialSends:
         return report
 
     def dispatch(
-        self,
-        weights: Any = None,
-        worker_ids: int | Sequence[int] | None = None,
-        *,
-        timeout: float | Timeout | None = Timeout.DEFAULT,
-        on_failure: OnFailure | str = OnFailure.RAISE,
+        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
         """Settle the update before, then send as `WeightSender.send_async` does.
 
@@ -68,7 +57,6 @@ class SequentialSends:
             SyncError: the update before did not reach every worker. This one was dispatched all the same. Otherwise as
                 `WeightSender.send_async`.
         """
-        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         before = self.settle(deadline.remaining)
         report = self._sender.send_async(weights, worker_ids)
         if before is not None and before.failed:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
+from weightsync import names
 from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
@@ -18,6 +18,8 @@ from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
+
+Class = TypeVar("Class", bound=type[Any])
 
 
 class LinkLayer(Protocol):
@@ -117,12 +119,23 @@ class LinkTransport(Protocol):
         """The transport over a receiver that a scheme made; None if there is none at the worker's end."""
 
 
+_transports: dict[str, Any] = {}
+
+
+def torchrl_class(transport: Class) -> Class:
+    """A class decorator: schemes make this transport where TorchRL's API has them make one of its name."""
+    _transports[transport.__name__] = transport
+    return transport
+
+
 def torchrl_transport(name: str) -> Any:
     """One of TorchRL's transport classes, by its public name.
 
     `create_transport` is TorchRL's API, so schemes have it; `weightsync.torchrl` is imported when it is called.
     """
-    return getattr(importlib.import_module("weightsync"), name)
+    if name not in _transports:
+        names.lookup(name)  # its module registers it
+    return _transports[name]
 
 
 def connection_of(endpoint: Any) -> Any:

@@ -19,27 +19,27 @@ from weightsync.weights.strategy import WeightStrategy
 
 #: Weights, and the ids of the workers that get them; None: all.
 Groups = Sequence[tuple[Any, list[int] | None]]
+#: A method of `SequentialSends`.
+Send = Callable[[Any, Sequence[int] | None, Deadline, OnFailure], SyncReport]
 
 
-def send_to_groups(
-    send: Callable[..., SyncReport], groups: Groups, deadline: Deadline, failing: OnFailure
-) -> SyncReport:
+def send_to_groups(send: Send, groups: Groups, deadline: Deadline, failing: OnFailure) -> SyncReport:
     """Send to one group after another; each is a version of its own.
 
     Raises:
         As ``send``, once every group has been served.
     """
     if len(groups) == 1:
-        return send(*groups[0], timeout=deadline.remaining, on_failure=failing)
+        return send(*groups[0], deadline, failing)
     merged = _merged([_served(send, group, deadline) for group in groups])
     if failing is OnFailure.RAISE:
         merged.raise_on_failure()
     return merged
 
 
-def _served(send: Callable[..., SyncReport], group: tuple[Any, list[int] | None], deadline: Deadline) -> SyncReport:
+def _served(send: Send, group: tuple[Any, list[int] | None], deadline: Deadline) -> SyncReport:
     try:
-        return send(*group, timeout=deadline.remaining, on_failure=OnFailure.REPORT)
+        return send(*group, deadline, OnFailure.REPORT)
     except WorkerLostError as error:
         if not isinstance(error.report, SyncReport):
             raise

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from weightsync import ConfigurationError, OutcomeKind, State, SyncReport
-from weightsync.soak.members import MEMBERS, Member
+from weightsync.local_workers import LocalWorkerError, start_forkserver
+from weightsync.soak.members import MEMBERS, PROCESS_S, Member
 from weightsync.soak.worker import MODEL_ID, Look, Request, SchemeName, SoakModel, work
 
 #: How many seconds a send waits for a worker that is well; a stopped worker gets `_STOPPED_S`.
 _PATIENCE_S = 60.0
 _STOPPED_S = 0.3
-#: How many seconds a process has to start, to answer, or to end.
-_PROCESS_S = 60.0
 
 _APPLIED = frozenset({OutcomeKind.APPLIED})
 _MAY_DIE = frozenset({OutcomeKind.APPLIED, OutcomeKind.LOST})
@@ -174,11 +173,8 @@ class Soak:
 
     def run(self, seconds: float, progress: Callable[[Tally], object] = bool) -> Tally:
         """Run for that long, close everything, and return what happened. Ctrl-C ends it early, and cleanly."""
-        self._context.set_forkserver_preload([work.__module__])  # workers then start in no time
-        starting = self._context.Process(target=_nothing)  # the server that starts the workers is no leak of theirs
-        starting.start()
-        starting.join()
-        starting.close()
+        if self._context.get_start_method() == "forkserver":
+            start_forkserver([work.__module__])  # before what is held is counted: it is no leak of the workers'
         self.tally.before = Usage.now()
         started = time.monotonic()
         try:
@@ -206,7 +202,7 @@ class Soak:
     def _begin(self) -> None:
         self._setup.open()
         endpoints = [self._start(index) for index in range(self._count)]
-        processes = [member.process for member in self._members.values()]
+        processes = [self._setup.watched(member) for member in self._members.values()]
         reached = self._setup.reached(endpoints, processes)
         self._scheme.init_on_sender(MODEL_ID, model=self._model, **reached)
         self._sender = self._scheme.get_sender()
@@ -223,11 +219,9 @@ class Soak:
             self._look_back(index)
             self._setup.dismiss(member)
         for member in self._members.values():
-            member.process.join(_PROCESS_S)
-            member.process.kill()
-            member.process.join()
-            member.process.close()
-            member.control.close()
+            member.worker.join(PROCESS_S)
+            member.worker.kill()
+            member.worker.close()
         self._members.clear()
         self._scheme.close()
         self._scheme = self._name.make()  # the closed one and its sender know the store, which is this process's
@@ -237,7 +231,7 @@ class Soak:
 
     def _settled(self) -> Usage:
         """What is still held once threads that end by themselves have ended: a store's wait for its answers."""
-        until = time.monotonic() + _PROCESS_S
+        until = time.monotonic() + PROCESS_S
         usage = Usage.now()
         while self.tally.before is not None and usage.threads > self.tally.before.threads and time.monotonic() < until:
             time.sleep(0.05)
@@ -289,23 +283,23 @@ class Soak:
     def _kill(self) -> None:
         """Kill a worker, sometimes amid a send; it is LOST, the others are served, and it is started again."""
         index = self._one()
-        process = self._members[index].process
+        worker = self._members[index].worker
         if self._random.random() < 0.5:
-            process.kill()
+            worker.kill()
         else:
-            killer = threading.Timer(self._random.random() / 100, process.kill)
+            killer = threading.Timer(self._random.random() / 100, worker.kill)
             killer.start()
         self._send(may={index: _MAY_DIE})
-        process.join(_PROCESS_S)
+        worker.join(PROCESS_S)
         self._look_back(index)
-        self._members.pop(index).control.close()
-        process.close()
+        del self._members[index]
+        worker.close()
         self._add(index, self._start(index))
 
     def _stop(self) -> None:
         """Stop a worker until the send has timed out, and let it go on."""
         index = self._one()
-        pid = self._members[index].process.pid or 0
+        pid = self._members[index].worker.pid
         os.kill(pid, signal.SIGSTOP)
         try:
             self._send(timeout=_STOPPED_S, may=dict.fromkeys(self._members, _MAY_BE_LATE))
@@ -354,7 +348,7 @@ class Soak:
             self.tally.outcomes[outcome.kind] += 1
             if outcome.kind not in may.get(index, _APPLIED):
                 self._found(f"worker {index}, version {report.version}: {outcome}")
-            elif outcome.kind is OutcomeKind.APPLIED and self._members[index].process.is_alive() and index not in may:
+            elif outcome.kind is OutcomeKind.APPLIED and self._members[index].worker.is_alive() and index not in may:
                 self._look(index, report.version or 0)
 
     def _look(self, index: int, version: int) -> None:
@@ -371,14 +365,13 @@ class Soak:
         """Ask a worker; None: it is gone, or did not answer in time."""
         member = self._members[index]
         try:
-            member.control.send(request)
-            look: Look | None = member.control.recv() if member.control.poll(_PROCESS_S) else None
-        except (EOFError, OSError):
+            member.worker.ask(request)
+            look: Look = member.worker.answer(PROCESS_S)
+        except LocalWorkerError:
             return None
-        if look is not None:
-            member.looked = look
-            if look.torn:
-                self._found(f"worker {index} has read {look.torn} times weights of more than one version")
+        member.looked = look
+        if look.torn:
+            self._found(f"worker {index} has read {look.torn} times weights of more than one version")
         return look
 
     def _look_back(self, index: int) -> None:
@@ -387,7 +380,3 @@ class Soak:
 
     def _found(self, what: str) -> None:
         self.tally.findings.append(what)
-
-
-def _nothing() -> None:
-    """Start and end."""

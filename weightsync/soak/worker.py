@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -30,6 +27,7 @@ from weightsync import (
     WeightSyncActor,
     WeightSyncScheme,
 )
+from weightsync.local_workers import join_rpc, leave_rpc, store
 
 MODEL_ID = "soak"
 #: How long a worker waits for a new version before it reads its weights again, in seconds.
@@ -60,12 +58,11 @@ _CLASSES: dict[SchemeName, Callable[[], WeightSyncScheme]] = {
 
 
 class Request(enum.Enum):
-    """What the trainer asks of a worker, over a pipe that carries no weights."""
+    """What the trainer asks of a worker, over a pipe that carries no weights. None instead of one ends the worker."""
 
     LOOK = "look"
     REFUSE_NEXT = "refuse next"
     TAKE_LINK = "take link"
-    STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +125,12 @@ class SoakModel(nn.Module):
         return all(bool((parameter == self.fill).all()) for parameter in self.parameters())
 
 
-def work(scheme: SchemeName, index: int, nbytes: int, control: Connection, endpoint: Any) -> None:
+def work(control: Connection, scheme: SchemeName, index: int, nbytes: int, endpoint: Any) -> None:
     """Run one worker until it is asked to stop, or the trainer is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then stops the workers
-    torch.set_num_threads(1)
     model = SoakModel(nbytes)
     if scheme is SchemeName.RPC:
-        join_rpc(index + 1, *endpoint)
+        address, world_size = endpoint
+        join_rpc(address, index + 1, world_size)
     with contextlib.suppress(EOFError, OSError), scheme.make() as made:
         made.init_on_worker(MODEL_ID, model=model, **reached(scheme, index, endpoint))
         _Worker(made.get_receiver(), model, control).run()
@@ -148,35 +144,7 @@ def reached(scheme: SchemeName, index: int, endpoint: Any) -> dict[str, Any]:
         return {}
     if scheme is not SchemeName.DISTRIBUTED:
         return {"pipe": endpoint}
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - only this scheme needs it
-
-    store = TCPStore("127.0.0.1", endpoint, None, False, timedelta(seconds=60), wait_for_workers=False)
-    return {"store": store, "rank": index + 1}
-
-
-def rpc_name(rank: int) -> str:
-    """The name of a process in the world of RPC; the trainer is rank 0."""
-    return f"soak-{rank}"
-
-
-def join_rpc(rank: int, address: str, world_size: int) -> None:
-    """Join torch's RPC, and wait until all others have joined."""
-    from torch.distributed import rpc  # noqa: PLC0415 - only this scheme needs it
-
-    # Over TCP: its shared memory has a thread in each process that polls without a pause.
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=address, rpc_timeout=60.0, _transports=["uv"], _channels=["basic"]
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # from torch itself
-        rpc.init_rpc(rpc_name(rank), rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
-
-
-def leave_rpc() -> None:
-    """Leave it, without waiting for the others: some may be dead."""
-    from torch.distributed import rpc  # noqa: PLC0415
-
-    rpc.shutdown(graceful=False)
+    return {"store": store(endpoint), "rank": index + 1}
 
 
 class _Worker:
@@ -191,7 +159,7 @@ class _Worker:
             self._reader.read()
             while self._control.poll():
                 request = self._control.recv()
-                if request is Request.STOP:
+                if request is None:
                     return
                 if request is Request.TAKE_LINK:
                     self._receiver.register_worker_transport(Connection(recv_handle(self._control)))

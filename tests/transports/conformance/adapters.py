@@ -25,11 +25,11 @@ from weightsync.protocol.messages import Bye, Hello
 from weightsync.schemes.peers.user_transport import user_link
 from weightsync.testing import SCENARIOS, Conformance, Ends, Factory, FaultyTransport, Nonconforming, check_transport
 from weightsync.testing.local import LocalLink, local_pair
+from weightsync.torchrl.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.base import Link, Payloads, Received
 from weightsync.transports.calls.client import BlockingLink, CallLink
 from weightsync.transports.calls.server import CallServer
 from weightsync.transports.pipe.link import PipeLink
-from weightsync.transports.queues import QueueChannel, QueueLink
 
 ONE_MODEL = "each link here carries one model, and nothing of it is shared"
 ANSWERS_GO_HOME = (

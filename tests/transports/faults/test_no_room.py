@@ -16,10 +16,10 @@ from torch import nn
 from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, SharedMemWeightSyncScheme
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Update
-from weightsync.transports import queues
+from weightsync.torchrl.transports import queues
+from weightsync.torchrl.transports.queues import QueueChannel
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe import framing
-from weightsync.transports.queues import QueueChannel
 
 
 def huge(fill: float = 0.0) -> nn.Module:

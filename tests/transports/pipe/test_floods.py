@@ -12,11 +12,11 @@ from weightsync import AuthenticationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Bye, Hello, Update
-from weightsync.transports import queues
+from weightsync.torchrl.transports import queues
+from weightsync.torchrl.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.base import Received
 from weightsync.transports.calls import gates, server, server_link
 from weightsync.transports.calls.server import CallServer, Parcel
-from weightsync.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal
 
 KEY = SharedKey("a secret of both")

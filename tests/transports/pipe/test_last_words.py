@@ -13,12 +13,12 @@ import pytest
 from weightsync import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Message, Update
+from weightsync.torchrl.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.server_link import CallServerLink, Parcel, opened
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.process import ProcessWatch, own_identity
-from weightsync.transports.queues import QueueChannel, QueueLink
 
 ACK = Ack(model_id="m", incarnation=1, version=1)
 UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"")

@@ -162,7 +162,7 @@ def test_a_missing_extra_is_one_line(
 
 def test_without_a_terminal_there_is_a_line_for_each(manifest: Manifest) -> None:
     console = Console(file=io.StringIO(), width=120)
-    with display.display(console, 2) as shown:
+    with display.Display(console, 2) as shown:
         shown.started(manifest.select(["Holds"])[0])
         shown.ended(verdict(manifest, "Holds"))
         shown.ended(verdict(manifest, "TooSmall", ("not so",)))
@@ -179,7 +179,7 @@ def test_without_a_terminal_there_is_a_line_for_each(manifest: Manifest) -> None
 def test_on_a_terminal_a_row_shows_how_far_a_run_is(manifest: Manifest) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     [larger] = manifest.select(["HoldsLarger"])
-    shown = display.LiveDisplay(console, 1)
+    shown = display.Display(console, 1)
     shown.started(larger)
     with console.capture() as starting:
         console.print(shown._render())
@@ -197,8 +197,7 @@ def test_on_a_terminal_a_row_shows_how_far_a_run_is(manifest: Manifest) -> None:
 
 def test_the_live_display_can_be_entered_and_left(manifest: Manifest) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with display.display(console, 1) as shown:
-        assert isinstance(shown, display.LiveDisplay)
+    with display.Display(console, 1) as shown:
         shown.started(manifest.select(["Holds"])[0])
         shown.ended(verdict(manifest, "Holds"))
 

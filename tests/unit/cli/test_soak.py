@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from weightsync import ConfigurationError, OutcomeKind
 from weightsync.cli._app import build
+from weightsync.local_workers import LocalWorker
 from weightsync.soak import run
-from weightsync.soak.members import Member, RpcMembers
+from weightsync.soak.members import RpcMembers
 from weightsync.soak.run import WEIGHTS, Action, Soak, Tally, Usage
 from weightsync.soak.worker import SchemeName, SoakModel
 
@@ -127,7 +128,7 @@ def test_over_rpc_workers_are_killed_as_long_as_others_wait_in_its_world(
     soak._setup._waiting = deque()
 
     soak._next_action()
-    soak._setup._waiting.append((3, Member(soak._context.Process(), soak._context.Pipe()[0])))
+    soak._setup._waiting.append((3, LocalWorker("worker 2", print, (), soak._context)))
     soak._next_action()
 
     assert [Action.KILL in each for each in chosen] == [False, True]

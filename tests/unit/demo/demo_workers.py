@@ -4,51 +4,50 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from typing import NoReturn
 
 import torch
 
-from weightsync import WeightReceiver
+from weightsync import Worker
 from weightsync.demo import Settings
-from weightsync.demo.worker import Rollout, work
+from weightsync.demo.worker import Rollout, act
 
 
-def serves_something_else(index: int, settings: Settings, *rest: Any) -> None:
+def serves_something_else(worker: Worker, settings: Settings) -> None:
     """The last worker's live model is changed before its digest is taken."""
-    honest = WeightReceiver.digest
+    honest = worker.receiver.digest
 
-    def changed(receiver: WeightReceiver) -> bytes:
+    def changed() -> bytes:
         with torch.no_grad():
-            next(receiver.model.parameters()).view(-1)[0] += 1e-6
-        return honest(receiver)
+            next(worker.model.parameters()).view(-1)[0] += 1e-6
+        return honest()
 
-    if index == settings.workers - 1:
-        WeightReceiver.digest = changed  # type: ignore[method-assign]
-    work(index, settings, *rest)
+    if worker.index == settings.workers - 1:
+        worker.receiver.digest = changed  # type: ignore[method-assign]
+    act(worker, settings)
 
 
-def stops_in_its_first_chunk(index: int, settings: Settings, *rest: Any) -> None:
+def stops_in_its_first_chunk(worker: Worker, settings: Settings) -> None:
     """The last worker is stopped, as by a debugger: it is there, and does nothing."""
 
-    def answer(*_: object) -> None:
+    def collect(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if index == settings.workers - 1:
-        Rollout.answer = answer  # type: ignore[method-assign, assignment]
-    work(index, settings, *rest)
+    if worker.index == settings.workers - 1:
+        Rollout.collect = collect  # type: ignore[method-assign, assignment]
+    act(worker, settings)
 
 
-def raises(index: int, settings: Settings, *rest: Any) -> None:
+def raises(worker: Worker, settings: Settings) -> None:
     """Every worker fails in its first chunk."""
 
-    def answer(*_: object) -> None:
+    def collect(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    Rollout.answer = answer  # type: ignore[method-assign, assignment]
-    work(index, settings, *rest)
+    Rollout.collect = collect  # type: ignore[method-assign, assignment]
+    act(worker, settings)
 
 
-def never_starts(index: int, settings: Settings, *rest: Any) -> None:
-    """The last worker ends before it has said anything."""
-    if index < settings.workers - 1:
-        work(index, settings, *rest)
+def ends(*_: object) -> NoReturn:
+    """A worker that ends before it has said anything."""
+    os._exit(1)

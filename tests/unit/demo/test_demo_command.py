@@ -103,7 +103,7 @@ def test_plain_lines_and_the_json_tell_all_there_is(
 def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.demo.workers.work", demo_workers.serves_something_else)
+    monkeypatch.setattr("weightsync.demo.trainer.act", demo_workers.serves_something_else)
 
     shown = runner.invoke(build(), ["demo", "--scheme", "pipe", "--seconds", "1"])
 

@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 
 import weightsync
-from weightsync import WeightReceiver, demo
+from weightsync import Worker, demo, local_workers
 from weightsync.cli._demo_display import chart, panel
 from weightsync.demo import Proof, RunState, Settings, Verdict, WorkerResult
-from weightsync.demo.learning import Chunk, Learner
+from weightsync.demo.learning import Chunk, Learner, Policy
 from weightsync.demo.state import judge
-from weightsync.demo.worker import Request, Rollout
+from weightsync.demo.worker import Rollout
 
 SENT = Proof(7, b"d" * 16)
 
@@ -72,7 +72,7 @@ def test_the_display_is_there_before_torch_is() -> None:
 
 def test_the_demo_uses_nothing_that_a_user_could_not() -> None:
     imported = set()
-    for path in Path(demo.__file__).parent.glob("*.py"):
+    for path in (*Path(demo.__file__).parent.glob("*.py"), Path(local_workers.__file__)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "weightsync":
                 assert {alias.name for alias in node.names} <= set(weightsync.__all__)
@@ -81,7 +81,7 @@ def test_the_demo_uses_nothing_that_a_user_could_not() -> None:
 
     ours = {name for name in imported if name.partition(".")[0] == "weightsync"}
     assert "weightsync" in ours
-    assert {name for name in ours if not name.startswith("weightsync.demo")} == {"weightsync"}
+    assert {name for name in ours if not name.startswith("weightsync.demo")} == {"weightsync", local_workers.__name__}
 
 
 def test_nothing_is_proved_against_no_digest() -> None:
@@ -104,23 +104,21 @@ def test_learning_raises_the_odds_of_what_did_better_than_expected() -> None:
 
 
 class _AnyVersion:
-    """A receiver in as far as a rollout asks it."""
+    """A worker in as far as a rollout asks it."""
 
-    state = SimpleNamespace(value="ready")
+    def __init__(self) -> None:
+        self.model = Policy()
+        self.receiver = SimpleNamespace(state=SimpleNamespace(value="ready"))
 
-    def receive(self, timeout: float) -> bool:
-        return False
-
-    def serving(self) -> contextlib.nullcontext[int]:
+    def step(self) -> contextlib.nullcontext[int]:
         return contextlib.nullcontext(5)
 
 
 def test_episodes_begin_anew_and_a_chunk_says_what_was_before() -> None:
     rollout = Rollout(0, Settings(workers=4))
 
-    lived = rollout.answer(Request.COLLECT, cast(WeightReceiver, _AnyVersion()))
+    lived = rollout.collect(cast(Worker, _AnyVersion()))
 
-    assert isinstance(lived, Chunk)
     assert lived.observations.shape == (32, 4, 4)
     assert list(lived.versions) == [5] * 32
     going_on = ~lived.done[:-1]

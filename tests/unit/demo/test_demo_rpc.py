@@ -10,7 +10,8 @@ from rpc_over import apart
 from test_demo_runs import assert_proved
 
 from weightsync import TransportError
-from weightsync.demo import RunState, SchemeName, Settings, run, workers
+from weightsync.demo import RunState, SchemeName, Settings, run
+from weightsync.local_workers import joined_rpc
 
 pytestmark = pytest.mark.rpc
 
@@ -27,9 +28,9 @@ def test_every_worker_that_is_left_proves_the_trainers_last_weights(forkserver: 
 
 def alone(folder: Path) -> None:
     """Wait for a worker that never joins."""
-    workers.START_TIMEOUT = 0.5
-    with pytest.raises(TransportError, match="have not joined torch's RPC"):
-        workers.ProcessWorkers()._join_rpc(f"file://{folder}/rendezvous", 2)
+    address = f"file://{folder}/rendezvous"
+    with pytest.raises(TransportError, match="have not joined torch's RPC"), joined_rpc(address, 2, 0.5):
+        pass
 
 
 def test_a_worker_that_never_joins_is_given_up(forkserver: Any, tmp_path: Path) -> None:

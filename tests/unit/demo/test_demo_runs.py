@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import demo_workers
 import pytest
 
-from weightsync import TransportError
-from weightsync.demo import Phase, Result, RunState, SchemeName, Settings, Verdict, run, trainer, workers
+from weightsync import TransportError, WorkerFailedError, WorkerGroup
+from weightsync.demo import Phase, Result, RunState, SchemeName, Settings, Verdict, joined, run, trainer
 
 SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, seconds=2.5, kill_worker=True)
 PIPE_OVERLAP = Settings(scheme=SchemeName.PIPE, workers=2, seconds=1.5, overlap=True)
@@ -61,7 +63,7 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
 
 def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 1.0)
-    monkeypatch.setattr(workers, "work", demo_workers.stops_in_its_first_chunk)
+    monkeypatch.setattr(trainer, "act", demo_workers.stops_in_its_first_chunk)
 
     result = run(RunState(Settings(seconds=2.5)))
 
@@ -72,7 +74,7 @@ def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytes
 
 
 def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "work", demo_workers.raises)
+    monkeypatch.setattr(trainer, "act", demo_workers.raises)
 
     result = run(RunState(Settings(seconds=60.0)))
 
@@ -84,7 +86,15 @@ def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_worker_that_never_starts_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "work", demo_workers.never_starts)
+    monkeypatch.setattr(trainer, "WorkerGroup", partial(WorkerGroup, make_model=demo_workers.ends))
 
-    with pytest.raises(TransportError, match=r"worker 1 ended while it was starting"):
+    with pytest.raises(WorkerFailedError, match=r"worker \d failed.* exit code 1 before its function had returned"):
         run(RunState(Settings()))
+
+
+@pytest.mark.gloo
+def test_a_worker_that_never_meets_the_trainer_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "work", demo_workers.ends)
+
+    with pytest.raises(TransportError, match=r"worker 0 has ended"):
+        run(RunState(Settings(scheme=SchemeName.DISTRIBUTED)))

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weightsync.clock import Timeout
+from weightsync.clock import Deadline, Timeout
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
+from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.engines.client import Engine
 from weightsync.schemes.engines.scheme import EngineWeightSyncScheme
@@ -69,7 +70,7 @@ class EngineTransport:
             raise StateError(
                 type(self).__name__, "uninitialized", "send_weights", ["init_all_workers_group"], f"{model_id!r}:"
             )
-        return self._sends.send(weights, timeout=self.timeout)
+        return self._sends.send(weights, None, Deadline(self.timeout), OnFailure.RAISE)
 
     def check_connection(self) -> bool:
         """Whether `init_all_workers_group` was called, and the engine was not lost since."""

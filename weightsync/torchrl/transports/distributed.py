@@ -11,6 +11,7 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
 from weightsync.schemes.arguments import POLICY, UNSET, Form, Unset
+from weightsync.schemes.facade_services import torchrl_class
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
@@ -22,6 +23,7 @@ _IN_FLIGHT: Final = 4
 _LOOK: Final = 1.0
 
 
+@torchrl_class
 class DistributedTransport(TransportFacade):
     """One trainer and one worker, with their rendezvous at a TCPStore.
 

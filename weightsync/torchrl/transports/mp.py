@@ -11,17 +11,18 @@ from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import UNSET, Form, Unset
-from weightsync.schemes.facade_services import connection_of
+from weightsync.schemes.facade_services import connection_of, torchrl_class
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.torchrl.transports.pipes import ReferencePipe
+from weightsync.torchrl.transports.queues import AnyQueue, QueueChannel, QueueLink
 from weightsync.transports.base import Link, Waitable, Waker, wait
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.user_messages import UserMessages
-from weightsync.transports.queues import AnyQueue, QueueChannel, QueueLink
 from weightsync.weights.strategy import WeightStrategy
 
 
+@torchrl_class
 class MPTransport(TransportFacade):
     """Sends weights to one worker over a duplex pipe, or receives them at its other end.
 

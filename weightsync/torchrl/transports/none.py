@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightsync.schemes.facade_services import torchrl_class
 
+
+@torchrl_class
 class NoTransport:
     """Ignores what is sent, and never receives anything."""
 

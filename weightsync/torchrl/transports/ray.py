@@ -9,6 +9,7 @@ from typing import Any
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
 from weightsync.schemes.arguments import Form
+from weightsync.schemes.facade_services import torchrl_class
 from weightsync.schemes.peers.ray_actors import (
     CALL,
     POLICY_METHOD,
@@ -56,6 +57,7 @@ class _ActorFacade(TransportFacade):
         return bool(require_ray(type(self).__name__).is_initialized())
 
 
+@torchrl_class
 class RayTransport(_ActorFacade):
     """Sends to one remote collector, by its ``update_policy_weights_`` if it is no `WeightSyncActor`.
 
@@ -110,6 +112,7 @@ class RayTransport(_ActorFacade):
         """Do nothing: weights travel through Ray, beside any process group."""
 
 
+@torchrl_class
 class RayActorTransport(_ActorFacade):
     """Sends to one actor, by its ``_update_weights_tensordict`` or ``_update_weights_state_dict``.
 

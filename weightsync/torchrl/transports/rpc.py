@@ -9,6 +9,7 @@ from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
 from weightsync.schemes.arguments import Form
+from weightsync.schemes.facade_services import torchrl_class
 from weightsync.schemes.peers.base import SharedPresenter
 from weightsync.schemes.peers.collectors import Collector, link_to
 from weightsync.torchrl.transports.facade import TransportFacade
@@ -17,6 +18,7 @@ from weightsync.transports.rpc import call_server_of, is_initialised
 from weightsync.weights.strategy import WeightStrategy
 
 
+@torchrl_class
 class RPCTransport(TransportFacade):
     """Sends weights to one remote collector by RPC; without a collector, receives them in the collector's process.
 

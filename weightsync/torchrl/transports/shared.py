@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import POLICY, UNSET, Unset, model_and_weights
-from weightsync.schemes.facade_services import connection_of
+from weightsync.schemes.facade_services import connection_of, torchrl_class
 from weightsync.schemes.shared import require_registered
 from weightsync.torchrl.transports.mp import MPTransport
 from weightsync.transports.base import Link
@@ -26,6 +26,7 @@ from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.strategy import WeightStrategy
 
 
+@torchrl_class
 class SharedMemTransport(MPTransport):
     """Copy targets that hold the newest version, and workers that are sent it over their pipes.
 

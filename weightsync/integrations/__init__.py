@@ -1,1 +1,0 @@
-"""The former home of `weightsync.torchrl`."""
