@@ -273,6 +273,11 @@ class WeightSender(Participant):
             self._reporter.delivered()
             return report
 
+    def progress(self) -> None:
+        """Read what has arrived, and write what can be written: `poll` without a report, so no outcome counts as told."""
+        with Shield(self._driver.waker.fire):
+            self._driver.pump()
+
     def abandon(self) -> SyncReport:
         """Give up the outstanding update. Workers that have not answered are ABANDONED: they may yet apply it.
 

@@ -113,7 +113,7 @@ class WorkerGroup:
         self._scheme = self._launcher.scheme
         self._version = 0
         members = {index: Member(index, self._rules, self._begin_life) for index in range(self._launcher.size)}
-        self._members = Members(members, self._rules.capacity, self._is_stale)
+        self._members = Members(members, self._rules.capacity, self._is_stale, self._feed)
         self._state = State.UNINITIALIZED
         #: The first lives, until the sender knows how to reach them.
         self._first: dict[int, Launched] = {}
@@ -368,7 +368,7 @@ class WorkerGroup:
 
     def _forget_gone(self) -> None:
         """Take those that are finished, or have failed and were reported, from the sender's workers."""
-        self.sender.poll()  # reads their goodbyes
+        self.sender.progress()  # reads their goodbyes
         untold = {error.worker for error in self._members.untold}
         for index, member in self._members.by_index.items():
             if member.over and index not in untold and index in self.sender.worker_ids:
@@ -407,6 +407,9 @@ class WorkerGroup:
             return False
         limit, entry = self._staleness.limit, self.sender.workers.get(index)
         return limit is not None and entry is not None and self._version - entry.served > limit
+
+    def _feed(self) -> WeightSender | None:
+        return self.sender if self._scheme.initialized_on_sender else None
 
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:

@@ -98,6 +98,17 @@ def hold_a_step(worker: Worker) -> None:
         worker.put((held, error.version, "stale", error.behind, error.limit))
 
 
+def hold_a_step_and_catch_up(worker: Worker) -> None:
+    """Hold one version in a step until the trainer has dispatched six more, and then act until the last one serves."""
+    with worker.step():
+        worker.put("holding")
+        worker.put("released")  # there is room for it only once the trainer has taken the first
+        assert worker._steps._behind == 6
+    while worker.version != 7:
+        with worker.step() as version:
+            worker.put(version)
+
+
 def fill_and_hang(worker: Worker) -> None:
     """Fill the channel, after a word about who we are, and go on for ever when the group has ended."""
     worker.put((os.getpid(), worker.model(torch.ones(1)).item()))
