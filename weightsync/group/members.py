@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
-from weightsync.clock import Deadline, Timeout
+from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
 from weightsync.transports.base import SLICE, Link
@@ -74,8 +74,12 @@ class Process(Protocol):
     def dead(self) -> bool:
         """Whether it is dead. Never waits."""
 
-    def how_it_ended(self) -> str:
-        """In words, once it is dead."""
+    def how_it_ended(self, started: bool) -> str:
+        """In words, once it is dead.
+
+        Args:
+            started: whether its function had begun.
+        """
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
@@ -125,6 +129,7 @@ class Member:
         self.untaken = 0
         self._last_word: Failed | Finished | None = None
         self._reason = ""
+        self._started = Stopwatch()
         #: When it is restarted, or has to have said its first word, the next result, or to be dead after its last.
         self.due = Deadline(0.0)
 
@@ -132,6 +137,7 @@ class Member:
         """Begin a life."""
         self.running = self._start(self.index, self.restarts)
         self.life, self.untaken, self._last_word, self._reason = Life.STARTING, 0, None, ""
+        self._started = Stopwatch()
         self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
@@ -212,7 +218,7 @@ class Member:
         """Its process is dead, and its last words were read. Returns the error of that life, if it failed."""
         word, how = self._last_word, self._reason
         if self.running is not None and not how:
-            how = self.running.process.how_it_ended()
+            how = self.running.process.how_it_ended(self.life is not Life.STARTING)
         self.release()
         if isinstance(word, Finished):
             return None
@@ -232,6 +238,13 @@ class Member:
             self.running.channel.close()
             self.running.process.close()
             self.running = None
+
+    @property
+    def state(self) -> str:
+        """Where it is, in words."""
+        if self.life is Life.STARTING:
+            return f"has been starting for {self._started.seconds:.1f} s"
+        return f"is {self.life.value}"
 
     @property
     def over(self) -> bool:
