@@ -33,6 +33,7 @@ AllRules == {
   "GateAtStep",           \* the worker compares what it serves with what is announced, before each step
   "AnnounceDispatched",   \* only what was dispatched is announced
   "DriveInResults",       \* the trainer reads answers also while it takes results
+  "AnswersAdmit",         \* an answer lets the version that waits in the trainer leave
   "ReceiveInBackground",  \* a worker that waits for room in its channel receives all the same
   "FreshFirst",           \* the function of a worker begins once it serves a version
   "NameWhatActs",         \* a result names the version that is served once the step has begun, not at the gate
@@ -97,7 +98,7 @@ Announce(w) ==
 \* An answer counts for all versions sent before. What waits leaves.
 Hear(w, v) ==
   LET left == {u \in sent[w] : u > v}
-      leaves == {u \in {version} : w \in waits /\ Cardinality(left) < Unanswered} IN
+      leaves == {u \in {version} : w \in waits /\ Cardinality(left) < Unanswered /\ Follows("AnswersAdmit")} IN
   /\ <<w, v>> \in acks
   /\ awaits \/ Follows("DriveInResults")
   /\ acks' = acks \ {<<w, v>>}
