@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WorkerGroup
+from weightsync.clock import Deadline
 from weightsync.group.worker import MakeModel
 
 Make = Callable[..., WorkerGroup]
@@ -65,6 +66,13 @@ def _over_ranks(
 ) -> WorkerGroup:
     world.start(run, count, rank_model)
     return WorkerGroup(None, model, scheme="distributed", **options)
+
+
+def await_results(group: WorkerGroup, count: int = 1) -> None:
+    """Wait until so many results have come, and take none."""
+    while len(group._members.results) < count:
+        group._members.wait(Deadline(60.0))
+        group._members.pump()
 
 
 class World:

@@ -55,6 +55,16 @@ def fail_first(worker: Worker) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fail_when_released(worker: Worker) -> None:
+    """As `fail_first`, but once the trainer has taken the result (with room for one), or in the second life not."""
+    worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
+    if worker.restarts == 0:
+        worker.put("released")
+        if worker.index == 0:
+            raise ValueError("a pole fell")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def act_once_and_wait(worker: Worker) -> None:
     """In an actor: put one result; the first life does not end by itself."""
     cpus = importlib.import_module("ray").get_runtime_context().get_assigned_resources()

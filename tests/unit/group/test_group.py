@@ -18,7 +18,7 @@ import group_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make, World
+from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make, World, await_results
 from torch import nn
 
 from weightsync import (
@@ -189,13 +189,11 @@ def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make
 
 
 def test_a_dead_worker_is_restarted_with_the_newest_weights_before_its_first_step(make: Make, model: nn.Module) -> None:
-    with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
-        results, values = group.results(), []
-        for result in islice(results, 2):
-            values.append(result.value)
+    with make(workers.fail_when_released, 2, capacity=1, max_restarts=1, restart_delay=0.0) as group:
+        await_results(group, 2)
         fill(model, 2.0)
         group.send()
-        values += [result.value for result in results]
+        values = [result.value for result in group.results() if result.value != "released"]
 
         assert values == [(0, 1.0), (0, 1.0), (1, 2.0), (1, 2.0)]
         reasons = {failure.worker: failure.reason for failure in group.failures}

@@ -12,11 +12,10 @@ from typing import Any
 
 import group_workers as workers
 import pytest
-from conftest import PIPES, RANKS, RAY, SHARED, Make
+from conftest import PIPES, RANKS, RAY, SHARED, Make, await_results
 from torch import nn
 
 from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup
-from weightsync.clock import Deadline
 from weightsync.group.steps import Announced, Staleness, Steps
 
 
@@ -51,13 +50,6 @@ def steps_of(
 ) -> tuple[Steps, Announced]:
     announced = Announced(ctypes.c_uint64(0))
     return Steps(receiver, announced, Staleness(limit, on_stale), stopped), announced  # type: ignore[arg-type]
-
-
-def await_first_result(group: WorkerGroup) -> None:
-    """Wait until a worker has put its first result, and take nothing."""
-    while not group._members.results:
-        group._members.wait(Deadline(60.0))
-        group._members.pump()
 
 
 def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> None:
@@ -112,7 +104,7 @@ def test_the_newest_version_is_delivered_while_the_trainer_only_takes_results(
     """The last versions wait in the trainer, behind two that the worker has not answered: it is inside of a step."""
     with make_over(workers.hold_a_step_and_catch_up, capacity=1, max_staleness=limit) as group:
         group.wait_async()
-        await_first_result(group)
+        await_results(group)
         for _ in range(6):
             group.send_async()
         said, results = list(islice(group.results(), 2)), [result.value for result in group.results()]
@@ -127,7 +119,7 @@ def test_a_version_is_written_to_its_end_while_the_trainer_only_takes_results(fo
     options: Any = {"scheme": "process", "capacity": 1, "max_staleness": 0, "ctx": forkserver}
     with WorkerGroup(workers.hold_a_step_and_catch_up, model, 1, **options) as group:
         group.wait_async()
-        await_first_result(group)
+        await_results(group)
         for _ in range(6):
             group.send_async()
         assert [result.value for result in group.results()] == ["holding", "released", 7]
@@ -140,7 +132,7 @@ def test_a_worker_begins_no_step_that_is_too_old(make_over: Make, on_stale: OnSt
     """The worker holds version 1 in a step while version 2 is dispatched, which it can serve only after that step."""
     with make_over(workers.hold_a_step, capacity=1, max_staleness=0, on_stale=on_stale) as group:
         group.wait_async()
-        await_first_result(group)  # it is in its step, and cannot leave it before that result is taken
+        await_results(group)  # it is in its step, and cannot leave it before that result is taken
         group.send_async()
         results = [result.value for result in group.results()]
 
