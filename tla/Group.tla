@@ -3,10 +3,12 @@
 (* A worker group: the bound on staleness, the results and their channel,  *)
 (* and restarts.  weightsync/group.                                        *)
 (*                                                                         *)
-(* The trainer dispatches a version, announces it to each worker, waits    *)
-(* for the answers, and takes results only while it does not wait.  A      *)
-(* worker passes a gate, takes a step with the version that it serves, and *)
-(* now and then puts a result, for which there must be room in its         *)
+(* The trainer dispatches a version, announces it to each worker, and      *)
+(* waits for the answers, or takes results meanwhile.  A version that      *)
+(* finds Unanswered older ones on the link of a worker waits in the        *)
+(* trainer until it reads an answer (Backlog.tla): then the newest leaves. *)
+(* A worker passes a gate, takes a step with the version that it serves,   *)
+(* and now and then puts a result, for which there must be room in its     *)
 (* channel.  A thread of the worker receives meanwhile.                    *)
 (*                                                                         *)
 (* Workers learn of a version one by one, as over their channels. Shared   *)
@@ -25,11 +27,14 @@ CONSTANTS
   Limit,        \* max_staleness
   Capacity,     \* results of a worker that may be on their way
   MaxRestarts,
+  Unanswered,   \* versions on their way to a worker, and not answered
   Careless      \* rules that are removed for the revert tests; {} otherwise
 
 AllRules == {
   "GateAtStep",           \* the worker compares what it serves with what is announced, before each step
   "AnnounceDispatched",   \* only what was dispatched is announced
+  "DriveInResults",       \* the trainer reads answers also while it takes results
+  "AnswersAdmit",         \* an answer lets the version that waits in the trainer leave
   "ReceiveInBackground",  \* a worker that waits for room in its channel receives all the same
   "FreshFirst",           \* the function of a worker begins once it serves a version
   "NameWhatActs",         \* a result names the version that is served once the step has begun, not at the gate
@@ -40,8 +45,11 @@ ASSUME Careless \subseteq AllRules
 VARIABLES
   version,    \* the newest version dispatched
   announced,  \* announced[w]: the newest version that the worker has heard of
-  owed,       \* workers that have not answered it; the trainer waits while there are any
-  updates,    \* <<w, v>>: updates in transit
+  owed,       \* workers that have not answered it
+  awaits,     \* whether the trainer waits for them, and takes no results
+  sent,       \* sent[w]: the versions that were sent to the worker, and not answered as far as the trainer has read
+  waits,      \* workers for which the newest version waits in the trainer
+  updates,       \* <<w, v>>: updates on their way
   acks,       \* <<w, v>>
   pc,         \* pc[w]: where the worker is
   served,     \* served[w]: 0: none
@@ -52,7 +60,8 @@ VARIABLES
   life,       \* life[w]: how often it was restarted
   results     \* results[w]: not taken yet, oldest first: [life, named]
 
-trainer == <<version, announced, owed>>
+backlog == <<sent, waits>>
+trainer == <<version, announced, owed, awaits, backlog>>
 worker == <<pc, served, floor, made, truth>>
 vars == <<trainer, updates, acks, worker, room, life, results>>
 
@@ -61,7 +70,8 @@ Follows(rule) == rule \notin Careless
 Alive == {w \in Workers : pc[w] # "dead"}
 
 Init ==
-  /\ version = 0 /\ announced = [w \in Workers |-> 0] /\ owed = {} /\ updates = {} /\ acks = {}
+  /\ version = 0 /\ announced = [w \in Workers |-> 0] /\ owed = {} /\ awaits = FALSE
+  /\ sent = [w \in Workers |-> {}] /\ waits = {} /\ updates = {} /\ acks = {}
   /\ pc = [w \in Workers |-> "starting"] /\ served = [w \in Workers |-> 0] /\ floor = [w \in Workers |-> 0]
   /\ made = [w \in Workers |-> {}] /\ truth = [w \in Workers |-> {}]
   /\ room = [w \in Workers |-> Capacity] /\ life = [w \in Workers |-> 0] /\ results = [w \in Workers |-> <<>>]
@@ -69,26 +79,39 @@ Init ==
 -----------------------------------------------------------------------------
 (* The trainer *)
 
-Send ==
-  /\ version < MaxVersion
+\* It waits for the answers (send), or goes on (send_async). The version supersedes one that waits.
+Send(await) ==
+  LET full == {w \in Alive : Cardinality(sent[w]) >= Unanswered} IN
+  /\ version < MaxVersion /\ ~awaits
   /\ version' = version + 1
-  /\ updates' = updates \cup {<<w, version + 1>> : w \in Alive}
+  /\ updates' = updates \cup {<<w, version + 1>> : w \in Alive \ full}
+  /\ sent' = [w \in Workers |-> IF w \in Alive \ full THEN sent[w] \cup {version + 1} ELSE sent[w]]
+  /\ waits' = full
   /\ owed' = Alive
+  /\ awaits' = (await /\ Alive # {})
   /\ UNCHANGED <<announced, acks, worker, room, life, results>>
 
 Announce(w) ==
   /\ announced[w] < (IF Follows("AnnounceDispatched") THEN version ELSE MaxVersion)
   /\ announced' = [announced EXCEPT ![w] = @ + 1]
-  /\ UNCHANGED <<version, owed, updates, acks, worker, room, life, results>>
+  /\ UNCHANGED <<version, owed, awaits, backlog, updates, acks, worker, room, life, results>>
 
+\* An answer counts for all versions sent before. What waits leaves.
 Hear(w, v) ==
+  LET left == {u \in sent[w] : u > v}
+      leaves == {u \in {version} : w \in waits /\ Cardinality(left) < Unanswered /\ Follows("AnswersAdmit")} IN
   /\ <<w, v>> \in acks
+  /\ awaits \/ Follows("DriveInResults")
   /\ acks' = acks \ {<<w, v>>}
+  /\ sent' = [sent EXCEPT ![w] = left \cup leaves]
+  /\ waits' = IF leaves = {} THEN waits ELSE waits \ {w}
+  /\ updates' = updates \cup {<<w, u>> : u \in leaves}
   /\ owed' = IF v = version THEN owed \ {w} ELSE owed
-  /\ UNCHANGED <<version, announced, updates, worker, room, life, results>>
+  /\ awaits' = (awaits /\ owed' # {})
+  /\ UNCHANGED <<version, announced, worker, room, life, results>>
 
 Take(w) ==
-  /\ owed = {} /\ results[w] # <<>>
+  /\ ~awaits /\ results[w] # <<>>
   /\ results' = [results EXCEPT ![w] = Tail(@)]
   /\ room' = IF Head(results[w]).life = life[w] \/ ~Follows("RoomIsOfThisLife") THEN [room EXCEPT ![w] = @ + 1] ELSE room
   /\ UNCHANGED <<trainer, updates, acks, worker, life>>
@@ -99,7 +122,8 @@ Die(w) ==
   /\ pc' = [pc EXCEPT ![w] = "dead"] /\ served' = [served EXCEPT ![w] = 0]
   /\ made' = [made EXCEPT ![w] = {}] /\ truth' = [truth EXCEPT ![w] = {}]
   /\ updates' = {m \in updates : m[1] # w} /\ acks' = {m \in acks : m[1] # w}
-  /\ owed' = owed \ {w}
+  /\ owed' = owed \ {w} /\ awaits' = (awaits /\ owed' # {})
+  /\ sent' = [sent EXCEPT ![w] = {}] /\ waits' = waits \ {w}
   /\ UNCHANGED <<version, announced, floor, room, life, results>>
 
 \* It joins, has heard of nothing yet, and the newest version is sent to it.
@@ -108,8 +132,9 @@ Restart(w) ==
   /\ pc' = [pc EXCEPT ![w] = "starting"]
   /\ life' = [life EXCEPT ![w] = @ + 1] /\ room' = [room EXCEPT ![w] = Capacity]
   /\ updates' = updates \cup {<<w, v>> : v \in {version} \ {0}}
+  /\ sent' = [sent EXCEPT ![w] = {version} \ {0}]
   /\ announced' = [announced EXCEPT ![w] = 0]
-  /\ UNCHANGED <<version, owed, acks, served, floor, made, truth, results>>
+  /\ UNCHANGED <<version, owed, awaits, waits, acks, served, floor, made, truth, results>>
 
 -----------------------------------------------------------------------------
 (* A worker *)
@@ -160,7 +185,7 @@ Put(w) ==
 -----------------------------------------------------------------------------
 
 Next ==
-  \/ Send
+  \/ \E await \in BOOLEAN : Send(await)
   \/ \E w \in Workers : Announce(w)
   \/ \E w \in Workers, v \in Versions : Hear(w, v)
   \/ \E w \in Workers : Take(w)
@@ -198,7 +223,10 @@ ChannelIsBounded ==
   \A w \in Workers : Cardinality({i \in DOMAIN results[w] : results[w][i].life = life[w]}) <= Capacity
 
 \* The trainer's wait ends, also when it takes no results meanwhile.
-EverySendEnds == owed # {} ~> owed = {}
+EverySendEnds == awaits ~> ~awaits
+
+\* Every worker serves the newest version in the end, also when the trainer does nothing but take results.
+TheNewestArrives == owed # {} ~> owed = {}
 
 \* A worker that waits for a newer version gets it, also when the trainer sends nothing more.
 NobodyWaitsForEver == \A w \in Workers : pc[w] = "between" ~> pc[w] # "between"
@@ -213,5 +241,8 @@ NobodyIsStale == \A w \in Workers : pc[w] = "between" => announced[w] - served[w
 OneVersionEach == \A w \in Workers : Cardinality(truth[w]) <= 1
 
 \* The trainer waits while a worker waits for room.
-NobodyWaitsForRoom == \A w \in Workers : ~(owed # {} /\ pc[w] = "putting" /\ room[w] = 0)
+NobodyWaitsForRoom == \A w \in Workers : ~(awaits /\ pc[w] = "putting" /\ room[w] = 0)
+
+\* A worker waits at its gate for a version that waits in the trainer.
+NobodyWaitsForWhatWaits == \A w \in waits : ~(pc[w] = "between" /\ updates = {} /\ announced[w] - served[w] > Limit)
 =============================================================================

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, worker_ids_of
@@ -15,7 +15,7 @@ from weightsync.engine.packer import OutgoingWeights, Packed
 from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.workers import Workers
+from weightsync.engine.workers import SendTargets, Workers
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol import sender as pure
@@ -27,17 +27,6 @@ from weightsync.weights.layout import Layout
 
 #: Seconds between two checks of processes that have not started yet.
 STARTS: Final = 0.5
-
-
-class SendTargets(NamedTuple):
-    """The workers that a send is for."""
-
-    #: Worker ids, or None for all.
-    targets: tuple[int, ...] | None
-    #: The least number of workers there must be, or None for the sender's.
-    expected: int | None
-    #: Whether a send to all may find no worker.
-    allow_empty: bool
 
 
 class WeightSender(Participant):
@@ -278,6 +267,11 @@ class WeightSender(Participant):
             report = self._reporter.so_far(OutcomeKind.PENDING)
             self._reporter.delivered()
             return report
+
+    def progress(self) -> None:
+        """Read what has arrived, and write what can be written. As `poll`, but no outcome counts as told."""
+        with Shield(self._driver.waker.fire):
+            self._driver.pump()
 
     def abandon(self) -> SyncReport:
         """Give up the outstanding update. Workers that have not answered are ABANDONED: they may yet apply it.

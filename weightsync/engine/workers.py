@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import SchemeServices, require_worker_id
@@ -14,6 +14,17 @@ from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.wakeup import AwaitedProcess
+
+
+class SendTargets(NamedTuple):
+    """The workers that a send is for."""
+
+    #: Worker ids; None: all.
+    targets: tuple[int, ...] | None
+    #: The least number of workers there must be; None: what the sender expects.
+    expected: int | None
+    #: Whether a send to all may find no worker.
+    allow_empty: bool
 
 
 class Workers:

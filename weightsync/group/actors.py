@@ -84,7 +84,7 @@ class ActorProcess:
         """Whether its life is over, or Ray was shut down here."""
         return self._life.done()
 
-    def how_it_ended(self) -> str:
+    def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - Ray says why in either case
         """In Ray's words, once it is dead."""
         error = self._life.exception()
         return "its actor has ended" if error is None else plain(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from types import TracebackType
@@ -18,14 +18,15 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, WorkerFailedError
 from weightsync.group.launcher import GroupArguments, Launched, least_one
 from weightsync.group.launchers import launcher_for
-from weightsync.group.members import Member, Members, Rules, Running, Waiting
+from weightsync.group.members import Member, Members, MemberState, Rules, Running, Waiting
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Worker
-from weightsync.options import OnFailure, OnPending, OnStale
+from weightsync.options import OnFailure, OnPending, OnStale, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.transports.process import forget_after_fork
+from weightsync.weights.selection import Selection
 
 #: Seconds that a process whose link is lost has to die before it is killed.
 _LOST_SECONDS: Final = 5.0
@@ -62,6 +63,9 @@ class WorkerGroup:
         model: the trainer's model. What `send` sends, unless it is given other weights.
         num_workers: how many workers, at least 1; omit it for ranks.
         make_model: makes a worker's model, in the worker. Default: a copy of ``model``, on the CPU.
+        names: names of the weights that are sent, or patterns (``"*.lora_?.*"``). All others stay in the workers as
+            they were when the group was made, or as ``make_model`` or the rank has made them. None: all are sent.
+        check_finite: refuse weights with NaN or infinite values: `start` and `send` raise `NonFiniteError`.
         scheme: a new `SharedMemWeightSyncScheme` (default), `MultiProcessWeightSyncScheme`, `RayWeightSyncScheme` or
             `DistributedWeightSyncScheme`, or its backend's name: "shared", "process", "ray", "distributed". The group
             closes it. Ray must run in this process.
@@ -103,17 +107,21 @@ class WorkerGroup:
         on_stale: OnStale | str = OnStale.BLOCK,
         ctx: BaseContext | None = None,
         actor_options: Mapping[str, Any] | None = None,
+        names: str | Iterable[str] | None = None,
+        check_finite: bool = False,
     ) -> None:
         self._model, self._model_id = model, model_id
         self._rules = _rules(capacity, max_restarts, restart_delay, deadline)
         limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
         self._staleness = Staleness(limit, OnStale(on_stale))
-        options = (capacity, max_restarts, self._staleness, ctx, actor_options)
+        self._chosen = _chosen(names)
+        self._check_finite = switch(check_finite, "check_finite")
+        options = (capacity, max_restarts, self._staleness, ctx, actor_options, self._chosen)
         self._launcher = launcher_for(scheme, GroupArguments(run, model, num_workers, make_model, model_id, *options))
         self._scheme = self._launcher.scheme
         self._version = 0
         members = {index: Member(index, self._rules, self._begin_life) for index in range(self._launcher.size)}
-        self._members = Members(members, self._rules.capacity, self._is_stale)
+        self._members = Members(members, self._rules.capacity, self._is_stale, self._feed)
         self._state = State.UNINITIALIZED
         #: The first lives, until the sender knows how to reach them.
         self._first: dict[int, Launched] = {}
@@ -125,8 +133,9 @@ class WorkerGroup:
 
         Raises:
             StateError: it was started already, or is closed.
-            Exception: a process could not be started, for example because ``run`` cannot be pickled. The group is
-                closed.
+            ConfigurationError: ``run`` or ``make_model`` cannot be pickled. The group is closed.
+            NonFiniteError: with ``check_finite``, the model has NaN or infinite values. The group is closed.
+            Exception: a process could not be started. The group is closed.
         """
         self._require(State.UNINITIALIZED, "start")
         self._state = State.READY
@@ -137,7 +146,9 @@ class WorkerGroup:
             for member in self._members.by_index.values():
                 member.start()
             reached = self._launcher.reached([launched for _, launched in sorted(self._first.items())])
-            self._scheme.init_on_sender(self._model_id, model=self._model, **reached)
+            chosen = {} if self._chosen is None else {"names": self._chosen}
+            finite = self._check_finite
+            self._scheme.init_on_sender(self._model_id, model=self._model, check_finite=finite, **chosen, **reached)
             self._first.clear()
             self._dispatch(None, OnPending.RAISE, Timeout.DEFAULT)
         except BaseException:
@@ -241,7 +252,7 @@ class WorkerGroup:
         Raises:
             WorkerFailedError: a worker has failed and is not restarted. It is raised once; the others keep running.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `WeightSender.send`.
-            StateError, ConfigurationError, LayoutError: nothing was sent.
+            StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
         report = self._dispatch(weights, OnPending.SUPERSEDE, timeout)
@@ -266,7 +277,7 @@ class WorkerGroup:
             timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused.
 
         Raises:
-            StateError, ConfigurationError, LayoutError: nothing was sent.
+            StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
             SyncError: as `WeightSender.send_async`.
         """
         return self._dispatch(weights, OnPending(on_pending), timeout)
@@ -353,10 +364,7 @@ class WorkerGroup:
             if self._members.over:
                 return None
             if deadline.passed:
-                lives = ", ".join(f"{index} is {each.life.value}" for index, each in self._members.by_index.items())
-                raise ResultTimeoutError(
-                    f"no worker gave a result in time (worker {lives}). results() may be called again."
-                )
+                raise ResultTimeoutError(_too_late(self._members.by_index))
             self._members.wait(deadline)
 
     def _raise_failed(self) -> None:
@@ -368,13 +376,18 @@ class WorkerGroup:
 
     def _forget_gone(self) -> None:
         """Take those that are finished, or have failed and were reported, from the sender's workers."""
-        self.sender.poll()  # reads their goodbyes
+        self.sender.progress()  # reads their goodbyes
         untold = {error.worker for error in self._members.untold}
         for index, member in self._members.by_index.items():
             if member.over and index not in untold and index in self.sender.worker_ids:
                 self.sender.remove_worker(index)
 
     # ------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def scheme(self) -> WeightSyncScheme:
+        """The trainer's scheme, which the group closes: for `on_event`, spans and metrics, also before the start."""
+        return self._scheme
 
     @property
     def sender(self) -> WeightSender:
@@ -408,10 +421,28 @@ class WorkerGroup:
         limit, entry = self._staleness.limit, self.sender.workers.get(index)
         return limit is not None and entry is not None and self._version - entry.served > limit
 
+    def _feed(self) -> WeightSender | None:
+        return self.sender if self._scheme.initialized_on_sender else None
+
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:
             allowed = {State.UNINITIALIZED: ["start"], State.READY: ["send", "results", "close"]}.get(self._state, [])
             raise StateError("worker group", self._state.value, asked, allowed)
+
+
+def _too_late(members: Mapping[int, Member]) -> str:
+    lives = ", ".join(f"{index} {member.state}" for index, member in members.items())
+    starting = any(member.life is MemberState.STARTING for member in members.values())
+    advice = " A worker that starts imports the program and torch first: it may need a longer timeout=." * starting
+    return f"no worker gave a result in time (worker {lives}). results() may be called again.{advice}"
+
+
+def _chosen(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """The names as a tuple. Raises ConfigurationError: they are no names."""
+    given: Any = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else names
+    if given is not None:
+        Selection(given)
+    return (given,) if isinstance(given, str) else given
 
 
 def _taken(waiting: Waiting) -> WorkerResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from weightsync.group.members import Running
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.weights.meta_device import is_on_meta
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,21 @@ class GroupArguments:
     staleness: Staleness
     ctx: BaseContext | None
     actor_options: Mapping[str, Any] | None
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError: the model is none, or has no weights."""
+        if not isinstance(self.model, nn.Module):
+            raise ConfigurationError(
+                f"model= is {self.model!r}: give the trainer's nn.Module, whose weights the workers get. Nothing was "
+                "started."
+            )
+        if self.names is None and is_on_meta(self.model):
+            raise ConfigurationError(
+                f"model= ({type(self.model).__name__}) is on the meta device, so it has no weights to send: give the "
+                "trainer's model with its weights. A model without weights is for the workers: make_model= makes "
+                "theirs. Nothing was started."
+            )
 
     def plan(self) -> Plan:
         """What the workers have in common, where the group starts them.
@@ -40,10 +57,12 @@ class GroupArguments:
         Raises:
             ConfigurationError: there is no function, or the model cannot be copied.
         """
-        if self.run is None:
-            raise ConfigurationError("run= is None: give the function that each worker runs. Nothing was started.")
-        made = CopiedModel(self.model) if self.make_model is None else self.make_model
-        return Plan(self.run, made, self.model_id, self.capacity, self.staleness)
+        if not callable(self.run):
+            raise ConfigurationError(
+                f"run= is {self.run!r}: give the function that each worker runs. Nothing was started."
+            )
+        made = CopiedModel(self.model, self.names is not None) if self.make_model is None else self.make_model
+        return Plan(self.run, made, self.model_id, self.capacity, self.staleness, self.names)
 
     def least_one_worker(self) -> int:
         """How many workers are to be started. Raises ConfigurationError: none."""
@@ -60,10 +79,11 @@ class GroupArguments:
 
 def least_one(value: object, argument: str) -> int:
     """A number, 1 or more. Raises ConfigurationError: it is not."""
-    number = require_whole(value, argument, "a number, 1 or more")
-    if number < 1:
-        raise ConfigurationError(f"{argument}= is {number}: give 1 or more. Nothing was started.")
-    return number
+    with contextlib.suppress(ConfigurationError):
+        number = require_whole(value, argument, "1 or more")
+        if number >= 1:
+            return number
+    raise ConfigurationError(f"{argument}= is {value!r}: give a whole number, 1 or more. Nothing was started.")
 
 
 class Launched(NamedTuple):
@@ -116,15 +136,23 @@ class CopiedModel:
 
     Args:
         model: the trainer's.
+        whole: copy its weights too, because a version brings only some of them.
 
     Raises:
         ConfigurationError: it cannot be copied or pickled.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, whole: bool) -> None:
+        if whole and is_on_meta(model):
+            raise ConfigurationError(
+                f"some weights of model= ({type(model).__name__}) are on the meta device, and with names= workers "
+                "keep those that are not sent: give make_model=, a function that makes a worker's model with its "
+                "weights. Nothing was started."
+            )
         bare: dict[int, Any] = {}
         for parameter in model.parameters():
-            bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            data = _on_host(parameter) if whole else parameter.detach().to("meta")
+            bare[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
         for buffer in model.buffers():
             bare[id(buffer)] = _on_host(buffer)
         try:
@@ -137,10 +165,10 @@ class CopiedModel:
             ) from error
 
     def __call__(self) -> nn.Module:
-        """A new model. Its parameters are on the meta device."""
+        """A new model. Its parameters are on the meta device, unless it is whole."""
         model: nn.Module = pickle.loads(self._pickled)
         return model
 
 
-def _on_host(buffer: Tensor) -> Tensor:
-    return buffer.detach().cpu().clone()
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()

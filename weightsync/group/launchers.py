@@ -20,7 +20,7 @@ def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -
         ConfigurationError: the scheme starts no workers, or what is asked for is for another one.
     """
     made = SharedMemWeightSyncScheme() if scheme is None else scheme
-    made = WeightSyncScheme.from_backend(made) if isinstance(made, str) else made
+    made = _named(made) if isinstance(made, str) else made
     if not isinstance(made, WeightSyncScheme) or made.initialized_on_sender:
         raise _unusable(scheme)
     if isinstance(made, PipeScheme):
@@ -34,6 +34,13 @@ def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -
 
         return RankLauncher(made, asked)
     raise _unusable(scheme)
+
+
+def _named(backend: str) -> WeightSyncScheme:
+    try:
+        return WeightSyncScheme.from_backend(backend)
+    except ConfigurationError:  # it names backends that are not for groups
+        raise _unusable(backend) from None
 
 
 def _unusable(scheme: object) -> ConfigurationError:

@@ -6,13 +6,14 @@ import enum
 import logging
 import select
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
-from weightsync.clock import Deadline, Timeout
+from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
+from weightsync.transports.base import SLICE, Link
 
 logger = logging.getLogger("weightsync")
 
@@ -20,6 +21,8 @@ logger = logging.getLogger("weightsync")
 _GRACE: Final = 10.0
 #: The longest delay before a restart, in seconds.
 _LONGEST_DELAY: Final = 60.0
+#: Seconds between two looks at a link that has no descriptor to wait for.
+_LOOK: Final = 0.1
 
 
 class MemberState(enum.Enum):
@@ -71,8 +74,12 @@ class Process(Protocol):
     def dead(self) -> bool:
         """Whether it is dead. Never waits."""
 
-    def how_it_ended(self) -> str:
-        """In words, once it is dead."""
+    def how_it_ended(self, started: bool) -> str:
+        """In words, once it is dead.
+
+        Args:
+            started: whether its function had begun.
+        """
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
@@ -122,6 +129,7 @@ class Member:
         self.untaken = 0
         self._last_word: Failed | Finished | None = None
         self._reason = ""
+        self._started = Stopwatch()
         #: When it is restarted, or has to have said its first word, the next result, or to be dead after its last.
         self.due = Deadline(0.0)
 
@@ -129,6 +137,7 @@ class Member:
         """Begin a life."""
         self.running = self._start(self.index, self.restarts)
         self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
+        self._started = Stopwatch()
         self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
@@ -209,7 +218,7 @@ class Member:
         """Its process is dead, and its last words were read. Returns the error of that life, if it failed."""
         word, how = self._last_word, self._reason
         if self.running is not None and not how:
-            how = self.running.process.how_it_ended()
+            how = self.running.process.how_it_ended(self.life is not MemberState.STARTING)
         self.release()
         if isinstance(word, Finished):
             return None
@@ -231,9 +240,26 @@ class Member:
             self.running = None
 
     @property
+    def state(self) -> str:
+        """Where it is, in words."""
+        if self.life is MemberState.STARTING:
+            return f"has been starting for {self._started.seconds:.1f} s"
+        return f"is {self.life.value}"
+
+    @property
     def over(self) -> bool:
         """Whether nothing more will come of it."""
         return self.life is MemberState.FINISHED or self.life is MemberState.FAILED
+
+
+class Feed(Protocol):
+    """What sends the workers their weights."""
+
+    def transports(self) -> Mapping[int, Link]:
+        """The links that are open, by worker."""
+
+    def progress(self) -> None:
+        """Read what has arrived, and write what can be written. Never waits."""
 
 
 class Members:
@@ -243,12 +269,20 @@ class Members:
         members: by index.
         capacity: how many results of each may be untaken.
         is_stale: whether a worker waits for newer weights.
+        feed: what sends them their weights; None: nothing does yet.
     """
 
-    def __init__(self, members: Mapping[int, Member], capacity: int, is_stale: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        members: Mapping[int, Member],
+        capacity: int,
+        is_stale: Callable[[int], bool],
+        feed: Callable[[], Feed | None],
+    ) -> None:
         self.by_index = dict(members)
         self._capacity = capacity
         self._is_stale = is_stale
+        self._feed = feed
         #: Results that have come and were not taken.
         self.results: deque[Waiting] = deque()
         #: Each life that failed, in the order in which they did.
@@ -263,7 +297,8 @@ class Members:
                 member.running.announce(version)
 
     def pump(self) -> None:
-        """Read all that has come, notice who died, and restart who is due."""
+        """Go on with sending weights, read all that has come, notice who died, and restart who is due."""
+        self._drive()
         for member in self.by_index.values():
             dead = member.dead  # looked up first: what a dead worker has said is then read to its end
             self.results += member.read()
@@ -283,12 +318,23 @@ class Members:
         """Whether nothing more will come."""
         return all(member.over for member in self.by_index.values())
 
+    def _drive(self) -> None:
+        """Let the sender go on: a version may wait in it for answers, and the workers for that version."""
+        feed = self._feed()
+        if feed is None:
+            return
+        wanted, all_tell = _descriptors(feed.transports().values())
+        if not all_tell or _poller(wanted).poll(0):
+            feed.progress()
+
     def wait(self, deadline: Deadline) -> None:
-        """Sleep until something has come, a process is dead, or a deadline has passed."""
+        """Sleep until something has come, also to the sender, a process is dead, or a deadline has passed."""
         if any(member.dead for member in self.by_index.values()):
             return
-        poller = select.poll()
-        naps = [deadline.nap]
+        feed = self._feed()
+        wanted, all_tell = _descriptors([] if feed is None else feed.transports().values())
+        naps = [SLICE, None if all_tell else _LOOK, deadline.nap]
+        poller = _poller(wanted)
         for member in self.by_index.values():
             if member.running is not None:
                 poller.register(member.running.process, select.POLLIN)
@@ -296,5 +342,28 @@ class Members:
                     poller.register(member.running.channel, member.running.channel.events)
             if not member.over or member.running is not None:
                 naps.append(member.due.nap)
-        limits = [nap for nap in naps if nap is not None]
-        poller.poll(min(limits) * 1000 + 1 if limits else None)
+        poller.poll(min(nap for nap in naps if nap is not None) * 1000 + 1)
+
+
+def _descriptors(links: Iterable[Link]) -> tuple[dict[int, int], bool]:
+    """What to poll links for, and whether each of them has told."""
+    wanted: dict[int, int] = {}
+    all_tell = True
+    for link in links:
+        try:
+            readable, writable = link.waitables(), link.wants_write()
+        except Exception:  # noqa: BLE001 - an adapter's fault: the sender finds it too, and gives this link up
+            readable, writable = [], None
+        all_tell = all_tell and bool(readable)
+        for fd in readable:
+            wanted[fd] = wanted.get(fd, 0) | select.POLLIN
+        if writable is not None:
+            wanted[writable] = wanted.get(writable, 0) | select.POLLOUT
+    return wanted, all_tell
+
+
+def _poller(wanted: Mapping[int, int]) -> select.poll:
+    poller = select.poll()
+    for fd, events in wanted.items():
+        poller.register(fd, events)
+    return poller

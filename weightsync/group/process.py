@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Final
 
 from weightsync.clock import Deadline
+from weightsync.errors import ConfigurationError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
@@ -32,7 +34,8 @@ class WorkerProcess:
         job: what it does.
 
     Raises:
-        Exception: the job cannot be pickled, or the system starts no more processes.
+        ConfigurationError: the job cannot be pickled.
+        Exception: the system starts no more processes.
     """
 
     fate = "killed"
@@ -40,7 +43,15 @@ class WorkerProcess:
     def __init__(self, context: BaseContext, job: Job) -> None:
         name = f"weightsync worker {job.index}"
         self.handle: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
-        self.handle.start()
+        try:
+            self.handle.start()
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise ConfigurationError(
+                f"what worker {job.index} is to run cannot be pickled ({type(error).__name__}: {error}): define run= "
+                "and make_model= at the top level of a module, not as a lambda or inside of another function; or give "
+                'ctx=multiprocessing.get_context("fork"). Nothing was started.'
+            ) from error
+        self._imports_program = context.get_start_method() != "fork"
         self._pid: int = self.handle.pid
         self._watch = watching(self._pid, started_at(self._pid) or 0)
 
@@ -53,15 +64,21 @@ class WorkerProcess:
         """Whether it is dead. Its pipes may be open all the same, where a child of its own has inherited them."""
         return self._watch.dead
 
-    def how_it_ended(self) -> str:
-        """In words, once it is dead."""
+    def how_it_ended(self, started: bool) -> str:
+        """In words, once it is dead: see `Process.how_it_ended`."""
         self.handle.join(_REAP_SECONDS)
         code: int | None = self.handle.exitcode
         if code is None:
             return "its process is dead"
         if code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code} before its function had returned"
+        if started or not self._imports_program:
+            return f"its process ended with exit code {code} before its function had returned"
+        return (
+            f"its process ended with exit code {code} before it had started; its stderr says why. If your program has "
+            'no `if __name__ == "__main__":` guard around the code that makes the group, add one: each worker imports '
+            "the program"
+        )
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""

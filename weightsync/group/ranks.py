@@ -82,7 +82,7 @@ class RankProcess:
         """Whether its channel has ended."""
         return self._channel.ended
 
-    def how_it_ended(self) -> str:
+    def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - its launcher says why
         """In words, once it is dead."""
         return f"its connection has ended: the process of rank {self.handle} is dead, or its host cannot be reached"
 
@@ -110,7 +110,12 @@ class RankLauncher:
     """
 
     def __init__(self, scheme: DistributedWeightSyncScheme, asked: GroupArguments) -> None:
-        asked.refuse_others("run", "make_model", "max_restarts", "ctx", "actor_options")
+        if asked.run is not None:
+            raise ConfigurationError(
+                "run= is given, but the ranks are processes of their own: pass None here, and call run_worker(run, "
+                "model) in the other ranks. Nothing was started."
+            )
+        asked.refuse_others("make_model", "max_restarts", "ctx", "actor_options")
         self.scheme = scheme
         self._world = _world()
         self.size = self._world.size - 1
@@ -129,6 +134,7 @@ class RankLauncher:
             "capacity": asked.capacity,
             "max_staleness": asked.staleness.limit,
             "on_stale": asked.staleness.on_stale.value,
+            "names": asked.names,
         }
         self._reception: ChannelListener | None = None
 
@@ -202,7 +208,8 @@ def run_worker(
     store, note = _await_note(world, deadline)
     made = DistributedWeightSyncScheme() if scheme is None else scheme
     staleness = Staleness(note["max_staleness"], OnStale(note["on_stale"]))
-    plan = Plan(run, lambda: model, note["model_id"], note["capacity"], staleness)
+    names = None if note["names"] is None else tuple(note["names"])
+    plan = Plan(run, lambda: model, note["model_id"], note["capacity"], staleness, names)
     key = SharedKey.given(made._key)
     invitation = Invitation(note["host"], note["port"], bytes.fromhex(note["token"]), key)
     job = Job(plan, world.rank - 1, 0, made, {"store": store, "rank": world.rank}, invitation, None)

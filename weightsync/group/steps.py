@@ -24,7 +24,7 @@ class Announcements(Protocol):
     """What a worker knows of what the trainer has announced.
 
     A version is announced once it has been dispatched, so that a worker which waits for it waits for something on its
-    way.
+    way, or for something that the trainer sends once an answer has come: it reads answers while it waits for results.
     """
 
     @property

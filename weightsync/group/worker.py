@@ -36,6 +36,8 @@ class Worker:
         restarts: how often it was restarted; 0 at first.
         model: its own model. It has the trainer's weights before the function is called.
         receiver: receives the weights.
+        scheme: this worker's own scheme, which the group closes: for `on_event`, spans and metrics in the worker. The
+            first version is live before the function is called, so they begin with the next one.
     """
 
     def __init__(self, job: Job, receiver: WeightReceiver, steps: Steps, channel: WorkerEnd) -> None:
@@ -43,6 +45,7 @@ class Worker:
         self.restarts = job.restarts
         self.model: nn.Module = receiver.model
         self.receiver = receiver
+        self.scheme = job.scheme
         self._steps = steps
         self._channel = channel
 
@@ -110,6 +113,7 @@ class Plan:
         model_id: the name of the model.
         capacity: how many results of a worker may be on their way.
         staleness: how old a version may be at a step.
+        names: the weights that are sent; None: all.
     """
 
     run: Callable[[Worker], object]
@@ -117,6 +121,7 @@ class Plan:
     model_id: str
     capacity: int
     staleness: Staleness
+    names: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,8 @@ def _report(error: BaseException, scheme: WeightSyncScheme, channel: WorkerEnd) 
 def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Callable[[], None]) -> None:
     plan, announced = job.plan, job.announced
     model = plan.make_model()
-    scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **job.reach)
+    chosen = {} if plan.names is None else {"names": plan.names}
+    scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **chosen, **job.reach)
     listening()
     scheme.connect()
     receiver = scheme.get_receiver()

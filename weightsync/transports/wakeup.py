@@ -37,8 +37,11 @@ class AwaitedProcess:
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """Its process id and start, as in `own_identity`; None if it has not started."""
-        pid = self._process if isinstance(self._process, int) else self._process.pid
+        """Its process id and start, as in `own_identity`; None: it has not started, or its Process object is closed."""
+        try:
+            pid = self._process if isinstance(self._process, int) else self._process.pid
+        except ValueError:  # closed: `end` says so
+            return None
         return None if pid is None else (pid, started_at(pid) or 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 from scripted import Fleet, Scripted, Telling, both, hello, plain
 
 from weightsync import TransportError
@@ -43,6 +45,18 @@ def test_a_process_is_watched_once_it_has_started() -> None:
     fleet.driver.pump()
     fleet.driver.pump()
     assert (fleet.driver.awaits_processes, link.watched) == (False, [(77, 88)])
+
+
+def test_a_process_whose_object_was_closed_before_it_could_be_watched_is_its_workers_loss() -> None:
+    process = multiprocessing.get_context("fork").Process(target=int)
+    process.start()
+    process.join()
+    process.close()
+    fleet = plain()
+    fleet.driver.join(1, Scripted(), AwaitedProcess(process))
+    fleet.driver.pump()
+
+    assert fleet.reason(1) == "its process has ended, and its Process object is closed"
 
 
 def test_a_process_that_cannot_be_watched_or_has_ended_is_its_workers_loss() -> None:

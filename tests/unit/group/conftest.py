@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WorkerGroup
+from weightsync.clock import Deadline
+from weightsync.group.worker import MakeModel
 
 Make = Callable[..., WorkerGroup]
 
@@ -59,9 +61,18 @@ def make_over(request: pytest.FixtureRequest, make: Make, model: nn.Module) -> I
                 yield partial(_over_ranks, world, model)
 
 
-def _over_ranks(world: World, model: nn.Module, run: Any, count: int = 1, **options: Any) -> WorkerGroup:
-    world.start(run, count)
+def _over_ranks(
+    world: World, model: nn.Module, run: Any, count: int = 1, rank_model: MakeModel = workers.policy, **options: Any
+) -> WorkerGroup:
+    world.start(run, count, rank_model)
     return WorkerGroup(None, model, scheme="distributed", **options)
+
+
+def await_results(group: WorkerGroup, count: int = 1) -> None:
+    """Wait until so many results have come, and take none."""
+    while len(group._members.results) < count:
+        group._members.wait(Deadline(60.0))
+        group._members.pump()
 
 
 class World:
@@ -71,11 +82,11 @@ class World:
         self._context = context
         self.processes: list[Any] = []
 
-    def start(self, run: Any, count: int) -> dist.TCPStore:
+    def start(self, run: Any, count: int, make_model: MakeModel = workers.policy) -> dist.TCPStore:
         """Make it. Returns its store."""
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         for rank in range(1, count + 1):
-            arguments = rank, count + 1, store.port, run
+            arguments = rank, count + 1, store.port, run, make_model
             self.processes.append(self._context.Process(target=workers.be_rank, args=arguments))
             self.processes[-1].start()
         dist.init_process_group("gloo", store=store, rank=0, world_size=count + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import time
@@ -16,11 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightsync import SenderClosed, StaleWeightsError, Worker, WorkerGroup, run_worker
+from weightsync import EventKind, SenderClosed, StaleWeightsError, SyncEvent, Worker, WorkerGroup, run_worker
+from weightsync.group.worker import MakeModel
 
 
 def policy() -> nn.Module:
     return nn.Linear(1, 1, bias=False)
+
+
+def biased() -> nn.Module:
+    """A policy with two weights: the one acts with their sum."""
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.0)
+    return model
 
 
 def act(worker: Worker) -> None:
@@ -39,6 +50,16 @@ def fail_first(worker: Worker) -> None:
     """Fail in the first life, by an exception (worker 0) or by a signal."""
     worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
     if worker.restarts == 0:
+        if worker.index == 0:
+            raise ValueError("a pole fell")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_when_released(worker: Worker) -> None:
+    """As `fail_first`, but once the trainer has taken the result (with room for one), or in the second life not."""
+    worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
+    if worker.restarts == 0:
+        worker.put("released")
         if worker.index == 0:
             raise ValueError("a pole fell")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -98,6 +119,17 @@ def hold_a_step(worker: Worker) -> None:
         worker.put((held, error.version, "stale", error.behind, error.limit))
 
 
+def hold_a_step_and_catch_up(worker: Worker) -> None:
+    """Hold one version in a step until the trainer has dispatched six more, and then act until the last one serves."""
+    with worker.step():
+        worker.put("holding")
+        worker.put("released")  # there is room for it only once the trainer has taken the first
+        assert worker._steps._behind == 6
+    while worker.version != 7:
+        with worker.step() as version:
+            worker.put(version)
+
+
 def fill_and_hang(worker: Worker) -> None:
     """Fill the channel, after a word about who we are, and go on for ever when the group has ended."""
     worker.put((os.getpid(), worker.model(torch.ones(1)).item()))
@@ -112,20 +144,41 @@ def come_late(worker: Worker) -> None:
     raise AssertionError(worker)
 
 
-def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None]) -> None:
+def report_replies(worker: Worker) -> None:
+    """Say of each version when it is live, as this worker's own scheme tells."""
+    events: queue.SimpleQueue[SyncEvent] = queue.SimpleQueue()
+    worker.scheme.on_event(events.put)
+    worker.put("listening")
+    while (event := events.get(timeout=60)).kind is not EventKind.REPLY:
+        pass
+    worker.put((event.worker, event.version))
+
+
+def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel) -> None:
     """Be a rank of a world, and a worker of its rank 0."""
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         if run is come_late:
             store.wait(["the group is closed"])
-        run_worker(run, policy())
+        run_worker(run, make_model())
     finally:
         dist.destroy_process_group()
 
 
 def broken_model() -> nn.Module:
     raise LookupError("no such checkpoint")
+
+
+def slow_model() -> nn.Module:
+    """Is never made."""
+    time.sleep(600)
+    return policy()
+
+
+def ends_at_once() -> nn.Module:
+    """The process ends before its function has begun, as one does whose program has no guard."""
+    os._exit(1)
 
 
 def train_until_killed(pids: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import queue
 import select
 import signal
 from collections import defaultdict
@@ -17,16 +18,19 @@ import group_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make, World
+from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make, World, await_results
 from torch import nn
 
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    EventKind,
     LayoutError,
+    NonFiniteError,
     OutcomeKind,
     ResultTimeoutError,
     StateError,
+    SyncEvent,
     WorkerFailedError,
     WorkerGroup,
     WorkerResult,
@@ -123,6 +127,43 @@ def test_a_result_names_both_versions_if_a_swap_came_in_between(make: Make, mode
             assert again.versions == made.versions  # made without a step of its own
 
 
+@pytest.mark.parametrize("model", [workers.biased()])
+@pytest.mark.parametrize("make_over", [SHARED, RANKS, RAY], indirect=True)
+def test_only_the_named_weights_are_sent_and_the_others_stay_as_they_are(
+    make_over: Make, model: nn.Module, request: pytest.FixtureRequest
+) -> None:
+    """A worker acts with the sum of a weight, which stays 1, and a bias, which is sent."""
+    model.load_state_dict(workers.biased().state_dict())
+    options = {} if request.node.stash.get(WORLD, None) is None else {"rank_model": workers.biased}
+    with make_over(workers.act, names="b*", **options) as group:
+        fill(model, 5.0)
+        group.send()
+        assert next(result for result in group.results() if result.versions == (2,)).value == 6.0
+
+
+def test_weights_that_are_not_finite_are_refused_where_that_is_asked_for(make: Make, model: nn.Module) -> None:
+    with make(workers.act, check_finite=True) as group:
+        fill(model, float("nan"))
+        for send in (group.send, group.send_async):
+            with pytest.raises(NonFiniteError):
+                send()
+        assert (group.version, next(group.results()).value) == (1, 1.0)
+
+    with pytest.raises(NonFiniteError):
+        make(workers.act, check_finite=True).start()
+
+
+def test_a_worker_and_the_trainer_reach_their_own_schemes_for_events(make: Make) -> None:
+    group, events = make(workers.report_replies), queue.SimpleQueue[SyncEvent]()
+    group.scheme.on_event(events.put)
+    with group:
+        results = group.results()
+        assert next(results).value == "listening"
+        group.send()
+        assert next(results).value == (0, 2)
+    assert events.get(timeout=60).kind is EventKind.DISPATCH
+
+
 def test_a_send_that_fails_announces_nothing_that_workers_would_wait_for(make: Make) -> None:
     with make(workers.act, max_staleness=0) as group:
         with pytest.raises(LayoutError):
@@ -148,13 +189,11 @@ def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make
 
 
 def test_a_dead_worker_is_restarted_with_the_newest_weights_before_its_first_step(make: Make, model: nn.Module) -> None:
-    with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
-        results, values = group.results(), []
-        for result in islice(results, 2):
-            values.append(result.value)
+    with make(workers.fail_when_released, 2, capacity=1, max_restarts=1, restart_delay=0.0) as group:
+        await_results(group, 2)
         fill(model, 2.0)
         group.send()
-        values += [result.value for result in results]
+        values = [result.value for result in group.results() if result.value != "released"]
 
         assert values == [(0, 1.0), (0, 1.0), (1, 2.0), (1, 2.0)]
         reasons = {failure.worker: failure.reason for failure in group.failures}
@@ -226,6 +265,21 @@ def test_results_have_a_deadline(make: Make) -> None:
         with pytest.raises(ResultTimeoutError, match="worker 0 is running"):
             next(group.results(timeout=0.0))
         group.close(timeout=0.0)
+
+
+def test_a_timeout_says_which_workers_are_still_starting_and_since_when(make: Make) -> None:
+    with make(workers.act, make_model=workers.slow_model) as group:
+        with pytest.raises(ResultTimeoutError, match=r"0 has been starting for \d+\.\d s\).*longer timeout="):
+            next(group.results(timeout=0.0))
+        group.close(timeout=0.0)
+
+
+def test_a_worker_that_dies_before_it_starts_is_told_with_a_hint_at_the_guard(make: Make) -> None:
+    with (
+        make(workers.act, make_model=workers.ends_at_once) as group,
+        pytest.raises(WorkerFailedError, match=r'exit code 1 before it had started.*no `if __name__ == "__main__"'),
+    ):
+        list(group.results())
 
 
 def test_a_model_that_cannot_be_made_in_a_worker_is_an_error_in_the_trainer(make: Make) -> None:
@@ -311,7 +365,7 @@ def test_a_group_leaves_no_descriptor(make: Make) -> None:
 
 def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
     group = make(lambda worker: None)
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(ConfigurationError, match=r"pickle.*top level of a module"):
         group.start()
     assert group.processes == {}
 
@@ -328,12 +382,31 @@ def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
         (1, {"scheme": "rpc"}, "scheme"),
         (1, {"actor_options": {"num_cpus": 1}}, "actor_options"),
         (1, {"scheme": "ray"}, "ctx"),
-        (1, {"scheme": "distributed", "max_restarts": 1}, "run, max_restarts, ctx"),
+        (1, {"scheme": "distributed"}, r"pass None here, and call run_worker\(run, model\)"),
+        (None, {}, "num_workers= is None: give a whole number, 1 or more"),
+        (1, {"scheme": "shm"}, "scheme= is 'shm': .*RayWeightSyncScheme or DistributedWeightSyncScheme, which"),
+        (1, {"names": []}, "names="),
+        (1, {"check_finite": "no"}, "check_finite"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(make: Make, count: int, options: dict[str, Any], named: str) -> None:
+def test_arguments_that_cannot_be_are_refused(
+    make: Make, count: int | None, options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigurationError, match=named):
         make(workers.act, count, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "named"),
+    [
+        (None, {}, r"model= is None: give the trainer's nn\.Module"),
+        (nn.Linear(1, 1, device="meta"), {}, "no weights to send.*make_model="),
+        (nn.Linear(1, 1, device="meta"), {"names": "bias"}, r"names= workers keep.*make_model="),
+    ],
+)
+def test_a_model_that_cannot_be_sent_or_copied_is_refused(model: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        WorkerGroup(workers.act, model, 1, **options)
 
 
 def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:

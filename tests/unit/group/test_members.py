@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from weightsync.clock import Timeout, replaced_by, seconds
+from weightsync.clock import Deadline, Timeout, replaced_by, seconds
 from weightsync.group.channel import Failed, Finished, Frame, Put, Started
-from weightsync.group.members import Member, MemberState, Rules, Running
+from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.testing import FakeClock
 
 
@@ -27,7 +28,7 @@ class Process:
     def close(self) -> None:
         self.kill()
 
-    def how_it_ended(self) -> str:
+    def how_it_ended(self, started: bool) -> str:
         return "its process was ended by SIGSEGV"
 
 
@@ -68,6 +69,47 @@ class Lives:
         return Running(*made)
 
 
+class Link:
+    """Has a descriptor, or none, or fails when it is asked."""
+
+    def __init__(self, *fds: int, fails: bool = False) -> None:
+        self.fds = fds
+        self.fails = fails
+
+    def waitables(self) -> list[int]:
+        if self.fails:
+            raise RuntimeError("this adapter is broken")
+        return list(self.fds)
+
+    def wants_write(self) -> int | None:
+        return None
+
+
+class Poller:
+    """Notes for how long it is to sleep, and does not."""
+
+    def __init__(self, naps: list[float]) -> None:
+        self._naps = naps
+
+    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+        self._naps.append(milliseconds)
+        return []
+
+
+class Feed:
+    """Sends over one link, and counts how often it may go on."""
+
+    def __init__(self, link: Link) -> None:
+        self.link: Any = link
+        self.drives = 0
+
+    def transports(self) -> dict[int, Any]:
+        return {0: self.link}
+
+    def progress(self) -> None:
+        self.drives += 1
+
+
 @pytest.fixture
 def clock() -> Iterator[FakeClock]:
     with replaced_by(clock := FakeClock()):
@@ -89,6 +131,35 @@ def started(lives: Lives, **rules: Any) -> Member:
 def says(member: Member, lives: Lives, *frames: Frame) -> None:
     lives.channels[-1].frames += frames
     member.read()
+
+
+def fed_over(link: Link) -> tuple[Feed, Members]:
+    feed = Feed(link)
+    return feed, Members({}, 1, lambda index: False, lambda: feed)
+
+
+def test_the_sender_goes_on_when_its_link_has_something_for_it_and_that_ends_a_wait() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        feed, members = fed_over(Link(near.fileno()))
+        members.pump()
+        assert feed.drives == 0
+        far.send(b"an answer")
+        members.wait(Deadline(None))
+        members.pump()
+        assert feed.drives == 1
+
+
+@pytest.mark.parametrize("link", [Link(), Link(fails=True)])
+def test_a_link_without_a_descriptor_is_looked_at_again_and_again(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, members = fed_over(link)
+    naps: list[float] = []
+    monkeypatch.setattr("select.poll", lambda: Poller(naps))
+    for _ in range(2):
+        members.wait(Deadline(None))
+        members.pump()
+    assert feed.drives == 2
+    assert naps == [101.0] * 2  # milliseconds
 
 
 def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeClock, lives: Lives) -> None:

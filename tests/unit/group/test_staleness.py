@@ -6,13 +6,16 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
+from multiprocessing.context import ForkServerContext
+from typing import Any
 
 import group_workers as workers
 import pytest
-from conftest import RANKS, RAY, SHARED, Make
+from conftest import PIPES, RANKS, RAY, SHARED, Make, await_results
+from torch import nn
 
-from weightsync import OnStale, SenderClosed, StaleWeightsError
-from weightsync.clock import Deadline
+from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup
 from weightsync.group.steps import Announced, Staleness, Steps
 
 
@@ -93,6 +96,35 @@ def test_an_older_announcement_takes_nothing_back() -> None:
     assert announced.version == 3
 
 
+@pytest.mark.parametrize("limit", [0, None])
+@pytest.mark.parametrize("make_over", [SHARED, PIPES, RANKS, RAY], indirect=True)
+def test_the_newest_version_is_delivered_while_the_trainer_only_takes_results(
+    make_over: Make, limit: int | None
+) -> None:
+    """The last versions wait in the trainer, behind two that the worker has not answered: it is inside of a step."""
+    with make_over(workers.hold_a_step_and_catch_up, capacity=1, max_staleness=limit) as group:
+        group.wait_async()
+        await_results(group)
+        for _ in range(6):
+            group.send_async()
+        said, results = list(islice(group.results(), 2)), [result.value for result in group.results()]
+
+    assert [result.value for result in said] == ["holding", "released"]
+    assert results == [7] if limit == 0 else results == sorted(results)  # they end once the last version serves
+
+
+def test_a_version_is_written_to_its_end_while_the_trainer_only_takes_results(forkserver: ForkServerContext) -> None:
+    """It is larger than a pipe holds, so the worker reads while the trainer writes."""
+    model = nn.Linear(1 << 11, 1 << 10)
+    options: Any = {"scheme": "process", "capacity": 1, "max_staleness": 0, "ctx": forkserver}
+    with WorkerGroup(workers.hold_a_step_and_catch_up, model, 1, **options) as group:
+        group.wait_async()
+        await_results(group)
+        for _ in range(6):
+            group.send_async()
+        assert [result.value for result in group.results()] == ["holding", "released", 7]
+
+
 @pytest.mark.parametrize(
     ("make_over", "on_stale"), [(SHARED, each) for each in OnStale] + OVER_TCP, indirect=["make_over"]
 )
@@ -100,9 +132,7 @@ def test_a_worker_begins_no_step_that_is_too_old(make_over: Make, on_stale: OnSt
     """The worker holds version 1 in a step while version 2 is dispatched, which it can serve only after that step."""
     with make_over(workers.hold_a_step, capacity=1, max_staleness=0, on_stale=on_stale) as group:
         group.wait_async()
-        while not group._members.results:  # it is in its step, and cannot leave it before that result is taken
-            group._members.wait(Deadline(0.01))
-            group._members.pump()
+        await_results(group)  # it is in its step, and cannot leave it before that result is taken
         group.send_async()
         results = [result.value for result in group.results()]
 

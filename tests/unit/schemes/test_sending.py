@@ -728,6 +728,16 @@ def test_g11_a_send_async_that_waited_first_raises_for_the_one_before_once_it_is
     assert serve_the_survivors(three) == [True, True]
 
 
+def test_g11_progress_reads_answers_and_counts_no_outcome_as_told(pair: Pair) -> None:
+    pair.sender.send_async()
+    untold = pair.sender._reporter._previous = pair.sender._reporter.so_far(OutcomeKind.PENDING)
+    pair.receiver.receive(timeout=0)
+    pair.sender.progress()
+
+    assert pair.sender.workers[0].served == 1
+    assert pair.sender.wait_async(timeout=0, on_failure="report").previous is untold
+
+
 def test_g5_a_send_whose_time_is_up_while_it_waits_sends_nothing_and_says_so(pair: Pair) -> None:
     pair.sender.send_async()
     report = pair.sender.send(on_pending="wait", on_failure="report", timeout=0)
