@@ -54,8 +54,8 @@ class Loader:
             )
         if inspect.iscoroutinefunction(self.load):
             raise ConfigurationError(
-                f"loader= is {self.load!r}, which is async: it is called in a thread without an event loop, where nothing "
-                "would run. Give a function that returns once all is loaded."
+                f"loader= is {self.load!r}, which is async: it is called in a thread without an event loop, where "
+                "nothing would run. Give a function that returns once all is loaded."
             )
         if self.name_map is not None and not isinstance(self.name_map, Mapping):
             raise ConfigurationError(

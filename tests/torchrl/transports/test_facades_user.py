@@ -177,9 +177,9 @@ class AsyncCheck(Postbox):
 
 @pytest.mark.parametrize(("transport", "name"), [(AsyncPostbox(), "send_weights"), (AsyncCheck(), "check_connection")])
 def test_a_users_transport_that_is_asynchronous_is_refused(transport: Postbox, name: str) -> None:
-    with Scheme().create_sender() as sender:
-        with pytest.raises(ConfigurationError, match=rf"{name}\(\) of {type(transport).__name__} is async"):
-            sender.register_worker(0, transport)
+    match = rf"{name}\(\) of {type(transport).__name__} is async"
+    with Scheme().create_sender() as sender, pytest.raises(ConfigurationError, match=match):
+        sender.register_worker(0, transport)
 
 
 def test_a_users_transport_that_returned_something_to_await_is_not_acked() -> None:

@@ -9,7 +9,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from weightsync.engine.copies import optional
 from weightsync.errors import ConfigurationError
@@ -66,6 +66,10 @@ class SharedPresenter:
                 weights = self._presenter.present(update, payload_of(update, payload), form)
                 shared = self._shared[key] = SharedWeights(weights)
             return shared
+
+
+#: What to give in place of a transport whose methods are ``async``.
+PLAIN_METHODS: Final = "Let it run its own event loop, and return when it is done."
 
 
 def refuse_coroutines(owner: Any, names: Sequence[str], instead: str) -> None:

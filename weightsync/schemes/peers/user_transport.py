@@ -14,7 +14,14 @@ from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
-from weightsync.schemes.peers.base import BareTransport, Presenter, is_unawaited, payload_of, refuse_coroutines
+from weightsync.schemes.peers.base import (
+    PLAIN_METHODS,
+    BareTransport,
+    Presenter,
+    is_unawaited,
+    payload_of,
+    refuse_coroutines,
+)
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
@@ -36,9 +43,7 @@ class UserTransportClient:
     """
 
     def __init__(self, transport: BareTransport, peer: str) -> None:
-        refuse_coroutines(
-            transport, ("send_weights", "check_connection"), "Let it run its own event loop, and return when it is done."
-        )
+        refuse_coroutines(transport, ("send_weights", "check_connection"), PLAIN_METHODS)
         self._transport = transport
         self._peer = peer
         self._evidence = declared_evidence(transport)
