@@ -16,7 +16,10 @@ _WHATS: Final = {what.value: what for what in What}
 
 
 class UnreadableTraceError(WeightSyncError):
-    """The file is not a trace of ours, or was written by another release, and cannot be judged."""
+    """Of `weightsync verify` and `trace`: a file is no trace of ours, or was written by another release.
+
+    What to do: give the files that ``WEIGHTSYNC_TRACE`` named, and judge them with the release that wrote them.
+    """
 
 
 @dataclass(frozen=True, slots=True)

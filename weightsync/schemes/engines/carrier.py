@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from weightsync.errors import ConfigurationError, PartlyLoadedError, TransportError
+from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
 from weightsync.schemes.engines.client import Bucket
-from weightsync.schemes.engines.http import EngineError
 from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
 from weightsync.weights.tensors import DTYPE_NAMES
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weightsync.engine.copies import MISSING, optional
-from weightsync.errors import ConfigurationError, PartlyLoadedError, TransportError
+from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
 from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
-from weightsync.schemes.engines.http import EngineError, HttpCalls
+from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.loader import BUCKET_BYTES
