@@ -3,8 +3,9 @@
     python tests/fuzz.py SECONDS [NAME...]
 
 has atheris look so many seconds at each of `decoders.DECODERS`, and Hypothesis half as long; where atheris is not
-installed, Hypothesis alone looks for all of that time. Each look is a process of its own, as many at a time as there are
-cores. What is found is printed and left in `crash-*`; `python tests/fuzz.py --again NAME FILE` tries such a file again.
+installed, Hypothesis alone looks for all of that time. Each look is a process of its own, as many at a time as there
+are cores. What is found is printed and left in `crash-*`; `python tests/fuzz.py --again NAME FILE` tries such a file
+again.
 """
 
 from __future__ import annotations

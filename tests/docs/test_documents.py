@@ -132,6 +132,9 @@ TUTORIALS = {
     "night": [],
     "torchrun": [pytest.mark.gloo],
     "collectors": [pytest.mark.torchrl, pytest.mark.slow],  # 25 seconds; tests/torchrl has the cheap one
+    "ray": [pytest.mark.ray],
+    "engine": [],
+    "transport": [],
     "counterexample": [pytest.mark.tlc],
 }
 
@@ -143,7 +146,7 @@ def test_a_tutorials_program_runs_and_prints_what_its_page_says(
 ) -> None:
     document = (DOCS / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
     (program,), (text,) = blocks(document, "python"), blocks(document, "text")
-    path = tmp_path / f"{name}.py"
+    path = tmp_path / f"tutorial_{name}.py"  # "ray.py" would be found in place of Ray
     path.write_text(program, encoding="utf-8")
 
     ranks = 2 if name == "torchrun" else 1
