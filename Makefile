@@ -35,7 +35,7 @@ help:
 	@echo 'make test-loaded  the same tests on a machine that is busy with twice as many processes as it has cores'
 	@echo 'make test-matrix  tests on each Python, with the two newest torch and tensordict: hours (TESTS=: which)'
 	@echo 'make smoke      the wheel and the sdist in an empty environment: 2 minutes'
-	@echo 'make fuzz       atheris at each decoder, FUZZ_SECONDS=60 each: 6 minutes'
+	@echo 'make fuzz       atheris and Hypothesis at each decoder, FUZZ_SECONDS=60 each: 6 minutes'
 	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 20 minutes'
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'

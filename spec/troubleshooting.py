@@ -1,4 +1,4 @@
-"""Renders the list of errors in `docs/troubleshooting.md` from the docstrings of `weightsync.errors`.
+"""Renders the list of errors in `docs/troubleshooting.md` from the docstrings of all public error classes.
 
 With ``--check`` nothing is written and the page is compared byte for byte.
 Exit status: 0 all is as it should be, 1 the page differs, 2 the page or an error's docstring cannot be read.
@@ -18,16 +18,26 @@ from protocolgen.docs import fill
 from protocolgen.source import SpecError
 
 from weightsync import errors
+from weightsync.bench import settings
+from weightsync.model import toolchain
+from weightsync.verify import lines, tlc
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/troubleshooting.md"
 _CURE = "What to do: "
 
 
+#: Modules with errors of their own, which the commands print.
+_OF_COMMANDS = (toolchain, lines, tlc, settings)
+
+
 def classes() -> list[type[errors.WeightSyncError]]:
-    """The errors that have a meaning of their own, in the order of the module."""
-    found = (each for each in vars(errors).values() if inspect.isclass(each))
-    return [each for each in found if issubclass(each, errors.WeightSyncError) and each is not errors.WeightSyncError]
+    """The errors that have a meaning of their own: those of `weightsync.errors` in its order, and the commands'."""
+    found = []
+    for module in (errors, *_OF_COMMANDS):
+        own = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__)
+        found += [each for each in own if issubclass(each, errors.WeightSyncError)]
+    return [each for each in found if each is not errors.WeightSyncError]
 
 
 def section(kind: type[errors.WeightSyncError]) -> Iterator[str]:

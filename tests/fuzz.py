@@ -1,19 +1,33 @@
-"""Has atheris look for bytes that a decoder answers with anything but a typed error: `make fuzz`.
+"""Has atheris and Hypothesis look for bytes that a decoder answers with anything but a typed error: `make fuzz`.
 
     python tests/fuzz.py SECONDS [NAME...]
 
-looks so many seconds at each of `decoders.DECODERS`, each in a process of its own, as many at a time as there are
-cores. What it finds is printed and left in `crash-*`; `python tests/fuzz.py --again NAME FILE` tries such a file again.
+has atheris look so many seconds at each of `decoders.DECODERS`, and Hypothesis half as long; where atheris is not
+installed, Hypothesis alone looks for all of that time. Each look is a process of its own, as many at a time as there
+are cores. What is found is printed and left in `crash-*`; `python tests/fuzz.py --again NAME FILE` tries such a file
+again.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import importlib.util
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+#: How many examples Hypothesis tries before it looks at the clock.
+EXAMPLES = 500
+#: Seconds after which so many examples have hung.
+_HUNG_S = 120.0
+#: Hypothesis's share of the seconds, beside atheris.
+_SHARE = 0.5
 
 
 def main(arguments: list[str]) -> int:
@@ -21,17 +35,28 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--again"]:
         _decoder(arguments[1])[0](Path(arguments[2]).read_bytes())
         return 0
-    if arguments[:1] == ["--one"]:
+    if arguments[:1] == ["--atheris"]:
         _fuzz(*arguments[1:])
+    if arguments[:1] == ["--hypothesis"]:
+        _look_at(*arguments[1:])
+        return 0
     seconds, *names = arguments
     from decoders import DECODERS  # noqa: PLC0415 - in the other processes it is instrumented first
 
-    chosen = names or list(DECODERS)
+    chosen = [(name, engine, share) for engine, share in _engines(float(seconds)) for name in names or DECODERS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        passed = pool.map(lambda name: _passes(name, seconds, DECODERS[name][1]), chosen)
-        failed = [name for name, passes in zip(chosen, passed, strict=True) if not passes]
+        passed = pool.map(lambda each: _passes(*each, DECODERS[each[0]][1]), chosen)
+        failed = [f"{name} ({engine})" for (name, engine, _), passes in zip(chosen, passed, strict=True) if not passes]
     print(f"failed: {', '.join(failed)}" if failed else "Nothing but typed errors.")
     return 1 if failed else 0
+
+
+def _engines(seconds: float) -> list[tuple[str, float]]:
+    """What looks at each decoder, and for how long. The longer ones come first."""
+    if importlib.util.find_spec("atheris") is None:
+        print("atheris is not installed: Hypothesis alone.")
+        return [("hypothesis", seconds)]
+    return [("atheris", seconds), ("hypothesis", seconds * _SHARE)]
 
 
 def _decoder(name: str):
@@ -40,16 +65,16 @@ def _decoder(name: str):
     return DECODERS[name]
 
 
-def _passes(name: str, seconds: str, seeds: list[bytes]) -> bool:
+def _passes(name: str, engine: str, seconds: float, seeds: list[bytes]) -> bool:
     """Fuzz one decoder in a process of its own, beginning with the seeds; whether nothing was found."""
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(seeds):
             Path(folder, f"seed{number}").write_bytes(seed)
-        command = [sys.executable, __file__, "--one", name, seconds, folder]
+        command = [sys.executable, __file__, f"--{engine}", name, f"{seconds:.0f}", folder]
         found = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     said = [line for line in found.stderr.splitlines() if line.startswith("stat::")]
     lines = said[:1] if found.returncode == 0 else found.stderr.splitlines()[-60:]
-    print("\n  ".join([f"{name}: {seconds} s", *lines]), flush=True)
+    print("\n  ".join([f"{name}: {seconds:.0f} s of {engine}", *lines]), flush=True)
     return found.returncode == 0
 
 
@@ -64,6 +89,43 @@ def _fuzz(name: str, seconds: str, folder: str) -> None:
     limits = [f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=4096", "-max_len=8192"]
     atheris.Setup([sys.argv[0], folder, "-print_final_stats=1", *limits], decode)
     atheris.Fuzz()
+
+
+def _look_at(name: str, seconds: str, folder: str) -> None:
+    tried = look(*_decoder(name), float(seconds), Path(f"crash-hypothesis-{name}"))
+    print(f"stat::number_of_executed_units: {tried}", file=sys.stderr)
+
+
+def look(decode: Callable[[bytes], None], seeds: list[bytes], seconds: float, crash: Path) -> int:
+    """Have Hypothesis try other examples for so long, and at least once; returns how many.
+
+    Raises:
+        Exception: what the decoder raised for the simplest bytes that were found, which are then in ``crash``.
+    """
+    from edits import inputs  # noqa: PLC0415
+    from hypothesis import HealthCheck, given, seed, settings  # noqa: PLC0415
+
+    tried, last = 0, b""
+
+    def one(data: bytes) -> None:
+        nonlocal tried, last
+        tried, last = tried + 1, data
+        decode(data)
+
+    until = time.monotonic() + seconds
+    settled = settings(
+        max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=False
+    )
+    try:
+        while not tried or time.monotonic() < until:
+            faulthandler.dump_traceback_later(_HUNG_S, exit=True)
+            seed(random.getrandbits(64))(settled(given(inputs(seeds))(one)))()
+    except Exception:
+        crash.write_bytes(last)
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return tried
 
 
 if __name__ == "__main__":

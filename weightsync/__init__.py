@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import AuthenticationError as AuthenticationError
     from weightsync.errors import ConfigurationError as ConfigurationError
+    from weightsync.errors import EngineError as EngineError
     from weightsync.errors import LayoutError as LayoutError
     from weightsync.errors import MissingExtraError as MissingExtraError
     from weightsync.errors import ModelBusyError as ModelBusyError
@@ -122,6 +123,7 @@ _HOMES = {
     "AckTimeoutError": "errors",
     "AuthenticationError": "errors",
     "ConfigurationError": "errors",
+    "EngineError": "errors",
     "LayoutError": "errors",
     "MissingExtraError": "errors",
     "ModelBusyError": "errors",

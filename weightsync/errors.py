@@ -11,6 +11,7 @@
       StaleWeightsError                  in a worker of a group: its weights are too old for a step
       ModelBusyError(TimeoutError)       in a worker: the model was in use until the timeout; nothing changed
       PartlyLoadedError                  raised by your loader: the engine holds parts of two versions
+      EngineError                        in an outcome's reason: an engine answered a call with an error; .status
       ConfigurationError(ValueError)     missing or contradictory arguments, unknown worker ids, unsupported types
       ModelPathError(AttributeError)     .part that did not resolve
       MissingExtraError(ImportError)     .extra to install
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 
 class WeightSyncError(RuntimeError):
@@ -238,6 +239,30 @@ class PartlyLoadedError(WeightSyncError):
 
     What to do: reload the engine, and add the worker again.
     """
+
+
+#: HTTP statuses of calls that were turned away: the engine has begun nothing.
+_AT_THE_DOOR: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
+
+
+class EngineError(WeightSyncError):
+    """An inference engine answered a call with an error. It is in the reason of a worker that is REFUSED or LOST.
+
+    What to do: read the engine's own words in the message, and its log. A worker that is LOST stays paused: start it
+    again, and let it join by `add_worker()`.
+
+    Attributes:
+        status: the HTTP status; 0: it is none.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def began_nothing(self) -> bool:
+        """Whether the status says that the call was turned away, and so changed nothing."""
+        return self.status in _AT_THE_DOOR
 
 
 class ConfigurationError(WeightSyncError, ValueError):

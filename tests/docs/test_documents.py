@@ -66,7 +66,6 @@ def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_pat
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so() -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = subprocess.run(
@@ -115,13 +114,24 @@ def test_the_program_of_a_group_over_ranks_serves_each_version(tmp_path: Path, f
         assert f"version {version} of 'policy' [worker 0: APPLIED, worker 1: APPLIED]" in found[0][1]
 
 
-@pytest.mark.parametrize("name", ["transports", "observability", "engines"])
+#: Pages whose programs stand before what they print.
+PAGES = ("transports", "observability", "engines", "guide", "group", "tracing", "testing")
+
+
+def programs(document: str) -> list[tuple[str, str]]:
+    """The programs of a page that are followed by what they print, and that."""
+    printing = r"^```python\n((?:(?!^```).)*)^```\n\n(?:It prints:\n\n)?```text\n(.*?)^```$"
+    return re.findall(printing, document, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_programs_of_a_page_print_what_it_says(name: str, tmp_path: Path, forkserver: Any) -> None:
-    document = (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for number, (program, text) in enumerate(zip(blocks(document, "python"), blocks(document, "text"), strict=True)):
+    found = programs((DOCS / f"{name}.md").read_text(encoding="utf-8"))
+    assert found
+    for number, (program, text) in enumerate(found):
         path = tmp_path / f"{name}_{number}.py"
         path.write_text(program, encoding="utf-8")
-        code, output, errors = run(path, forkserver)
+        code, output, errors = run(path, forkserver, method="fork" if name == "group" else "")
 
         assert (0, text) == (code, output), errors
 
@@ -132,7 +142,10 @@ TUTORIALS = {
     "staleness": [],
     "night": [],
     "torchrun": [pytest.mark.gloo],
-    "collectors": [pytest.mark.torchrl, pytest.mark.slow],  # 25 seconds; tests/torchrl has the cheap one
+    "collectors": [pytest.mark.torchrl, pytest.mark.slow],  # nightly: see NIGHTLY in test_examples.py
+    "ray": [pytest.mark.ray],
+    "engine": [],
+    "transport": [],
     "counterexample": [pytest.mark.tlc],
 }
 
@@ -144,7 +157,7 @@ def test_a_tutorials_program_runs_and_prints_what_its_page_says(
 ) -> None:
     document = (DOCS / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
     (program,), (text,) = blocks(document, "python"), blocks(document, "text")
-    path = tmp_path / f"{name}.py"
+    path = tmp_path / f"tutorial_{name}.py"  # "ray.py" would be found in place of Ray
     path.write_text(program, encoding="utf-8")
 
     ranks = 2 if name == "torchrun" else 1

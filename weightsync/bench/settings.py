@@ -16,7 +16,10 @@ START_TIMEOUT, SEND_TIMEOUT = 120.0, 120.0
 
 
 class BenchError(WeightSyncError):
-    """A measurement failed: a worker ended, or the weights did not arrive. The run's processes have ended."""
+    """Of `weightsync bench`: a worker ended, or the weights did not arrive. The run's processes have ended.
+
+    What to do: measure fewer workers or smaller weights; `weightsync doctor` says what this machine allows.
+    """
 
 
 class SchemeName(enum.Enum):

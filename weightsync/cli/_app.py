@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,8 @@ COMMANDS = {
 
 #: The option of the commands whose results can be read by programs.
 Report = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
+    Path | None,
+    typer.Option("--json", metavar="[FILE]", help="Write the results to a file; - prints them, and is the default."),
 ]
 
 
@@ -53,8 +55,21 @@ def is_printed(report: Path | None) -> bool:
     return str(report) == "-"
 
 
+def with_file_of_json(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with ``-`` behind each ``--json`` that is the last of them or has another option behind it."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # all behind it are no options
+    found: list[str] = []
+    for argument, following in zip(arguments[:at], [*arguments[1:], "--"], strict=False):
+        bare = argument == "--json" and following.startswith("-") and following != "-"
+        found += [argument, "-"] if bare else [argument]
+    return [*found, *arguments[at:]]
+
+
 class _LazyGroup(TyperGroup):
     """Imports only the module of the command that is run, so that `check` does not wait for torch."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_file_of_json(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, found, rest = super().resolve_command(ctx, args)

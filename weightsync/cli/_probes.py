@@ -9,6 +9,7 @@ import enum
 import fcntl
 import importlib
 import importlib.metadata
+import importlib.util
 import mmap
 import os
 import platform
@@ -27,6 +28,10 @@ _DESCRIPTORS: Final = 1024
 _LOOKUP_S: Final = 2.0
 #: Ray keeps its objects in /dev/shm; with less than this it uses a disk, which is slow.
 _SHARED_MEMORY_NBYTES: Final = 2 << 30
+
+
+#: The engines that `weightsync.schemes.engines` drives.
+_ENGINES: Final = ("vllm", "sglang")
 
 
 class Status(enum.Enum):
@@ -220,6 +225,23 @@ def torchrl() -> Finding:
     if version is None:
         return Finding(Status.ABSENT, "TorchRL is not installed", "pip install 'weightsync[torchrl]'")
     return Finding(Status.WORKS, f"TorchRL {version}")
+
+
+def engines() -> Finding:
+    """vLLM and SGLang, which are not imported: that takes long, and allocates on a GPU."""
+    there = [f"{package} {importlib.metadata.version(package)}" for package in _ENGINES if _is_installed(package)]
+    if there:
+        return Finding(Status.WORKS, f"{', '.join(there)}; servers anywhere by their URL")
+    return Finding(
+        Status.ABSENT,
+        "neither vLLM nor SGLang is installed here; servers elsewhere by their URL",
+        "EngineWeightSyncScheme needs neither for an engine behind a URL. To serve here, or to give VLLMEngine an "
+        "object: pip install vllm, or pip install sglang.",
+    )
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def cuda() -> Finding:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weightsync.cli import _probes
+from weightsync.cli import _limits, _probes
 from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.cli._probes import Finding, Status
 
@@ -23,25 +23,33 @@ _STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "bold 
 PROBES = {
     "operating system": _probes.kernel,
     "shared memory": _probes.segments,
+    "shared memory size": _limits.shared_memory_size,
+    "address space": _limits.address_space,
+    "locked memory": _limits.locked_memory,
     "open files": _probes.descriptors,
+    "processes": _limits.processes,
+    "pipes": _limits.pipes,
     "loopback": _probes.loopback,
     "host name": _probes.own_name,
     "torch.distributed": _probes.torch_distributed,
     "RPC": _probes.torch_rpc,
     "Ray": _probes.ray,
     "TorchRL": _probes.torchrl,
+    "engines": _probes.engines,
     "CUDA": _probes.cuda,
     "Java": _probes.java,
 }
 
+_ANY_PROCESS = ("operating system", "open files", "processes", "address space")
+_OVER_TCP = (*_ANY_PROCESS, "loopback", "host name")
 #: What each scheme needs, by its backend.
 NEEDS = {
     "none": (),
-    "shared": ("operating system", "shared memory", "open files"),
-    "process": ("operating system", "open files"),
-    "distributed": ("operating system", "open files", "loopback", "host name", "torch.distributed"),
-    "rpc": ("operating system", "open files", "loopback", "host name", "RPC"),
-    "ray": ("operating system", "open files", "loopback", "host name", "Ray"),
+    "shared": (*_ANY_PROCESS, "shared memory", "shared memory size"),
+    "process": (*_ANY_PROCESS, "pipes"),
+    "distributed": (*_OVER_TCP, "torch.distributed"),
+    "rpc": (*_OVER_TCP, "RPC"),
+    "ray": (*_OVER_TCP, "Ray"),
 }
 #: From harmless to fatal: a scheme is as good as the worst of what it needs.
 _SEVERITY = (Status.WORKS, Status.LIMITED, Status.ABSENT, Status.FAILS)

@@ -25,7 +25,10 @@ _PROBE_SECONDS = 60.0
 
 
 class ToolMissingError(WeightSyncError):
-    """Java or TLC is missing. The message is one line that says what to install."""
+    """Of `weightsync check`, and of `verify` with TLC: Java or TLC is missing.
+
+    What to do: install what the message names, in one line.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from weightsync.schemes.sources import (
     is_weightless,
     model_for_worker,
     processes_of,
+    refuse_shards,
     registered,
     weights_of,
 )
@@ -190,6 +191,7 @@ class WeightSyncScheme(abc.ABC):
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         require_name(model_id, "model_id")
         given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
+        refuse_shards(given)
         fence = given.get("fence")
         if fence is not None:
             require_whole(fence, "fence", "the incarnation to rise above, from WorkerLostError.fence")

@@ -15,6 +15,7 @@ from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.loader import Loader
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay
+from weightsync.weights.sharded import is_sharded
 
 
 def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
@@ -114,6 +115,20 @@ def registered(
     return None
 
 
+def refuse_shards(given: Mapping[str, Any]) -> None:
+    """Refuse what a send without weights could not send, since this rank holds only its shards.
+
+    Raises ConfigurationError: one of the sources given is sharded over ranks.
+    """
+    for name in (*_GIVEN, "cached_weights"):
+        if is_sharded(given.get(name)):
+            raise ConfigurationError(
+                f"{name}= is sharded over ranks (fully_shard(), or DTensors): this rank holds only its shards. Leave "
+                f"{name}= out, and call weightsync.send_sharded(scheme, model) on every rank for each version. Nothing "
+                "has changed."
+            )
+
+
 def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     if given.get("cached_weights") is not None:
         return given["cached_weights"]
@@ -145,11 +160,12 @@ def _fallback(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
 
 
 def _at_init(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    for name in ("model", "source_model", "weights"):
+    for name in _GIVEN:
         if given.get(name) is not None:
             return given[name]
     return MISSING
 
 
+_GIVEN = ("model", "source_model", "weights")
 _SOURCES = (_cached, _from_get_model, _from_path, _fallback, _at_init)
 _WITHOUT_CONTEXT = (_cached, _at_init)

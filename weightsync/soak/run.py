@@ -194,6 +194,8 @@ class Soak:
 
     def _next_action(self) -> Action:
         weights = {each: WEIGHTS[each] for each in WEIGHTS if each is not Action.KILL or self._setup.can_start}
+        # Each once at first, in any order: a short run would have no kill.
+        weights = {each: weights[each] for each in weights if not self.tally.actions[each]} or weights
         [action] = self._random.choices(list(weights), list(weights.values()))
         return action
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from weightsync.clock import wall_time
 from weightsync.engine.events import EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
 from weightsync.errors import MissingExtraError
+from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
 
 try:
@@ -33,6 +36,12 @@ _ENDINGS: Final = {
     EventKind.REFUSED: "it refused the version",
     EventKind.LOST: "it is lost",
     EventKind.ABANDONED: "the version was given up",
+}
+#: What became of a version, by the event that ends its span. All else means that it was given up.
+_OUTCOMES: Final = {
+    EventKind.REPLY: OutcomeKind.APPLIED,
+    EventKind.REFUSED: OutcomeKind.REFUSED,
+    EventKind.LOST: OutcomeKind.LOST,
 }
 
 
@@ -60,6 +69,16 @@ def trace_scheme(scheme: WeightSyncScheme, tracer_provider: TracerProvider | Non
     return scheme.on_event(spans.take, tracer=spans)
 
 
+@dataclass(slots=True)
+class _Open:
+    """The span of a version that one worker has not answered."""
+
+    version: int
+    span: Span
+    #: Whether a deadline has passed meanwhile.
+    overdue: bool = False
+
+
 class Spans:
     """The spans of one scheme.
 
@@ -72,7 +91,7 @@ class Spans:
         #: Held for moments: sends begin in the threads that send, and all else happens in the events' own.
         self._lock = threading.Lock()
         self._sends: dict[int, Span] = {}
-        self._workers: dict[int, tuple[int, Span]] = {}
+        self._workers: dict[int, _Open] = {}
 
     def begin(self, model_id: str, version: int, pack_s: float) -> str:
         """Begin the span of a send; returns the trace context that its updates carry."""
@@ -97,7 +116,9 @@ class Spans:
         elif event.kind in _ENDINGS:
             self._answered(event)
         elif event.kind is EventKind.TIMED_OUT and event.worker in self._workers:
-            self._workers[event.worker][1].add_event("the deadline has passed", timestamp=_nanoseconds(event.time))
+            late = self._workers[event.worker]
+            late.overdue = True
+            late.span.add_event("the deadline has passed", timestamp=_nanoseconds(event.time))
         elif event.kind is EventKind.CLOSED:
             for worker in list(self._workers):
                 self._end_worker(worker, event, "the sender was closed")
@@ -110,7 +131,7 @@ class Spans:
         self._end_sends(event, before=event.version)
         span = self._start("update worker", event, event.time)
         span.set_attribute("weightsync.nbytes", event.nbytes)
-        self._workers[event.worker] = event.version, span
+        self._workers[event.worker] = _Open(event.version, span)
 
     def _answered(self, event: SyncEvent) -> None:
         worker = event.worker
@@ -118,8 +139,8 @@ class Spans:
             return
         if event.version is not None and event.outcome is not None and worker not in self._workers:
             # It was lost before the send: no update was dispatched to it.
-            self._workers[worker] = event.version, self._start("update worker", event, event.time)
-        version = self._workers[worker][0] if worker in self._workers else None
+            self._workers[worker] = _Open(event.version, self._start("update worker", event, event.time))
+        version = self._workers[worker].version if worker in self._workers else None
         if version is None or event.version not in (None, version):
             return
         self._end_worker(worker, event, event.reason or _ENDINGS[event.kind])
@@ -131,7 +152,8 @@ class Spans:
         if event.kind not in (EventKind.REPLY, EventKind.REFUSED) or event.version is None:
             return
         span = self._start("apply weights", event, event.time - event.seconds.get(SyncPhase.APPLY, 0.0))
-        _finish(span, event, event.reason)
+        outcome = _OUTCOMES[event.kind]
+        _finish(span, event.time, outcome, event.reason, event.seconds, failed=outcome is not OutcomeKind.APPLIED)
 
     def _start(self, name: str, event: SyncEvent, at: float) -> Span:
         traceparent, _, tracestate = event.trace_context.partition("\n")
@@ -147,9 +169,15 @@ class Spans:
         return span
 
     def _end_worker(self, worker: int, event: SyncEvent, reason: str) -> None:
-        if worker in self._workers:
-            _, span = self._workers.pop(worker)
-            _finish(span, event, reason)
+        """End a worker's span, if it has one. Any event may be that of another version, such as the next dispatch."""
+        ended = self._workers.pop(worker, None)
+        if ended is None:
+            return
+        outcome = _OUTCOMES.get(event.kind, OutcomeKind.ABANDONED)
+        own = event.kind in _ENDINGS and event.version == ended.version
+        # Giving up a version for a newer one is how an asynchronous trainer goes on, unless the worker was too late.
+        failed = ended.overdue if outcome is OutcomeKind.ABANDONED else outcome is not OutcomeKind.APPLIED
+        _finish(ended.span, event.time, outcome, reason, event.seconds if own else {}, failed=failed)
 
     def _end_sends(self, event: SyncEvent, before: int | None = None) -> None:
         """End the sends of all versions, or of those before one."""
@@ -160,15 +188,18 @@ class Spans:
             span.end(end_time=_nanoseconds(event.time))
 
 
-def _finish(span: Span, event: SyncEvent, reason: str) -> None:
-    """End a span, with the outcome that the event decided."""
-    if event.outcome is not None:
-        span.set_attribute("weightsync.outcome", event.outcome.value)
-    for phase, seconds in event.seconds.items():
-        span.set_attribute(f"weightsync.{phase.value}_s", seconds)
-    if event.kind is not EventKind.REPLY:
+def _finish(
+    span: Span, at: float, outcome: OutcomeKind, reason: str, seconds: Mapping[SyncPhase, float], *, failed: bool
+) -> None:
+    """End a span, with what became of the version."""
+    span.set_attribute("weightsync.outcome", outcome.value)
+    for phase, spent in seconds.items():
+        span.set_attribute(f"weightsync.{phase.value}_s", spent)
+    if failed:
         span.set_status(Status(StatusCode.ERROR, reason))
-    span.end(end_time=_nanoseconds(event.time))
+    elif reason:
+        span.set_attribute("weightsync.reason", reason)
+    span.end(end_time=_nanoseconds(at))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -16,7 +16,10 @@ _WHATS: Final = {what.value: what for what in What}
 
 
 class UnreadableTraceError(WeightSyncError):
-    """The file is not one of our traces, or was written by another release, and cannot be checked."""
+    """A file is not one of our traces, or was written by another release, and cannot be checked.
+
+    What to do: give the files that ``WEIGHTSYNC_TRACE`` named, and check them with the release that wrote them.
+    """
 
 
 @dataclass(frozen=True, slots=True)

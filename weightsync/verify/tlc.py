@@ -44,7 +44,10 @@ _BATCH = 4000
 
 
 class TlcFailedError(WeightSyncError):
-    """TLC did not follow traces to their end, for a reason of its own."""
+    """Of `weightsync verify` with TLC: it did not follow traces to their end, for a reason of its own.
+
+    What to do: read TLC's own words in the message; without TLC the traces are judged all the same.
+    """
 
 
 @dataclass

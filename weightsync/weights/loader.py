@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class Loader:
             they are copied in buckets of so many bytes, or of one larger tensor.
 
     Raises:
-        ConfigurationError: an argument is of another type.
+        ConfigurationError: an argument is of another type, or ``load`` is ``async``.
     """
 
     load: Load
@@ -50,6 +51,11 @@ class Loader:
         if not callable(self.load):
             raise ConfigurationError(
                 f"loader= is {self.load!r}: give a function that is called as loader(weights, version)."
+            )
+        if inspect.iscoroutinefunction(self.load):
+            raise ConfigurationError(
+                f"loader= is {self.load!r}, which is async: it is called in a thread without an event loop, where "
+                "nothing would run. Give a function that returns once all is loaded."
             )
         if self.name_map is not None and not isinstance(self.name_map, Mapping):
             raise ConfigurationError(

@@ -6,11 +6,12 @@ No message is exchanged here but by `DTensor.full_tensor`, which every rank of a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import xxhash
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from weightsync.errors import LayoutError
@@ -68,9 +69,34 @@ class ShardedWeights:
         return self._weights.extras()
 
 
+def is_sharded(source: object) -> bool:
+    """Whether this rank holds only its shards of a source: FSDP2 has wrapped a module of it, or it has DTensors.
+
+    Nothing is imported: who made a DTensor has imported what makes them.
+    """
+    if isinstance(source, nn.Module) and any(isinstance(module, _wrapped_by_fsdp()) for module in source.modules()):
+        return True
+    return any(isinstance(each, Tensor) and is_dtensor(each) for each in _values(source))
+
+
+def _values(source: object) -> Iterator[object]:
+    if isinstance(source, TensorDictBase):
+        yield from source.values(include_nested=True, leaves_only=True)
+    elif isinstance(source, nn.Module):
+        yield from source.parameters()
+        yield from source.buffers()
+    elif isinstance(source, Mapping):
+        for value in source.values():
+            yield from _values(value) if isinstance(value, Mapping) else (value,)
+
+
+def _wrapped_by_fsdp() -> Any:
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+
+
 def _resharded(source: object) -> object:
     """The source, whose parameters are shards again: those that a forward pass made whole may be older."""
-    wrapped: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    wrapped = _wrapped_by_fsdp()
     for module in source.modules() if isinstance(source, nn.Module) else ():
         if isinstance(module, wrapped):
             module.reshard()

@@ -165,6 +165,34 @@ def test_a_users_transport_that_is_not_connected_is_a_lost_worker() -> None:
             sender.send(model())
 
 
+class AsyncPostbox(Postbox):
+    async def send_weights(self, model_id: str, weights: Any) -> None:
+        self.sent.append((model_id, weights))
+
+
+class AsyncCheck(Postbox):
+    async def check_connection(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("transport", "name"), [(AsyncPostbox(), "send_weights"), (AsyncCheck(), "check_connection")])
+def test_a_users_transport_that_is_asynchronous_is_refused(transport: Postbox, name: str) -> None:
+    match = rf"{name}\(\) of {type(transport).__name__} is async"
+    with Scheme().create_sender() as sender, pytest.raises(ConfigurationError, match=match):
+        sender.register_worker(0, transport)
+
+
+def test_a_users_transport_that_returned_something_to_await_is_not_acked() -> None:
+    class Later(Postbox):
+        def send_weights(self, model_id: str, weights: Any) -> Any:
+            return AsyncPostbox().send_weights(model_id, weights)
+
+    with Scheme().create_sender() as sender:
+        sender.register_worker(0, Later())
+        with pytest.raises(RefusedError, match="to be awaited"):
+            sender.send(model())
+
+
 def test_a_call_that_never_returns_ends_by_the_deadline_and_neither_close_nor_others_wait_for_it() -> None:
     release, fine = threading.Event(), Postbox()
 

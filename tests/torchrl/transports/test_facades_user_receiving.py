@@ -258,6 +258,17 @@ def test_what_a_users_transport_raises_is_reported_by_receive() -> None:
         receiver.receive(timeout=PATIENCE)
 
 
+def test_a_users_transport_that_is_asynchronous_is_refused() -> None:
+    class Later(Way):
+        async def receive_weights(self, timeout: float | None = 1.0) -> Any:
+            """Never awaited."""
+
+    receiver = Given().create_receiver()
+    receiver.register_model(small())
+    with receiver, pytest.raises(ConfigurationError, match=r"receive_weights\(\) of Later is async"):
+        receiver.register_worker_transport({"transport": Later()})
+
+
 def test_a_call_that_never_returns_keeps_neither_receive_nor_close() -> None:
     release, asked = threading.Event(), threading.Event()
 

@@ -317,6 +317,67 @@ def test_a_vllm_engine_is_driven_by_its_handle_too() -> None:
     assert set(handle.names) == set(source.state_dict())
 
 
+class AsyncHandle(Handle):
+    """As an `AsyncLLM`: its methods make coroutines."""
+
+    async def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.calls.append("init")
+
+    async def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+
+class AsyncCarrier(Inline):
+    async def send(self, bucket: Any) -> None:
+        """Never."""
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: VLLMEngine(AsyncHandle(), Inline()),
+            r"init_weight_transfer_engine\(\), finish_weight_update\(\) of AsyncHandle is async.* URL .* Ray actor",
+        ),
+        (lambda: VLLMEngine(Handle(), AsyncCarrier()), r"send\(\) of AsyncCarrier is async"),
+        (lambda: SGLangEngine("http://localhost:1", AsyncCarrier()), r"send\(\) of AsyncCarrier is async"),
+    ],
+)
+def test_an_asynchronous_engine_or_carrier_is_refused_at_construction(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        make()
+
+
+async def never() -> None:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"),
+    [
+        ("init_weight_transfer_engine", OutcomeKind.REFUSED),
+        ("update_weights", OutcomeKind.LOST),
+        ("finish_weight_update", OutcomeKind.LOST),
+    ],
+)
+def test_a_call_that_returned_something_to_await_is_never_acked(phase: str, kind: OutcomeKind) -> None:
+    handle = Handle()
+    vars(handle)[phase] = lambda *_: never()
+    with scheme_with(VLLMEngine(handle, Inline()), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+    assert outcome.kind is kind
+    assert f"{phase}() of the vLLM engine Handle returned a coroutine" in outcome.reason
+
+
+def test_a_carrier_whose_send_returned_something_to_await_has_failed(server: EngineServer) -> None:
+    carrier = Beside(server)
+    vars(carrier)["send"] = lambda _: never()
+    with scheme_with(VLLMEngine(Handle(), carrier), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+    assert outcome.kind is OutcomeKind.LOST
+    assert "Its carrier failed in update_weights" in outcome.reason
+
+
 # ----------------------------------------------------------------------------------------------------- SGLang
 
 

@@ -6,13 +6,16 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import decoders
+import fuzz
 import pytest
 import wire_strategies as strategies
 from decoders import DECODERS, carrying, sealed
+from edits import edited, edits, inputs
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -28,22 +31,8 @@ from weightsync.transports.calls.server_link import opened
 from weightsync.transports.sealing import Identity, KeyedSeal
 from weightsync.weights.layout import Layout
 
-Edit = tuple[str, int, bytes]
-edits: st.SearchStrategy[list[Edit]] = st.lists(
-    st.tuples(st.sampled_from(["write", "insert", "cut"]), st.integers(0, 2**16), st.binary(min_size=1, max_size=9)),
-    min_size=1,
-    max_size=4,
-)
 #: What JSON has, and a report has not.
 WORDS = ["NaN", "-Infinity", "Infinity", "-1", "1e999", "1.5", "9" * 400, "9" * 5000, "null", "[]", "{}", "true", '"x"']
-
-
-def edited(data: bytes, changes: list[Edit]) -> bytes:
-    for how, position, piece in changes:
-        at = position % (len(data) + 1)
-        behind = {"write": at + len(piece), "insert": at, "cut": at + piece[0]}[how]
-        data = data[:at] + (b"" if how == "cut" else piece) + data[behind:]
-    return data
 
 
 def is_understood_or_refused(data: bytes) -> None:
@@ -225,12 +214,23 @@ def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
 
 
 @pytest.mark.parametrize(("decode", "seeds"), DECODERS.values(), ids=DECODERS)
-@given(which=st.integers(0, 9), changes=edits, other=st.binary(max_size=80))
-def test_only_typed_errors_escape_a_decoder(
-    decode: Callable[[bytes], None], seeds: list[bytes], which: int, changes: Any, other: bytes
-) -> None:
-    decode(edited(seeds[which % len(seeds)], changes))
-    decode(other)
+@given(data=st.data())
+def test_only_typed_errors_escape_a_decoder(decode: Callable[[bytes], None], seeds: list[bytes], data: Any) -> None:
+    decode(data.draw(inputs(seeds)))
+    decode(data.draw(inputs(seeds)))
+
+
+def test_hypothesis_fuzzes_as_long_as_it_is_told_and_keeps_the_simplest_bytes_that_it_finds(tmp_path: Path) -> None:
+    def fails(data: bytes) -> None:
+        if b"e" in data:
+            raise OverflowError(data)
+
+    assert fuzz.look(DECODERS["layouts"][0], DECODERS["layouts"][1], 0.0, tmp_path / "none") >= fuzz.EXAMPLES
+    with pytest.raises(OverflowError):
+        fuzz.look(fails, [b"seed"], 60.0, tmp_path / "crash")
+
+    assert b"e" in (tmp_path / "crash").read_bytes()
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(("decode", "seeds"), DECODERS.values(), ids=DECODERS)

@@ -25,6 +25,7 @@ EXAMPLES = [
     errors.RefusedError("no", None, {1: "misfit"}),
     errors.ModelBusyError("served"),
     errors.PartlyLoadedError("layer 7 of 32"),
+    errors.EngineError("the engine was answered 500", 500),
     errors.ConfigurationError("bad"),
     errors.ModelPathError("no such part", "a.b", "b"),
     errors.MissingExtraError("cli", "The command line"),

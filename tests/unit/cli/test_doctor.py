@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import importlib.metadata
 import json
 import os
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from weightsync.cli import _probes, doctor
+from weightsync.cli import _limits, _probes, doctor
 from weightsync.cli._app import build
 from weightsync.cli._probes import Finding, Status
 from weightsync.cli.doctor import NEEDS, PROBES, Diagnosis
@@ -60,6 +64,15 @@ def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_ope
         ("kernel", (os, "pidfd_open", _refuse(errno.ENOSYS)), Status.FAILS, "Linux 5.3"),
         ("segments", (os, "memfd_create", _refuse(errno.EPERM)), Status.FAILS, "seccomp"),
         ("descriptors", (resource, "getrlimit", lambda _: (256, 4096)), Status.LIMITED, "ulimit -n"),
+        ("address_space", (resource, "getrlimit", lambda _: (1 << 30, 1 << 30)), Status.LIMITED, "ulimit -v unlimited"),
+        ("processes", (resource, "getrlimit", lambda _: (200, 400)), Status.LIMITED, "ulimit -u 4096` (at most 400)"),
+        ("pipes", (fcntl, "fcntl", lambda *_: 4096), Status.LIMITED, "fs.pipe-user-pages-soft"),
+        (
+            "engines",
+            (_probes, "_is_installed", lambda _: False),
+            Status.ABSENT,
+            "needs neither for an engine behind a URL",
+        ),
         ("loopback", (socket, "create_server", _refuse(errno.EADDRNOTAVAIL)), Status.FAILS, "ip link set lo up"),
         ("java", (toolchain, "find_java", _no_java), Status.ABSENT, "default-jre"),
     ],
@@ -73,9 +86,52 @@ def test_what_does_not_work_is_named_with_its_remedy(
 ) -> None:
     monkeypatch.setattr(*planted)
 
-    found: Finding = getattr(_probes, probe)()
+    home = _limits if probe in vars(_limits) else _probes
+    found: Finding = getattr(home, probe)()
 
     assert (found.status, said in found.remedy) == (status, True), found
+
+
+def test_memory_that_may_be_locked_matters_where_there_is_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    without = _limits.locked_memory(tmp_path / "none")
+    (tmp_path / "mlx5_0").mkdir()
+    there = _limits.locked_memory(tmp_path)
+
+    assert (without.status, there.status) == (Status.WORKS, Status.LIMITED)
+    assert "8.0 MiB" in there.detail
+    assert "ulimit -l unlimited" in there.remedy
+
+
+def test_the_limits_of_a_container_count(tmp_path: Path) -> None:
+    (tmp_path / "pids.max").write_text("100\n")
+    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
+    processes, memory = _limits.processes(tmp_path), _limits.shared_memory_size(tmp_path / "none", tmp_path)
+    (tmp_path / "pids.max").write_text("max\n")
+
+    assert (processes.status, processes.detail) == (Status.LIMITED, "100 processes and threads allowed")
+    assert "--pids-limit" in processes.remedy
+    assert (memory.status, "the container's 3.0 GiB" in memory.detail) == (Status.LIMITED, True)
+    assert "tmpfs" in memory.remedy
+    assert _limits.processes(tmp_path).status is Status.WORKS
+
+
+def test_a_small_shared_memory_file_system_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64, f_frsize=1 << 20))
+    found = _limits.shared_memory_size(tmp_path, tmp_path)
+
+    assert (found.status, "--shm-size" in found.remedy) == (Status.LIMITED, True)
+    assert found.detail == f"memfds as large as memory; 64.0 MiB free in {tmp_path}"
+
+
+def test_engines_that_are_installed_are_named_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_probes, "_is_installed", lambda name: name == "vllm")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
+
+    found = _probes.engines()
+
+    assert (found.status, found.detail.split(";")[0]) == (Status.WORKS, "vllm 9.9")
+    assert "vllm" not in sys.modules
 
 
 def test_a_name_that_does_not_resolve_or_takes_too_long_limits_the_schemes_that_need_it(

@@ -20,7 +20,7 @@ from weightsync.bench import running
 from weightsync.bench.results import Results
 from weightsync.cli import demo as demo_command
 from weightsync.cli import doctor
-from weightsync.cli._app import build
+from weightsync.cli._app import build, with_file_of_json
 from weightsync.cli._probes import Finding, Status
 from weightsync.demo.state import Proof, Result
 from weightsync.engine import recorder
@@ -99,18 +99,33 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("option", [["--json", "-"], ["--json"]], ids=" ".join)
 @pytest.mark.parametrize("name", PRINTED)
 def test_json_alone_is_printed_and_what_people_read_goes_to_standard_error(
-    name: str, trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, option: list[str], trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     arguments, holds = PRINTED[name]
 
-    ran = CliRunner().invoke(build(), [*name.split(), *arguments(trace, tmp_path), "--json", "-"])
+    ran = CliRunner().invoke(build(), [*name.split(), *arguments(trace, tmp_path), *option])
 
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
     assert holds(json.loads(ran.stdout)), ran.stdout
     assert ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("soak --json --minutes 1", "soak --json - --minutes 1"),
+        ("verify --json - traces", "verify --json - traces"),
+        ("verify --json file traces", "verify --json file traces"),
+        ("verify --json -- traces --json", "verify --json - -- traces --json"),
+        ("--json", "--json -"),
+    ],
+)
+def test_json_without_a_file_is_printed_wherever_another_option_or_nothing_follows(given: str, meant: str) -> None:
+    assert with_file_of_json(given.split()) == meant.split()
 
 
 @pytest.mark.usefixtures("cheap")

@@ -134,6 +134,18 @@ def test_over_rpc_workers_are_killed_as_long_as_others_wait_in_its_world(
     assert [Action.KILL in each for each in chosen] == [False, True]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_each_kind_of_action_comes_once_before_any_comes_again(seed: int) -> None:
+    soak = Soak(SchemeName.SHARED, workers=2, nbytes=8, seed=seed)
+    taken = []
+    for _ in range(3 * len(Action)):
+        taken.append(soak._next_action())
+        soak.tally.actions[taken[-1]] += 1
+
+    assert set(taken[: len(Action)]) == set(Action)
+    assert Action.SEND in taken[len(Action) :]
+
+
 def test_it_needs_two_workers_and_every_action_has_its_weight() -> None:
     assert set(WEIGHTS) == set(Action)
     with pytest.raises(ConfigurationError, match="at least 2"):

@@ -297,10 +297,15 @@ def test_a_bucket_is_never_larger_than_asked_but_for_one_tensor() -> None:
 # ---------------------------------------------------------------------------------------------------- arguments
 
 
+async def load_later(weights: object, version: int) -> None:
+    """Nobody would await it."""
+
+
 @pytest.mark.parametrize(
     ("given", "match"),
     [
         ({"loader": 3}, "give a function"),
+        ({"loader": load_later}, "which is async"),
         ({"loader": print, "model": nn.Linear(1, 1)}, "model= or loader="),
         ({"model": nn.Linear(1, 1), "name_map": {"a": "b"}}, "takes name_map= with loader= only"),
         ({"loader": print, "name_map": ["a"]}, "give a mapping"),

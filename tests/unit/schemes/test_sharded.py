@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fleet import PATIENCE, Crew, Worker, WorkerSetup
+from tensordict import TensorDict
 from torch import nn
 
 from weightsync import (
@@ -60,6 +61,26 @@ def double(setup: WorkerSetup) -> None:
         setup.model.eval()(torch.ones(1, 4))
         for shard in shards:
             shard.to_local().mul_(2)
+
+
+def register_shards(setup: WorkerSetup) -> list[str]:
+    """Initialise schemes with what this rank holds of the model, in each form; returns the errors."""
+    held = dict(setup.model.named_parameters())
+    forms: list[tuple[str, Any]] = [
+        ("model", setup.model),
+        ("weights", held),
+        ("weights", {"inner": held}),
+        ("source_model", TensorDict(held)),
+        ("cached_weights", held),
+    ]
+    errors = []
+    for name, source in forms:
+        scheme = MultiProcessWeightSyncScheme()
+        with pytest.raises(ConfigurationError, match=f"^{name}= is sharded over ranks") as caught:
+            scheme.init_on_sender("policy", num_workers=1, **{name: source})
+        assert not scheme.initialized_on_sender
+        errors.append(str(caught.value))
+    return errors
 
 
 def send_alone(setup: WorkerSetup) -> None:
@@ -180,6 +201,13 @@ def test_shards_never_travel_as_if_they_were_weights(ranks: Ranks) -> None:
     with pytest.raises(LayoutError, match=r"wrapped by fully_shard.*weightsync\.send_sharded\(\) on every rank"):
         ranks.ranks[0].do(send_alone)
 
+    assert [report.version for report in ranks.do(send)] == [1, 1]
+
+
+def test_shards_are_refused_as_what_a_scheme_would_send_by_itself(ranks: Ranks) -> None:
+    errors = ranks.ranks[0].do(register_shards)
+    assert len(errors) == 5
+    assert all("weightsync.send_sharded(scheme, model) on every rank" in each for each in errors)
     assert [report.version for report in ranks.do(send)] == [1, 1]
 
 

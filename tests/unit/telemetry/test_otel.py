@@ -17,7 +17,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from torch import nn
 
-from weightsync import EventKind, MissingExtraError, MultiProcessWeightSyncScheme, OutcomeKind, SyncEvent, SyncRole
+from weightsync import (
+    EventKind,
+    MissingExtraError,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    SyncEvent,
+    SyncPhase,
+    SyncRole,
+)
 from weightsync.protocol.codec import is_trace_context
 from weightsync.telemetry.otel import Spans, trace_scheme
 
@@ -170,6 +178,35 @@ def test_a_version_that_times_out_keeps_its_spans_open_until_it_is_given_up(expo
     assert [each.name for each in below.events] == ["the deadline has passed"]
     assert below.status.description == "given up by the caller"
     assert send.end_time == below.end_time
+
+
+def test_a_version_that_was_given_up_for_a_newer_one_is_no_error(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    made.take(event(EventKind.DISPATCH, 1, trace_context=made.begin("policy", 1, 0.0)))
+    made.take(event(EventKind.ABANDONED, 1, outcome=OutcomeKind.ABANDONED, reason="given up by the caller"))
+
+    [below] = exported.named("update worker")
+    assert below.status.status_code is StatusCode.UNSET
+    assert below.attributes["weightsync.outcome"] == "abandoned"
+    assert below.attributes["weightsync.reason"] == "given up by the caller"
+
+
+def test_a_catch_up_that_a_newer_version_replaces_has_an_outcome_and_none_of_its_phases(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    made.take(event(EventKind.DISPATCH, 3, trace_context=made.begin("policy", 3, 0.1), seconds={SyncPhase.PACK: 0.1}))
+    made.take(event(EventKind.DISPATCH, 4, trace_context=made.begin("policy", 4, 0.4), seconds={SyncPhase.PACK: 0.4}))
+    made.take(event(EventKind.REFUSED, 3, reason="a newer version arrived", seconds={SyncPhase.TRANSFER: 9.0}))
+    made.take(event(EventKind.REPLY, 4, seconds={SyncPhase.TRANSFER: 0.2}))
+
+    old, new = exported.named("update worker")
+    assert old.attributes["weightsync.version"] == 3
+    assert old.attributes["weightsync.outcome"] == "abandoned"
+    assert old.attributes["weightsync.reason"] == "a newer version was sent"
+    assert old.status.status_code is StatusCode.UNSET
+    assert not [name for name in old.attributes if name.endswith("_s")]
+    assert new.attributes["weightsync.outcome"] == "applied"  # a late joiner's reply decides no outcome of the send
+    assert new.attributes["weightsync.transfer_s"] == 0.2
+    assert "weightsync.pack_s" not in new.attributes
 
 
 def test_spans_whose_events_were_dropped_end_with_the_next_version_and_at_the_close(exported: Exported) -> None:

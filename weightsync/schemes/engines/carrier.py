@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from weightsync.errors import PartlyLoadedError, TransportError
+from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
 from weightsync.schemes.engines.client import Bucket
-from weightsync.schemes.engines.http import EngineError
+from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
 from weightsync.weights.tensors import DTYPE_NAMES
 
 #: Seconds that a failed call waits for its carrier, which was asked to give up.
@@ -47,6 +47,14 @@ class Carrier(abc.ABC):
         return
 
 
+def refuse_async_carrier(carrier: Carrier) -> None:
+    """Refuse a carrier whose methods are ``async``: they are called in threads. Raises ConfigurationError."""
+    refuse_coroutines(carrier, _METHODS, "Write them as plain functions that return when they are done.")
+
+
+_METHODS: Final = ("init_info", "join", "update_info", "send", "give_up")
+
+
 def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
     """Names, dtypes and shapes of a bucket, as engines want them; ``dtypes`` is what they call the second."""
     return {
@@ -58,7 +66,7 @@ def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
 
 def beside(
     call: Callable[[], None],
-    carry: Callable[[], None],
+    carry: Callable[[], Any],
     give_up: Callable[[], None],
     abort: Callable[[], None],
     what: str,
@@ -80,7 +88,8 @@ def beside(
 
     def run() -> None:
         try:
-            carry()
+            if is_unawaited(carry()):
+                raise ConfigurationError("it returned something to be awaited, which nobody does here.")
         except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
             failures.append(error)
             abort()

@@ -11,33 +11,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
+from weightsync.errors import ConfigurationError, EngineError, TransportError
 
 #: Seconds to wait for a connection, whatever the deadline of a send: until then `HttpCalls.abort` ends nothing.
 CONNECT_SECONDS: Final = 5.0
 #: How much of an engine's error is quoted.
 _QUOTED: Final = 2000
-#: Statuses of calls that were turned away: the engine has begun nothing.
-_REJECTED: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
-
-
-class EngineError(WeightSyncError):
-    """An engine answered a call with an error.
-
-    What to do: read the engine's own words in the message, and its log.
-
-    Attributes:
-        status: the HTTP status.
-    """
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-    @property
-    def began_nothing(self) -> bool:
-        """Whether the status says that the call was turned away, and so changed nothing."""
-        return self.status in _REJECTED
 
 
 class HttpCalls:

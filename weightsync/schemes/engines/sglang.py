@@ -7,11 +7,11 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from weightsync.errors import ConfigurationError, PartlyLoadedError
+from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError
 from weightsync.options import Option
-from weightsync.schemes.engines.carrier import Carrier, beside, described
+from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
-from weightsync.schemes.engines.http import EngineError, HttpCalls
+from weightsync.schemes.engines.http import HttpCalls
 from weightsync.weights.loader import BUCKET_BYTES
 
 #: The ``group_name`` of the group that a carrier and SGLang's workers join, unless its `init_info` has another.
@@ -69,6 +69,8 @@ class SGLangEngine(Engine):
     ) -> None:
         if tp_size < 1 or bucket_bytes < 1:
             raise ConfigurationError(f"tp_size= is {tp_size} and bucket_bytes= {bucket_bytes}: both must be 1 or more.")
+        if carrier is not None:
+            refuse_async_carrier(carrier)
         self._calls = HttpCalls(url, headers)
         self._carrier = carrier
         self._joined = carrier is None

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weightsync.engine.copies import MISSING, optional
-from weightsync.errors import ConfigurationError, PartlyLoadedError, TransportError
+from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
 from weightsync.options import Option
-from weightsync.schemes.engines.carrier import Carrier, beside, described
+from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
-from weightsync.schemes.engines.http import EngineError, HttpCalls
+from weightsync.schemes.engines.http import HttpCalls
+from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.loader import BUCKET_BYTES
 
@@ -66,6 +67,7 @@ class _HandleControl:
             raise ConfigurationError(
                 f"{handle!r} has no {', '.join(missing)}: give a vLLM engine, a Ray actor that holds one, or a URL."
             )
+        refuse_coroutines(handle, _PHASES, "Give the URL of the engine's server, or a Ray actor that holds the engine.")
         self._handle = handle
         self._aborted = threading.Event()
         self.name = f"the vLLM engine {type(handle).__name__}"
@@ -77,22 +79,24 @@ class _HandleControl:
         if self._aborted.is_set():
             raise TransportError(f"{phase}() of {self.name}: the link was closed.")
         try:
-            if remote is MISSING:
-                method(*arguments)
-            else:
-                self._await(remote(*arguments), phase)
+            result = method(*arguments) if remote is MISSING else self._awaited(remote(*arguments), phase)
         except (TransportError, EngineError):
             raise
         except Exception as error:
             raise EngineError(f"{phase}() of {self.name} raised {type(error).__name__}: {error}") from error
+        if is_unawaited(result):
+            raise EngineError(
+                f"{phase}() of {self.name} returned a {type(result).__name__}, which nobody awaits here: give the URL "
+                "of its server, or a Ray actor that holds it."
+            )
 
-    def _await(self, reference: Any, phase: str) -> None:
+    def _awaited(self, reference: Any, phase: str) -> Any:
         ray = require_ray("VLLMEngine")
         while not ray.wait([reference], timeout=_STEP)[0]:
             if self._aborted.is_set():
                 raise TransportError(f"{phase}() of {self.name} got no answer: the link was closed.")
         try:
-            ray.get(reference)
+            return ray.get(reference)
         except ray.exceptions.RayActorError as error:
             raise TransportError(f"{phase}() of {self.name}: {error}") from error
 
@@ -122,7 +126,8 @@ class VLLMEngine(Engine):
 
     Args:
         engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. An object
-            or actor is not paused: make sure that it does not generate meanwhile.
+            or actor is not paused: make sure that it does not generate meanwhile. An object whose methods are ``async``
+            is refused, such as an ``AsyncLLM``: give the URL of its server, or a Ray actor that holds it.
         carrier: brings the tensors: the trainer's half of the server's backend.
         pause: what becomes of a server's requests in progress: "keep" (default), "abort" or "wait"; None: do not
             pause, so that a request may see parts of two versions.
@@ -131,7 +136,7 @@ class VLLMEngine(Engine):
         headers: sent with each HTTP call, such as an ``Authorization``.
 
     Raises:
-        ConfigurationError: an argument is unusable.
+        ConfigurationError: an argument is unusable, or a method of the handle or the carrier is ``async``.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class VLLMEngine(Engine):
     ) -> None:
         if not isinstance(carrier, Carrier):
             raise ConfigurationError(f"{carrier!r} is no Carrier: give the object that moves its tensors.")
+        refuse_async_carrier(carrier)
         mode = None if pause is None else VLLMPause(pause)
         at_url = isinstance(engine, str)
         self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)

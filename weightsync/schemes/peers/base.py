@@ -5,10 +5,14 @@ Their answers are in `weightsync.transports.calls.without_receiver`.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, runtime_checkable
 
+from weightsync.engine.copies import optional
+from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.transports.buffers import Buffer
 from weightsync.weights.layout import Layout
@@ -62,6 +66,36 @@ class SharedPresenter:
                 weights = self._presenter.present(update, payload_of(update, payload), form)
                 shared = self._shared[key] = SharedWeights(weights)
             return shared
+
+
+#: What to give in place of a transport whose methods are ``async``.
+PLAIN_METHODS: Final = "Let it run its own event loop, and return when it is done."
+
+
+def refuse_coroutines(owner: Any, names: Sequence[str], instead: str) -> None:
+    """Refuse an object whose methods only make coroutines: nobody would await them, and nothing would run.
+
+    Args:
+        owner: the user's object.
+        names: the methods that are called; those that it lacks do not matter.
+        instead: what to give in its place.
+
+    Raises:
+        ConfigurationError: one of the methods is ``async def``.
+    """
+    never = [name for name in names if inspect.iscoroutinefunction(optional(owner, name))]
+    if never:
+        raise ConfigurationError(
+            f"{', '.join(f'{name}()' for name in never)} of {type(owner).__name__} is async: it is called in a thread "
+            f"without an event loop, where nothing would run. {instead} Nothing was sent."
+        )
+
+
+def is_unawaited(result: Any) -> bool:
+    """Whether a call returned something to be awaited, so that what it stands for has perhaps not run."""
+    if inspect.iscoroutine(result):
+        result.close()  # it has not begun, and says nothing when it is collected
+    return inspect.isawaitable(result)
 
 
 def payload_of(update: Update, payload: Buffer | None) -> memoryview:

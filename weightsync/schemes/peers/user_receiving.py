@@ -16,7 +16,7 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
 from weightsync.options import OnFailure
 from weightsync.schemes.facade_services import FacadeServices
-from weightsync.schemes.peers.base import BareTransport
+from weightsync.schemes.peers.base import PLAIN_METHODS, BareTransport, refuse_coroutines
 from weightsync.transports.base import Link, Received
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.user_messages import UserMessages
@@ -56,6 +56,7 @@ class TransportReader:
     def __init__(
         self, transport: BareTransport, model_id: str, strategy: WeightStrategy, accept: Callable[[Link], None]
     ) -> None:
+        refuse_coroutines(transport, ("receive_weights", "send_ack"), PLAIN_METHODS)
         self._transport = transport
         self._receive = receiving_call(transport)
         self._model_id = model_id

@@ -14,7 +14,14 @@ from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
-from weightsync.schemes.peers.base import BareTransport, Presenter, payload_of
+from weightsync.schemes.peers.base import (
+    PLAIN_METHODS,
+    BareTransport,
+    Presenter,
+    is_unawaited,
+    payload_of,
+    refuse_coroutines,
+)
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
@@ -23,7 +30,7 @@ _Job = Callable[[], None]
 
 
 def user_link(transport: BareTransport, peer: str) -> BlockingLink:
-    """A link over a user's own transport. Raises ConfigurationError: its ``evidence`` is none."""
+    """A link over a user's own transport. Raises ConfigurationError: its ``evidence`` is none, or it is ``async``."""
     return BlockingLink(UserTransportClient(transport, peer), peer)
 
 
@@ -36,6 +43,7 @@ class UserTransportClient:
     """
 
     def __init__(self, transport: BareTransport, peer: str) -> None:
+        refuse_coroutines(transport, ("send_weights", "check_connection"), PLAIN_METHODS)
         self._transport = transport
         self._peer = peer
         self._evidence = declared_evidence(transport)
@@ -81,7 +89,8 @@ class UserTransportClient:
             check = optional(self._transport, "check_connection")
             if check is not MISSING and not check():
                 raise TransportError(f"The transport to {self._peer} is not connected, by its check_connection().")
-            self._send(update.model_id, self._presenter.present(update, view))
+            if is_unawaited(self._send(update.model_id, self._presenter.present(update, view))):
+                raise ConfigurationError("send_weights() returned something to be awaited, which nobody does here")
         except (TransportError, ProtocolError) as error:
             answers.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises is reported to the sender

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from weightsync.errors import ConfigurationError, TransportError
+from weightsync.errors import ConfigurationError, EngineError, TransportError
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.engines.http import EngineError, HttpCalls
+from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.sglang import SGLangEngine, SGLangPause
 from weightsync.torchrl.llm.senders import EngineSender, EngineTransport, Metadata
 from weightsync.weights.strategy import WeightStrategy
