@@ -242,7 +242,7 @@ class PartlyLoadedError(WeightSyncError):
 
 
 #: HTTP statuses of calls that were turned away: the engine has begun nothing.
-_AT_THE_DOOR: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
+_REJECTED: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
 
 
 class EngineError(WeightSyncError):
@@ -262,7 +262,7 @@ class EngineError(WeightSyncError):
     @property
     def began_nothing(self) -> bool:
         """Whether the status says that the call was turned away, and so changed nothing."""
-        return self.status in _AT_THE_DOOR
+        return self.status in _REJECTED
 
 
 class ConfigurationError(WeightSyncError, ValueError):
