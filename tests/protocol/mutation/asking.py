@@ -92,6 +92,8 @@ OWN = {
     "weightsync.engine.receiver_driver": ("tests/unit/engine/test_receiver_driver.py", "tests/unit/engine/"),
     "weightsync.engine.sender_driver": ("tests/unit/engine/test_sender", "tests/unit/engine/"),
     "weightsync.engine.": ("tests/unit/engine/",),
+    "weightsync.weights.target": ("tests/unit/weights/test_target", "tests/unit/weights/", "tests/transports/device/"),
+    "weightsync.transports.pipe.framing": ("tests/transports/pipe/",),
     "weightsync.clock": ("tests/unit/engine/test_timing.py", "tests/unit/schemes/test_fake_clock.py"),
     "weightsync.protocol.": (
         "tests/transports/pipe/test_wire.py",
