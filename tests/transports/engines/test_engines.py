@@ -369,6 +369,38 @@ def test_a_call_that_returned_something_to_await_is_never_acked(phase: str, kind
     assert f"{phase}() of the vLLM engine Handle returned a coroutine" in outcome.reason
 
 
+class Own(Engine):
+    """An adapter of somebody's own."""
+
+    bucket_bytes, name_map = 1 << 20, None
+
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def load(self, buckets: Any, version: str) -> Any:
+        return never()
+
+    def abort(self) -> None:
+        """Nothing to end."""
+
+    def __str__(self) -> str:
+        return "an engine of my own"
+
+
+class AsyncOwn(Own):
+    async def load(self, buckets: Any, version: str) -> None:
+        """Never awaited."""
+
+
+def test_an_adapter_of_ones_own_that_is_asynchronous_is_refused_and_what_it_returns_never_acked() -> None:
+    with pytest.raises(ConfigurationError, match=r"load\(\) of AsyncOwn is async"):
+        scheme_with(AsyncOwn(), small(1.0))
+    with scheme_with(Own(), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+    assert outcome.kind is OutcomeKind.LOST
+    assert "load() returned something to be awaited" in outcome.reason
+
+
 def test_a_carrier_whose_send_returned_something_to_await_has_failed(server: EngineServer) -> None:
     carrier = Beside(server)
     vars(carrier)["send"] = lambda _: never()

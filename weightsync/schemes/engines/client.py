@@ -13,7 +13,7 @@ from torch import Tensor
 from weightsync.clock import Stopwatch
 from weightsync.errors import LayoutError, PartlyLoadedError, TransportError
 from weightsync.protocol.messages import Message, Update
-from weightsync.schemes.peers.base import payload_of
+from weightsync.schemes.peers.base import PLAIN_METHODS, is_unawaited, payload_of, refuse_coroutines
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
@@ -74,9 +74,13 @@ class EngineClient:
     Args:
         engine: the adapter.
         peer: its name in messages.
+
+    Raises:
+        ConfigurationError: a method of the adapter is ``async``.
     """
 
     def __init__(self, engine: Engine, peer: str) -> None:
+        refuse_coroutines(engine, ("open", "load", "abort"), PLAIN_METHODS)
         self._engine = engine
         self._peer = peer
         self._layouts: dict[bytes, Layout] = {}
@@ -120,7 +124,10 @@ class EngineClient:
                     unexpected=layout.extras,
                 )
             drawn = draw(layout, view, engine.name_map, engine.bucket_bytes)
-            engine.load(bucketed(drawn, engine.bucket_bytes), f"{update.incarnation}.{update.version}")
+            if is_unawaited(
+                engine.load(bucketed(drawn, engine.bucket_bytes), f"{update.incarnation}.{update.version}")
+            ):
+                raise PartlyLoadedError("load() returned something to be awaited, which nobody does here.")
         except PartlyLoadedError as error:
             lost = TransportError(f"{engine} may hold parts of two versions: {error}")
             lost.__cause__ = error

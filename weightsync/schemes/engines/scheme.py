@@ -50,7 +50,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):
         """A link to an engine.
 
         Raises:
-            ConfigurationError: it is no `Engine`.
+            ConfigurationError: it is no `Engine`, or a method of it is ``async``.
         """
         if not isinstance(endpoint, Engine):
             raise ConfigurationError(f"{endpoint!r} is no Engine: give a VLLMEngine, a SGLangEngine or your own.")

@@ -68,7 +68,7 @@ class SharedPresenter:
             return shared
 
 
-#: What to give in place of a transport whose methods are ``async``.
+#: What to give in place of a transport or an adapter whose methods are ``async``.
 PLAIN_METHODS: Final = "Let it run its own event loop, and return when it is done."
 
 
