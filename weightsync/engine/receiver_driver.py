@@ -110,7 +110,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def close(self) -> None:
         """Close for good: send Bye over every link, close them, wake callers that wait."""
         with self.lock:
-            self._take_handshake()
             self.take(pure.Close())
             for number in list(self._links):
                 self._leave(number, _NOBODY, _CLOSED)
@@ -126,17 +125,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _end(self, event: pure.Fail | pure.Broken) -> None:
         with self.lock:
-            self._take_handshake()
             self.take(event)
             for number in list(self._links):
                 self._leave(number, _NOBODY, event.reason, Ending.FAILED)
             self._silence()
-
-    def _take_handshake(self) -> None:
-        """Before this receiver ends: take a handshake that has arrived, so that its sender gets the last message."""
-        if self.data.link is None and self._links:
-            with contextlib.suppress(ProtocolError):
-                self.pump()
 
     def _silence(self) -> None:
         self.pending = None

@@ -427,9 +427,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         take(pure.LinkLost(worker, number, reason))
 
     def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
-        if not message.incarnation and isinstance(message, Bye | Refusal):
-            self._require_handshake(worker, message)
         match message:
+            case Bye(incarnation=0) | Refusal(incarnation=0):
+                take(pure.Answer(worker, number, message))  # STALE: it names no sender
+                self._require_handshake(worker, message)
             case Ack() | Refusal():
                 if isinstance(message, Ack):
                     self._verify(number, message)
@@ -454,9 +455,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
 
     def _require_handshake(self, worker: int, message: Bye | Refusal) -> None:
-        """Check that a last message without an incarnation is of no worker that we still expect.
+        """Check that a last message without an incarnation does not come from a worker that we still expect.
 
-        Raises TransportError: that worker ended before it took our handshake. Its link is gone.
+        Raises TransportError: that worker ended before it took our handshake, so its link is lost.
         """
         if self.data.workers[worker].link_state is pure.LinkState.EXPECTED:
             raise TransportError(f"it ended before it took the handshake: {message.reason}")

@@ -517,6 +517,7 @@ class Sender:
         setup = self.setups[worker]
         assert setup.wire is wire, "only current links are open"
         if message.incarnation == 0 and message.kind in ("Bye", "Refusal") and setup.link_state == "expected":
+            self.stale += 1
             self._lose(worker, wire)
         elif message.incarnation != self.incarnation:
             self.stale += 1
@@ -628,8 +629,6 @@ class Receiver:
             self._refuse()
 
     def close(self) -> None:
-        if self.wire is None and self.open:
-            self.pump()
         current = self.wire
         if self.state != "closed":
             self.state, self.wire, self.pending = "closed", None, None
