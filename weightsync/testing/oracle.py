@@ -109,6 +109,11 @@ class SenderOracle:
         if worker is None:
             return
         match message:
+            case Bye(incarnation=0) | Refusal(incarnation=0):
+                expected = self.data.workers[worker].link_state is sending.LinkState.EXPECTED
+                self.take(sending.Answer(worker, link, message))
+                if expected:
+                    self.take(sending.LinkLost(worker, link, "ended before the handshake"))
             case Hello() | Bye():
                 self.take(sending.Answer(worker, link, message))
             case Ack() | Refusal():
@@ -178,7 +183,7 @@ class ReceiverOracle:
             case receiving.CloseLink(link):
                 self.open.discard(link)
             case receiving.Leave(link):
-                self.leave(link)
+                self._leave(link, self.data.fence)
 
     def _send(self, link: int, message: SentMessage) -> None:
         if link in self.open:
@@ -186,16 +191,15 @@ class ReceiverOracle:
             if self._failed(link, len(self.sent[link]) - 1):
                 self.ended(link)
 
-    def leave(self, link: int) -> None:
-        """The link is closed, with a goodbye."""
+    def _leave(self, link: int, incarnation: int) -> None:
         if link in self.open:
             self.open.remove(link)
-            self.sent[link].append(("Bye", self.data.fence, 0))
+            self.sent[link].append(("Bye", incarnation, 0))
 
     def close_all(self) -> None:
-        """Every link is closed."""
+        """Every link is closed, each with a goodbye. Over those without a handshake it names no sender."""
         for link in sorted(self.open):
-            self.leave(link)
+            self._leave(link, 0)
 
     def came(self, link: int, message: Message) -> None:
         """A message arrived at the receiver's end."""

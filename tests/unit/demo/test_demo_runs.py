@@ -88,7 +88,7 @@ def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPat
 def test_a_worker_that_never_starts_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "WorkerGroup", partial(WorkerGroup, make_model=demo_workers.ends))
 
-    with pytest.raises(WorkerFailedError, match=r"worker \d failed.* exit code 1 before its function had returned"):
+    with pytest.raises(WorkerFailedError, match=r"worker \d failed.* exit code 1 before it had started"):
         run(RunState(Settings()))
 
 
