@@ -24,6 +24,7 @@ from weightsync.group.worker import MakeModel, Worker
 from weightsync.options import OnFailure, OnPending, OnStale, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.selection import Selection
@@ -365,7 +366,14 @@ class WorkerGroup:
                 return None
             if deadline.passed:
                 raise ResultTimeoutError(_too_late(self._members.by_index))
+            self._give_up_unlinked()
             self._members.wait(deadline)
+
+    def _give_up_unlinked(self) -> None:
+        """Give up workers whose link is lost: no weights reach them any more."""
+        for index, entry in self.sender.workers.items():
+            if entry.link_state is LinkState.LOST:
+                self._members.by_index[index].lost_link(_LOST_SECONDS)
 
     def _raise_failed(self) -> None:
         """Raise for a worker that failed and is not restarted. Once reported, it is no longer among the workers."""

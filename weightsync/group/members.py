@@ -130,6 +130,8 @@ class Member:
         self._last_word: Failed | Finished | None = None
         self._reason = ""
         self._started = Stopwatch()
+        #: When it is given up because its link is lost; None if that is up.
+        self._unlinked: Deadline | None = None
         #: When it is restarted, or has to have said its first word, the next result, or to be dead after its last.
         self.due = Deadline(0.0)
 
@@ -137,7 +139,7 @@ class Member:
         """Begin a life."""
         self.running = self._start(self.index, self.restarts)
         self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
-        self._started = Stopwatch()
+        self._started, self._unlinked = Stopwatch(), None
         self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
@@ -208,6 +210,13 @@ class Member:
             self._reason = self._reason or f"{reason}, and was {self.running.process.fate}"
             self.due = Deadline(_GRACE)
             self.running.process.kill()
+
+    def lost_link(self, seconds: float) -> None:
+        """Its link is lost. It is about to die, or useless: it has this long to die before it is killed."""
+        if self._unlinked is None:
+            self._unlinked = Deadline(seconds)
+        elif self._unlinked.passed and not self._reason:
+            self.give_up("its link is lost")
 
     @property
     def dead(self) -> bool:

@@ -38,6 +38,7 @@ from weightsync import (
 )
 from weightsync.clock import Deadline
 from weightsync.group import ranks
+from weightsync.protocol import sender as pure
 from weightsync.transports.process import ProcessWatch
 
 
@@ -412,6 +413,22 @@ def test_a_model_that_cannot_be_sent_or_copied_is_refused(model: Any, options: d
 def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match="max_restarts, name"):
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options={"name": "one", "max_restarts": 1})
+
+
+def test_a_live_worker_whose_link_is_lost_is_restarted_while_the_trainer_only_takes_results(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.group.group._LOST_SECONDS", 0.05)
+    with make(workers.put_for_ever, 1, max_restarts=1, restart_delay=0) as group:
+        next(group.results())
+        driver = group.sender._driver
+        with driver.lock:
+            driver.take(pure.LinkLost(0, driver.data.workers[0].link, "cut by the test"))
+        for _ in group.results():
+            if group.failures:
+                break
+
+        assert "its link is lost" in str(group.failures[0])
 
 
 @pytest.mark.gloo
