@@ -111,7 +111,7 @@ class JoinedWorkers:
         """Send weights as the next version and return at once: see `WorkerGroup.send_async`."""
         return self.sender.send_async(weights, allow_empty=True)
 
-    def wait_async(self, *, timeout: float, on_failure: str = "raise") -> SyncReport:
+    def wait_async(self, *, timeout: float, on_failure: str) -> SyncReport:
         """Wait for the answers: see `WorkerGroup.wait_async`."""
         return self.sender.wait_async(timeout=timeout, on_failure=on_failure)
 

@@ -98,7 +98,7 @@ class Trainer:
 
     def run(self) -> Result:
         """Wait for the first version, train, prove."""
-        self._conclude(self._group.wait_async(timeout=START_TIMEOUT))
+        self._await_started()
         self._state.enter(Phase.TRAINING)
         self._train()
         self._state.enter(Phase.PROVING)
@@ -108,6 +108,21 @@ class Trainer:
         killed = self._victim if self._victim in self._lost else None
         results = judge(self._settings.workers, sent, self._proofs, self._failed | self._lost, killed)
         return Result(self._state, sent, results)
+
+    def _await_started(self) -> None:
+        """Wait until every worker has applied the first version.
+
+        Raises:
+            WorkerFailedError: a worker ended before.
+            AckTimeoutError, WorkerLostError, RefusedError, SyncError: a worker has not applied it.
+        """
+        report = self._group.wait_async(timeout=START_TIMEOUT, on_failure="report")
+        if report.failed:
+            with contextlib.suppress(ResultTimeoutError):
+                for _ in self._group.results(0.0):
+                    pass  # raises what ended a worker
+            report.raise_on_failure()
+        self._conclude(report)
 
     def _train(self) -> None:
         """Train until the task stays solved, time is up, or no worker is left."""
