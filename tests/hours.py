@@ -8,17 +8,28 @@ from collections.abc import Iterator
 
 from weightsync.testing import FakeClock
 
-#: The machine's seconds after which the clock moves: whoever is to wait by then does.
+#: The machine's seconds after which the clock moves: by then the call usually waits.
 SOON = 0.03
+#: The machine's seconds after which it moves again, for a call that took its deadline only after the clock had moved.
+AGAIN = 5.0
 
 
 @contextlib.contextmanager
 def hours(seconds: float) -> Iterator[FakeClock]:
-    """Inside the block time stands still, but that once, soon, that many seconds pass."""
+    """Inside the block time stands still, but that once, soon, that many seconds pass; on a slow machine again."""
+    over = threading.Event()
+
+    def move() -> None:
+        pause = SOON
+        while not over.wait(pause):
+            clock.advance(seconds)
+            pause = AGAIN
+
     with FakeClock() as clock:
-        timer = threading.Timer(SOON, clock.advance, [seconds])
-        timer.start()
+        mover = threading.Thread(target=move)
+        mover.start()
         try:
             yield clock
         finally:
-            timer.join()
+            over.set()
+            mover.join()
