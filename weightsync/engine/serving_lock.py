@@ -15,7 +15,7 @@ from weightsync.clock import Deadline
 from weightsync.engine.copies import SchemeServices
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
+from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError, ModelPathError
 from weightsync.protocol import receiver as pure
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
@@ -218,6 +218,8 @@ class ServedModel:
         self.applied = b""
         #: Who serves the model now, and who may change it.
         self.serving = ServingLock()
+        #: Held by the thread that finds the model at its path for the first time.
+        self._finding = threading.Lock()
 
     @property
     def apply_mode(self) -> Mode:
@@ -272,7 +274,10 @@ class ServedModel:
         Raises ConfigurationError, LayoutError, ModelPathError: no model is registered, or its path leads to none.
         """
         self.follow_path()
-        return self.target if self.target is not None else self._make_target()
+        if self.target is not None:
+            return self.target
+        with self._driver.lock:  # another thread may be making it
+            return self.target if self.target is not None else self._make_target()
 
     def follow_path(self) -> None:
         """Look again where the path leads, if the model was registered by one: another may be there by now."""
@@ -284,16 +289,25 @@ class ServedModel:
             if isinstance(self.model, str):
                 raise
             return  # the context was collected; the model found on it earlier is still alive
-        if found is not self.model:
-            # While other threads serve the model before, nothing could be applied anyway: the next use looks again.
-            with contextlib.suppress(ModelBusyError):
-                self.serve(found, self.path, Deadline(0))
+        # Until then another thread that needs the model waits. Afterwards the lock would be taken within the driver's.
+        with self._finding if isinstance(self.model, str) else contextlib.nullcontext():
+            if found is not self.model:
+                # While other threads serve the model before, nothing could be applied anyway: the next use looks again.
+                with contextlib.suppress(ModelBusyError):
+                    self.serve(found, self.path, Deadline(0))
 
     def _make_target(self) -> Target:
         if self.model is None:
             raise ConfigurationError(
                 f"no model is registered for {self._driver.model_id!r}: call register_model() with a module, a "
                 "TensorDict, a dict or a path on the context."
+            )
+        if isinstance(self.model, str):
+            raise ModelPathError(
+                f"The model at {self.model!r} cannot be used yet: other threads are inside serving(). It is looked up "
+                "again at the next use.",
+                self.model,
+                self.model,
             )
         self.target = target = self._target_of(self.model)
         self._driver.layout, self._driver.devices = target.demanded, target.devices

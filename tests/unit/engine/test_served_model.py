@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fleet import Pair, large, small
+from fleet import PATIENCE, Pair, large, small
 
 from weightsync import (
     ConfigurationError,
     LayoutError,
+    ModelPathError,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
@@ -64,3 +67,46 @@ def test_a_model_keeps_its_memory_unless_its_scheme_maps_the_weights_into_it(sch
     assert (pair.model[0].weight.data_ptr() != before) is mapped
     assert pair.receiver._served.destination() is destination
     pair.close()
+
+
+class Holder:
+    """A worker's own object, on which its model appears later."""
+
+    policy: Any
+
+
+def test_threads_that_need_a_model_by_its_path_at_once_find_one_target(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, begun, goes_on = Holder(), threading.Event(), threading.Event()
+    pair.receiver.set_context(holder)
+    pair.receiver.register_model("policy")
+    holder.policy = small(0.0)
+    made = Target.__init__
+
+    def slow(self: Target, *args: Any) -> None:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        made(self, *args)
+
+    with monkeypatch.context() as slowed, ThreadPoolExecutor(2) as threads:
+        slowed.setattr(Target, "__init__", slow)
+        first = threads.submit(pair.receiver.target)
+        assert begun.wait(PATIENCE)
+        second = threads.submit(pair.receiver.target)
+        goes_on.set()
+
+        assert first.result(PATIENCE) is second.result(PATIENCE)
+
+
+def test_a_model_by_its_path_is_not_taken_over_while_a_thread_is_inside_serving(pair: Pair) -> None:
+    holder = Holder()
+    pair.receiver.set_context(holder)
+    pair.receiver.register_model("policy")
+    holder.policy = small(0.0)
+    with ThreadPoolExecutor(1) as thread, pair.receiver.serving():
+        refused = thread.submit(pair.receiver.target).exception(PATIENCE)
+
+    assert isinstance(refused, ModelPathError)
+    assert "'policy' cannot be used yet: other threads are inside serving()" in str(refused)
+    assert pair.receiver.target().destination is holder.policy
