@@ -23,6 +23,11 @@ _PATIENCE = 60.0
 MAINTAINED = (str(ROOT / "spec" / "check.py"), "model")
 
 
+def _take_hangups() -> None:
+    """Under nohup a hangup would be ignored by every process that is started here."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Command:
     """Runs `weightsync check` on a model, with a folder of its own for whatever is temporary."""
 
@@ -44,6 +49,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=_take_hangups,
         )
 
     def run(self, *words: str, command: Sequence[str] = ("-m", "weightsync", "check")) -> tuple[int, str]:
