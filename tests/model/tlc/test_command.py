@@ -49,7 +49,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=_take_hangups,
+            preexec_fn=_take_hangups,  # noqa: PLW1509 - no other thread runs here
         )
 
     def run(self, *words: str, command: Sequence[str] = ("-m", "weightsync", "check")) -> tuple[int, str]:
