@@ -127,7 +127,7 @@ class Trainer:
     def published(self, model_id: str, weights: Any) -> None:
         """Nothing to do."""
 
-    def all_share(self, payload: Any, nbytes: int) -> bool:  # noqa: ARG002 - whatever it is
+    def all_share(self, payload: Any, nbytes: int) -> bool:
         return False
 
     def reached(self) -> tuple[()]:
