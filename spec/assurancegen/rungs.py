@@ -135,11 +135,15 @@ def _code_mutants(root: Path) -> tuple[str, str, str]:
 def _driver_mutants(root: Path) -> tuple[str, str, str]:
     kept = tomllib.loads((root / "tests" / "protocol" / "mutation" / "driven.toml").read_text(encoding="utf-8"))
     mutants, killed = (sum(score[what] for score in kept["scores"].values()) for what in ("mutants", "killed"))
+    unhunted = kept.get("unhunted", [])
+    open_ones = sum(each["reason"] == "not-reviewed" for each in kept["survivor"])
+    others = f"{open_ones} that live not reviewed yet, the others explained" if open_ones else "the others explained"
+    rest = f"; not hunted yet: {len(unhunted)} functions" if unhunted else ""
     page = "[driver-mutants.md](driver-mutants.md)"
     return (
         "mutants of the drivers and of the payload's path (`tests/protocol/mutation`)",
         "a test that does not check what they do",
-        f"{killed} of {mutants} killed, the others explained ({page})",
+        f"{killed} of {mutants} killed, {others} ({page}){rest}",
     )
 
 

@@ -108,6 +108,9 @@ OWN = {
     "weightsync.transports.buffers": ("tests/unit/engine/test_segments.py", "tests/transports/pipe/test_memory.py"),
     "weightsync.transports.pipe.": ("tests/transports/pipe/test_pipe.py",),
 }
+#: Tests that are never asked. This one leaves its process a few descriptors: how many an initialisation needs depends
+#: on what the tests before it in the same child have imported and opened, and so it fails of the code as it is shipped.
+NEVER = ("test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed",)
 #: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
 #: that hangs.
 LONGEST, HANGS = 0.6, 20
@@ -194,7 +197,8 @@ def _untold(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
 
 def _read(lines: Path) -> Asked:
     told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    asked = [each for each in told if each["passed"] and each["seconds"] <= LONGEST]
+    known = [each for each in told if not each["test"].rpartition("::")[2].startswith(NEVER)]
+    asked = [each for each in known if each["passed"] and each["seconds"] <= LONGEST]
     reached: dict[tuple[str, int], set[str]] = defaultdict(set)
     for each in asked:
         for module, numbers in each["reached"].items():
@@ -206,7 +210,7 @@ def _read(lines: Path) -> Asked:
 
 def _in_process(item: pytest.Item) -> bool:
     # A server of forked processes takes seconds to start, and its children import what is shipped.
-    return not {"forkserver", "cluster"} & set(getattr(item, "fixturenames", ()))
+    return not {"forkserver", "cluster"} & set(getattr(item, "fixturenames", ())) and not item.name.startswith(NEVER)
 
 
 def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) -> NoReturn:

@@ -26,19 +26,19 @@ Key = tuple[str, str, str, int]
 
 HEAD = """# Mutants of the drivers and of the payload's path
 
-As [those of the machines](code-mutants.md), these are functions changed in one place by mutmut. The tests that reach
-the changed lines are asked: those of one process and its forked children that take at most 0.6 s of the processor, at
-most 150 a mutant and two seconds of them together; first those about its module alone, then in turn one that
-reaches little else and one that reaches much. What lives here may still be killed by others, of Ray, RPC or spawned
-processes, or by the traces that `make test` records.
+A mutant is one function, changed in one place by mutmut, as in [the mutants of the machines](code-mutants.md). A test
+kills a mutant by failing on it. Only tests that execute the changed lines are run: tests of one process and its forked
+children that take at most 0.6 s of processor time, at most 150 of them for each mutant, and at most two seconds for all
+of them together. The tests of the module itself run first. A mutant that survives here may still be killed by a test
+that is not run: one that uses Ray, RPC or spawned processes, or the check of the traces that `make test` records.
 
-Not mutated: prose (texts with a space in them), what is only logged, and what stands outside functions.
+Not mutated: sentences (texts with a space in them), calls of the logger, and code outside functions.
 
-`python tests/protocol/mutation/run.py --driven RESULT [MODULE...]` hunts (all: forty minutes on two cores), and
-`python tests/protocol/mutation/driven_ledger.py RESULT` takes that in and renders this page. Then each new mutant wants
-its reason in `tests/protocol/mutation/driven.toml`, or a test that kills it; `--prune` in place of RESULT takes off
-what the code does not have any more. `make verify` hunts another twentieth each day, and fails if one lives that is not
-here.
+`python tests/protocol/mutation/run.py --driven RESULT [MODULE...]` runs the mutants (all of them: forty minutes on two
+cores). `python tests/protocol/mutation/driven_ledger.py RESULT` records the result and renders this page. Each new
+survivor then needs a reason in `tests/protocol/mutation/driven.toml`, or a test that kills it. `--prune` in place of
+RESULT removes the mutants that the code no longer has. Each day `make verify` runs another twentieth of the mutants,
+and fails if one survives that is not listed here.
 """
 
 
@@ -96,7 +96,7 @@ class Ledger:
         """
         found = {_key(each): each[4] == "survived" for each in result}
         functions = {key[0] for key in found}
-        modules = {module_of(key) for key in found}
+        modules = {module_of((name,)) for name in mutants}
         # Of a module that was never hunted all is new.
         new = {*self.new, *(each for each in mutants if module_of((each,)) in modules - self.scores.keys())}
         kept = {key: why for key, why in self.survivors.items() if key[0] not in functions}

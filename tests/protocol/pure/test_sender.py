@@ -365,3 +365,41 @@ def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
     with pytest.raises(StateError):
         sender.take(pure.Send(None))
     assert sender.receives(0, ack(1)).input is None
+
+
+def test_a_step_keeps_every_field_that_it_does_not_name(sender: Sender) -> None:
+    told = {"reason": "why", "remote_traceback": "where", "fence": 4}
+    for worker, entry in tuple(sender.data.workers.items()):
+        sender.data = replace(sender.data, workers=pure.put(sender.data.workers, worker, replace(entry, **told)))
+    sender.data = replace(sender.data, left={9: "done"}, stale=3, late=5)
+
+    def kept() -> tuple[object, ...]:
+        entries = {(e.reason, e.remote_traceback, e.fence) for e in sender.data.workers.values()}
+        return entries, sender.data.stale, sender.data.late
+
+    expected = ({("why", "where", 4)}, 3, 5)
+    sender.take(pure.Send(None))
+    assert (kept(), sender.data.left) == (expected, {9: "done"})
+    assert sender.receives(0, ack(1)).input is SenderInput.REPLY
+    assert (kept(), sender.data.left) == (expected, {9: "done"})
+    step = sender.receives(1, ack(1))
+    assert [effect.left for effect in step.effects if isinstance(effect, pure.Conclude)] == [{9: "done"}]
+    assert (kept(), sender.data.left) == (expected, {})
+
+
+def test_a_goodbye_without_a_reason_says_so(sender: Sender) -> None:
+    bye = Bye(model_id="policy", incarnation=INCARNATION)
+
+    step = sender.take(pure.Answer(0, 1, bye))
+
+    assert step.effects[-1] == pure.Farewell(0, "it gave no reason")
+
+
+def test_the_loss_of_a_link_that_is_lost_already_or_of_one_never_opened_changes_nothing(sender: Sender) -> None:
+    sender.take(pure.LinkLost(0, 1, "gone"))
+    unopened = Sender()
+    unopened.take(pure.Join(0, 1))
+
+    for each in (sender, unopened):
+        step = each.take(pure.LinkLost(0, 1, "gone again"))
+        assert (step.input, step.effects) == (None, ())

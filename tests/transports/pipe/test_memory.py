@@ -498,3 +498,16 @@ def test_an_ack_of_what_was_never_sent_frees_nothing():
     pins.answered(ack(9))
 
     assert not buffer.pinned
+
+
+def test_memory_that_an_earlier_update_still_holds_is_not_forgotten_by_later_ones():
+    segment = Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    kept = owning(mapping.lend(LARGE))
+    mapping.remap()
+    mapping.lend(LARGE)
+    mapping.tidy()
+    kept[0:1] = 9
+    mapping.remap()
+
+    assert bytes(mapping.view) == bytes(LARGE)

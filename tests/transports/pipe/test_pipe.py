@@ -624,3 +624,13 @@ def test_a_read_interrupted_midway_takes_the_link_down(laid):
     for _ in range(2):
         with pytest.raises(TransportError, match="interrupted"):
             second.receive()
+
+
+def test_a_link_says_what_it_has_and_a_closed_one_nothing(laid):
+    for payloads in Payloads:
+        first, second = laid(payloads=payloads)
+        assert (first.remark, first.opens, first.reached) == ("", False, frozenset())
+        assert first.carries_deltas is (payloads is Payloads.INLINE)
+        first.close()
+        assert first.all_read() is None
+        second.close()

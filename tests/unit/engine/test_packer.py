@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
-from weightsync import LayoutError
+from weightsync import ConfigurationError, LayoutError, NonFiniteError
 from weightsync.engine import packer as packing
-from weightsync.engine.packer import Packer
+from weightsync.engine.packer import OutgoingWeights, Packer
 from weightsync.options import Verify
 from weightsync.protocol.messages import WeightsForm
 from weightsync.weights.layout import Layout
@@ -100,3 +104,78 @@ def test_names_and_extra_state_beyond_what_a_message_carries_are_refused(monkeyp
     monkeypatch.setattr(packing, "MAX_NAMES_AND_EXTRAS_NBYTES", needed - 1)
     with pytest.raises(LayoutError, match=rf"take {needed} bytes, but one update carries {needed - 1} beside"):
         packer.pack(module)
+
+
+class Trainer:
+    """A scheme and a driver, as far as outgoing weights use them."""
+
+    model_id = "policy"
+
+    def __init__(self, model: Any = None, extract_as: str = "state_dict") -> None:
+        self.strategy = SimpleNamespace(extract_as=extract_as)
+        self.model, self.layout = model, None
+        self.contexts: list[Any] = []
+        self.packer = Packer()
+
+    def weights_to_send(self, given: Any, model_id: str, context: Any = None) -> Any:
+        assert model_id == "policy"
+        self.contexts.append(context)
+        if given is None and self.model is None:
+            raise ConfigurationError("there is no model")
+        return self.model if given is None or isinstance(given, str) else given
+
+    def published(self, model_id: str, weights: Any) -> None:
+        """Nothing to do."""
+
+    def all_share(self, payload: Any, nbytes: int) -> bool:
+        return False
+
+    def reached(self) -> tuple[()]:
+        return ()
+
+    def outgoing(self) -> OutgoingWeights:
+        services: Any = self
+        return OutgoingWeights(services, services, self.packer, lambda: "the context")
+
+
+def test_workers_get_a_modules_weights_as_the_strategy_extracts_them_and_others_as_given() -> None:
+    module, found = nn.Linear(2, 1), TensorDict({"a": torch.ones(2)})
+
+    for extract_as, form in (("state_dict", WeightsForm.FLAT), ("tensordict", WeightsForm.TENSORDICT)):
+        assert Trainer(module, extract_as).outgoing().pack(None).form is form
+    assert Trainer(extract_as="tensordict").outgoing().pack(weights()).form is WeightsForm.FLAT
+    assert Trainer().outgoing().pack(found).form is WeightsForm.TENSORDICT
+    assert Trainer().outgoing().pack(TensorDictParams(found)).form is WeightsForm.TENSORDICT
+
+
+def test_only_weights_that_are_found_on_the_context_ask_for_it() -> None:
+    trainer = Trainer(nn.Linear(2, 1))
+    outgoing = trainer.outgoing()
+
+    outgoing.pack(None)
+    outgoing.registered_layout()
+    assert trainer.contexts == ["the context"] * 2
+    trainer = Trainer(weights())
+    trainer.outgoing().pack(weights())
+    assert trainer.contexts == [None, "the context"]  # the second one asks for the registered model
+    trainer.contexts.clear()
+    trainer.outgoing().pack("policy")
+    assert trainer.contexts[0] == "the context"
+
+
+def test_weights_of_another_model_are_refused_with_what_differs_and_how() -> None:
+    trainer = Trainer({"a": torch.ones(2), "b": torch.ones(2)})
+
+    with pytest.raises(LayoutError) as caught:
+        trainer.outgoing().pack({"a": torch.ones(2), "c": torch.ones(2)})
+    assert (list(caught.value.missing), list(caught.value.unexpected)) == (["b"], ["c"])
+    with pytest.raises(LayoutError) as caught:
+        trainer.outgoing().pack({"a": torch.ones(2), "b": torch.ones(3)})
+    assert (list(caught.value.missing), list(caught.value.unexpected)) == ([], [])
+    assert list(caught.value.mismatched) == ["b"]
+
+
+def test_a_packer_checks_for_finite_weights_if_it_is_told_to_and_sends_no_deltas_unless_told() -> None:
+    with pytest.raises(NonFiniteError, match="policy"):
+        Packer(finite="policy").pack({"a": torch.tensor([1.0, torch.nan])})
+    assert (Packer().sends_deltas, Packer(sends_deltas=True).sends_deltas) == (False, True)

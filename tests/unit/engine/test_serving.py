@@ -155,3 +155,16 @@ def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: B
     assert beside.does(lambda: free(lock)) is True
     assert not lock.mine()
     del ended
+
+
+def test_who_serves_a_model_does_not_wait_for_itself_and_a_swap_gives_up_in_time(
+    lock: ServingLock, beside: Beside
+) -> None:
+    beside.does(lock.enter)
+    assert lock.begin_swap(0.01) is False
+    beside.does(lock.leave)
+    beside.does(lock.enter)
+    assert beside.does(lambda: lock.begin_swap(None)) is False
+    beside.does(lock.leave)
+
+    assert free(lock) is True

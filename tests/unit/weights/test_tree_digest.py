@@ -172,3 +172,55 @@ def test_a_process_that_can_start_no_thread_does_the_work_itself(monkeypatch: py
     in_threads(lambda start, end: done.append((start, end)), [(0, 1), (1, 2)])
 
     assert sorted(done) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("cut", [128, 100])
+@pytest.mark.parametrize("first", [0, 1])
+def test_only_chunks_that_are_filled_whole_are_hashed_before_the_end(
+    monkeypatch: pytest.MonkeyPatch, cut: int, first: int
+) -> None:
+    monkeypatch.setattr(tree_digest, "CHUNK", 64)
+    expected, payload = payload_of(250), bytearray(250)
+    hashes = ChunkHashes(memoryview(payload))
+
+    parts = [(0, cut), (cut, 250)]
+    for start, end in (parts[first], parts[1 - first]):
+        payload[start:end] = expected[start:end]
+        hashes.reach(start, end)
+
+    assert hashes.combined(b"x") == digest(memoryview(expected), b"x")
+
+
+def test_there_are_no_more_parts_than_whole_shares_of_the_least_size() -> None:
+    nbytes = tree_digest.LEAST * 3 // 2
+
+    assert shares(nbytes, CHUNK, 2) == [(0, nbytes)]
+
+
+def test_weights_and_their_digest_are_whole_where_tensors_span_chunks_and_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module, name, small in (
+        (packing, "DIGEST_CHUNK", 64),
+        (packing, "LARGE", 64),
+        (tree_digest, "CHUNK", 64),
+        (tree_digest, "LEAST", 256),
+    ):
+        monkeypatch.setattr(module, name, small)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    # The names are used nowhere else: plans that were made with other sizes are kept by layout.
+    sizes = (5, 8, 90, 16, 3, 70, 1, 200, 16)
+    tensors = {f"spans.{number}": torch.randn(size) for number, size in enumerate(sizes)}
+    tensors |= {"spans.cast": torch.randn(40)[::2], "spans.bools": torch.arange(100) % 3 == 0}
+    weights = read_weights(tensors)
+    layout = layout_of(weights)
+    plain, hashed = bytearray(b"\xaa" * layout.nbytes), bytearray(b"\x55" * layout.nbytes)
+
+    pack(weights, layout, memoryview(plain))
+    found = pack_digested(weights, layout, memoryview(hashed), b"x")
+
+    assert plain == hashed
+    for entry in layout.entries:
+        sent = tensors[entry.name].contiguous().view(torch.uint8).numpy().tobytes()
+        assert bytes(plain[entry.offset : entry.offset + entry.nbytes]) == sent
+    assert found == digest(memoryview(plain), b"x") == digest_of(weights, layout, b"x")
