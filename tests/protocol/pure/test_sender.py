@@ -9,6 +9,7 @@ import pytest
 from weightsync.errors import ConfigurationError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import RefusalKind, SenderInput, State
+from weightsync.protocol.by_worker import put
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import OutcomeKind
 
@@ -368,9 +369,9 @@ def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
 
 
 def test_a_step_keeps_every_field_that_it_does_not_name(sender: Sender) -> None:
-    told = {"reason": "why", "remote_traceback": "where", "fence": 4}
     for worker, entry in tuple(sender.data.workers.items()):
-        sender.data = replace(sender.data, workers=pure.put(sender.data.workers, worker, replace(entry, **told)))
+        told = replace(entry, reason="why", remote_traceback="where", fence=4)
+        sender.data = replace(sender.data, workers=put(sender.data.workers, worker, told))
     sender.data = replace(sender.data, left={9: "done"}, stale=3, late=5)
 
     def kept() -> tuple[object, ...]:
