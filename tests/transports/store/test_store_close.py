@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ from weightsync.protocol.messages import Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.store.stream import Stream
+from weightsync.transports.store.worker import StoreWorker
 
 PATIENCE = 15.0
 INLINE, GROUPED = 1000, 200_000
@@ -99,6 +101,28 @@ def test_a_receiver_that_waits_for_a_payload_is_told_that_it_will_not_come(ends:
     ends.bye_and_close()
 
     assert ends.heard() in (["Hello"], ["Hello", 1], ["Hello", 1, "Bye"])
+
+
+def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's answer can come first, and the trainer close at once."""
+    written = StoreWorker._written
+
+    def noted_late(worker: StoreWorker) -> None:
+        while worker._outgoing.writing_payload and not worker._closed:
+            os.sched_yield()
+        written(worker)
+
+    monkeypatch.setattr(StoreWorker, "_written", noted_late)
+    ends.update(1, GROUPED)
+    waited = Deadline(PATIENCE)
+    while not (worker := ends.sender._worker)._outgoing.writing_payload and not waited.passed:  # type: ignore[attr-defined]
+        os.sched_yield()
+    assert worker._stream is not None
+    ends.bye_and_close()
+
+    assert ends.heard() == ["Hello", 1, "Bye"]
 
 
 def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> None:

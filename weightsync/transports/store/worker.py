@@ -26,6 +26,8 @@ logger = logging.getLogger("weightsync")
 
 #: Seconds that a closed link keeps writing queued messages, and waits until the other end has read them.
 _LINGER: Final = 1.0
+#: Seconds in which the writing thread notes that it has written a payload.
+_NOTED: Final = 0.25
 #: How often a closed link finds no room for a message before it gives up: each time after a pause.
 _BLOCKED: Final = 20
 
@@ -156,7 +158,9 @@ class StoreWorker:
             self._closed = True
             self._outgoing.shorten()
             self._condition.notify_all()
-            if self._stream is not None and self._outgoing.writing_payload:
+            # The peer may have answered a payload before the writing thread has noted that it is written.
+            noted = self._condition.wait_for(lambda: not self._outgoing.writing_payload, _NOTED)
+            if self._stream is not None and not noted:
                 self._stream.cut()
         self._listening.set()
         self._heartbeat_member.leave()
@@ -260,6 +264,7 @@ class StoreWorker:
     def _written(self) -> None:
         with self._condition:
             awaited = self._outgoing.written()
+            self._condition.notify_all()
         if awaited:
             self._waker.fire()
 
