@@ -46,7 +46,7 @@ class _After(Hook):
         self._receiver = receiver
 
     def __call__(self, *_: Any) -> None:
-        self._receiver.end_serving()
+        self._receiver.end_forward()
 
 
 class Background:

@@ -321,8 +321,14 @@ class WeightReceiver(Participant):
         served.serving.enter(frame)
 
     def end_serving(self) -> None:
-        """End the forward begun last in this thread, and wake whoever waits to swap."""
+        """End what was begun last in this thread, and wake whoever waits to swap."""
         self._served.serving.leave()
+        if self._driver.data.pending is not None:
+            self._driver.waker.fire()
+
+    def end_forward(self) -> None:
+        """End the forward begun last in this thread, if it was guarded, and wake whoever waits to swap."""
+        self._served.serving.leave_forward()
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 

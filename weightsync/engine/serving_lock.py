@@ -15,7 +15,7 @@ from weightsync.clock import Deadline
 from weightsync.engine.copies import SchemeServices
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError, ModelPathError
+from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
@@ -55,13 +55,22 @@ class ServingLock:
         """End what this thread began last, if anything."""
         own = threading.get_ident()
         with self._lock:
-            entries = self._serving.get(own)
-            if entries:
-                entries.pop()
-                if not entries:
-                    del self._serving[own]
-                    if self._waiters:
-                        self._changed.notify_all()
+            if own in self._serving:
+                self._pop(own)
+
+    def leave_forward(self) -> None:
+        """End the forward that this thread began last; nothing if it began before its model was guarded."""
+        own = threading.get_ident()
+        with self._lock:
+            if own in self._serving and self._serving[own][-1] is not None:
+                self._pop(own)
+
+    def _pop(self, own: int) -> None:
+        self._serving[own].pop()
+        if not self._serving[own]:
+            del self._serving[own]
+            if self._waiters:
+                self._changed.notify_all()
 
     def _wait_for(self, met: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until ``met()``, with the lock held; False: time is up."""
@@ -218,8 +227,6 @@ class ServedModel:
         self.applied = b""
         #: Who serves the model now, and who may change it.
         self.serving = ServingLock()
-        #: Held by the thread that finds the model at its path for the first time.
-        self._finding = threading.Lock()
 
     @property
     def apply_mode(self) -> Mode:
@@ -241,15 +248,22 @@ class ServedModel:
             ConfigurationError, LayoutError: weights cannot be applied to it.
         """
         with self.serving.alone(deadline, "register_model"), self._driver.lock:
-            served = self._served_digest()
-            self.model, self.path = model, path
-            self.target = self.staged = None
-            try:
-                if not isinstance(model, str):
-                    self._make_target()
-            finally:
-                if self._driver.data.served and not self._serves(served):
-                    self._driver.take(pure.Invalidate())
+            self._replace(model, path)
+        self._guard(model)
+
+    def _replace(self, model: Any, path: str | None) -> None:
+        """Serve another model; the caller holds the driver's lock."""
+        served = self._served_digest()
+        self.model, self.path = model, path
+        self.target = self.staged = None
+        try:
+            if not isinstance(model, str):
+                self._make_target()
+        finally:
+            if self._driver.data.served and not self._serves(served):
+                self._driver.take(pure.Invalidate())
+
+    def _guard(self, model: Any) -> None:
         if self._listening.background_reader is not None:
             self._listening.background_reader.model_set(model)
 
@@ -289,25 +303,29 @@ class ServedModel:
             if isinstance(self.model, str):
                 raise
             return  # the context was collected; the model found on it earlier is still alive
-        # Until then another thread that needs the model waits. Afterwards the lock would be taken within the driver's.
-        with self._finding if isinstance(self.model, str) else contextlib.nullcontext():
-            if found is not self.model:
-                # While other threads serve the model before, nothing could be applied anyway: the next use looks again.
-                with contextlib.suppress(ModelBusyError):
-                    self.serve(found, self.path, Deadline(0))
+        if isinstance(self.model, str):
+            self._find(found)
+        elif found is not self.model:
+            # While other threads serve the model before, nothing could be applied anyway: the next use looks again.
+            with contextlib.suppress(ModelBusyError):
+                self.serve(found, self.path, Deadline(0))
+
+    def _find(self, found: Any) -> None:
+        """Serve the model found at the path for the first time. No weights change, so threads may be inside serving().
+
+        Another thread may have found it at the same time.
+        """
+        with self._driver.lock:
+            if not isinstance(self.model, str):
+                return
+            self._replace(found, self.path)
+        self._guard(found)
 
     def _make_target(self) -> Target:
         if self.model is None:
             raise ConfigurationError(
                 f"no model is registered for {self._driver.model_id!r}: call register_model() with a module, a "
                 "TensorDict, a dict or a path on the context."
-            )
-        if isinstance(self.model, str):
-            raise ModelPathError(
-                f"The model at {self.model!r} cannot be used yet: other threads are inside serving(). It is looked up "
-                "again at the next use.",
-                self.model,
-                self.model,
             )
         self.target = target = self._target_of(self.model)
         self._driver.layout, self._driver.devices = target.demanded, target.devices

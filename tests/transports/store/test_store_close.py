@@ -107,22 +107,46 @@ def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's answer can come first, and the trainer close at once."""
-    written = StoreWorker._written
+    post, arrived, closed = StoreWorker._post, threading.Event(), threading.Event()
 
-    def noted_late(worker: StoreWorker) -> None:
-        while worker._outgoing.writing_payload and not worker._closed:
-            os.sched_yield()
-        written(worker)
+    def noted_late(worker: StoreWorker, store_message: Any, client: Any) -> None:
+        post(worker, store_message, client)
+        if store_message.needs_the_peer:
+            arrived.set()
+            assert closed.wait(PATIENCE)
 
-    monkeypatch.setattr(StoreWorker, "_written", noted_late)
+    monkeypatch.setattr(StoreWorker, "_post", noted_late)
     ends.update(1, GROUPED)
-    waited = Deadline(PATIENCE)
-    while not (worker := ends.sender._worker)._outgoing.writing_payload and not waited.passed:  # type: ignore[attr-defined]
-        os.sched_yield()
-    assert worker._stream is not None
+    assert arrived.wait(PATIENCE)
     ends.bye_and_close()
+    closed.set()
 
     assert ends.heard() == ["Hello", 1, "Bye"]
+
+
+def test_a_payload_is_given_up_after_close_if_the_peer_reads_nothing_of_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, begun, goes_on = ends.sender._worker, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    read = Stream.read_into
+
+    def read_late(stream: Stream, room: memoryview) -> None:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        read(stream, room)
+
+    monkeypatch.setattr(Stream, "read_into", read_late)
+    ends.update(1, 64 * 2**20)
+    assert begun.wait(PATIENCE)
+    ends.bye_and_close()
+    waited = Deadline(PATIENCE)
+    while worker._users and not waited.passed:
+        os.sched_yield()
+    goes_on.set()
+
+    assert not worker._users
+    assert not ends.buffers[0].pinned
+    assert ends.heard() == ["Hello"]
 
 
 def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> None:

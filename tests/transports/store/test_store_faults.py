@@ -253,7 +253,7 @@ def test_close_does_not_wait_for_a_worker_that_takes_nothing(two: Trainer) -> No
     for worker in two.workers:
         worker.resume()
         assert "sender" in worker.do(serve_until_gone)
-        assert {1.0} == worker.do(holds)[2]
+        assert worker.do(holds)[2] in ({1.0}, {2.0})  # the version was given up, or is whole
 
 
 def _reached(port: int) -> Any:

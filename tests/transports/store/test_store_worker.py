@@ -78,7 +78,7 @@ def test_messages_wait_for_the_peer_and_then_arrive_in_order(lay: Callable[[int]
 def test_behind_a_payload_that_was_cut_short_nothing_leaves(
     lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(stream: Stream, piece: memoryview) -> None:
+    def cut(stream: Stream, piece: memoryview, _: object) -> None:
         stream._socket.sendall(piece[:-1])
         raise TransportError("the connection has ended")
 

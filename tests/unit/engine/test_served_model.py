@@ -16,7 +16,6 @@ from fleet import PATIENCE, Pair, large, small
 from weightsync import (
     ConfigurationError,
     LayoutError,
-    ModelPathError,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
@@ -99,14 +98,25 @@ def test_threads_that_need_a_model_by_its_path_at_once_find_one_target(
         assert first.result(PATIENCE) is second.result(PATIENCE)
 
 
-def test_a_model_by_its_path_is_not_taken_over_while_a_thread_is_inside_serving(pair: Pair) -> None:
+def test_a_model_is_found_at_its_path_while_another_thread_is_inside_serving(pair: Pair) -> None:
     holder = Holder()
     pair.receiver.set_context(holder)
     pair.receiver.register_model("policy")
     holder.policy = small(0.0)
     with ThreadPoolExecutor(1) as thread, pair.receiver.serving():
-        refused = thread.submit(pair.receiver.target).exception(PATIENCE)
+        assert thread.submit(pair.receiver.target).result(PATIENCE).destination is holder.policy
+        thread.submit(pair.sender.send_async).result(PATIENCE)
+        assert not thread.submit(pair.receiver.receive).result(PATIENCE)  # it waits for this block to end
 
-    assert isinstance(refused, ModelPathError)
-    assert "'policy' cannot be used yet: other threads are inside serving()" in str(refused)
-    assert pair.receiver.target().destination is holder.policy
+    assert pair.receiver.receive()
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+
+
+def test_g3_a_forward_that_began_unguarded_ends_no_serving_block_around_it(pair: Pair) -> None:
+    receiver = pair.receiver
+    receiver.begin_serving(None)
+    receiver.end_forward()
+    assert receiver.serves_here
+    receiver.end_serving()
+    assert not receiver.serves_here
+    receiver.end_forward()

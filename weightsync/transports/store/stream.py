@@ -34,8 +34,8 @@ _DIAL: Final = 5.0
 _PROOF: Final = 1.0
 #: Milliseconds between two checks whether to keep waiting.
 _LOOK: Final = 50
+_SEND_TIMEOUT: Final = struct.pack("@ll", 0, _LOOK * 1000)
 _SEND_FLAGS: Final = int(socket.MSG_NOSIGNAL)
-_SEND_NOW: Final = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _WHOLE: Final = int(socket.MSG_WAITALL)
 _SIOCGIFADDR: Final = 0x8915
 
@@ -56,6 +56,8 @@ class Stream:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
+        # A blocking call writes a whole piece at once, and returns in time if the other end reads nothing.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._lock = threading.Lock()
@@ -64,21 +66,22 @@ class Stream:
         """Write a message, and the payload behind it.
 
         Args:
-            go_on: called while there is no room for the message; raises TransportError to give up.
+            go_on: called while there is no room in the connection; raises TransportError to give up.
         """
         with _broken():
-            left = memoryview(_LENGTH.pack(len(text)) + text)
-            while left:
-                try:
-                    left = left[self._socket.send(left, _SEND_NOW) :]
-                except BlockingIOError:
-                    go_on()
-                    _ready(self._socket, select.POLLOUT)
+            self._send(memoryview(_LENGTH.pack(len(text)) + text), go_on)
             for piece in _pieces(payload):
-                self._write_piece(piece)
+                self._write_piece(piece, go_on)
 
-    def _write_piece(self, piece: memoryview) -> None:
-        self._socket.sendall(piece, _SEND_FLAGS)
+    def _write_piece(self, piece: memoryview, go_on: Callable[[], None]) -> None:
+        self._send(piece, go_on)
+
+    def _send(self, left: memoryview, go_on: Callable[[], None]) -> None:
+        while left:
+            with contextlib.suppress(BlockingIOError):
+                left = left[self._socket.send(left, _SEND_FLAGS) :]
+            if left:
+                go_on()
 
     def read(self) -> bytearray:
         """The next message. Its memory grows with what has arrived: a false length costs nothing.

@@ -26,8 +26,6 @@ logger = logging.getLogger("weightsync")
 
 #: Seconds that a closed link keeps writing queued messages, and waits until the other end has read them.
 _LINGER: Final = 1.0
-#: Seconds in which the writing thread notes that it has written a payload.
-_NOTED: Final = 0.25
 #: How often a closed link finds no room for a message before it gives up: each time after a pause.
 _BLOCKED: Final = 20
 
@@ -153,15 +151,14 @@ class StoreWorker:
         self._end_rendezvous()
 
     def close(self) -> None:
-        """Write what is queued, up to the first payload that does not fit into a message, and end."""
+        """Write what is queued, up to the first payload that does not fit into a message, and end.
+
+        A payload that is being written is given up if the peer takes too long to read it.
+        """
         with self._condition:
             self._closed = True
             self._outgoing.shorten()
             self._condition.notify_all()
-            # The peer may have answered a payload before the writing thread has noted that it is written.
-            noted = self._condition.wait_for(lambda: not self._outgoing.writing_payload, _NOTED)
-            if self._stream is not None and not noted:
-                self._stream.cut()
         self._listening.set()
         self._heartbeat_member.leave()
         self._group.abort()
@@ -264,7 +261,6 @@ class StoreWorker:
     def _written(self) -> None:
         with self._condition:
             awaited = self._outgoing.written()
-            self._condition.notify_all()
         if awaited:
             self._waker.fire()
 

@@ -102,8 +102,6 @@ class Outgoing:
     def __init__(self) -> None:
         self._queue: deque[StoreMessage] = deque()
         self._writing = False
-        #: Whether the message that is being written has a payload behind it.
-        self.writing_payload = False
         self._awaited = False
         #: Whether a message was dropped, so that not all are written.
         self.cut_short = False
@@ -117,13 +115,12 @@ class Outgoing:
 
     def take(self) -> StoreMessage:
         """The next message, which is being written until `written`."""
-        taken = self._queue.popleft()
-        self._writing, self.writing_payload = True, taken.needs_the_peer
-        return taken
+        self._writing = True
+        return self._queue.popleft()
 
     def written(self) -> bool:
         """Record that the last message was written. Returns whether all are written and a thread waits for that."""
-        self._writing = self.writing_payload = False
+        self._writing = False
         return self._awaited and not self._queue
 
     def empty(self) -> bool:
