@@ -120,7 +120,7 @@ class SenderObserver:
     def _decided(self, worker: int, version: int, outcome: Outcome) -> SyncEvent:
         seconds = self._seconds(worker, version)
         if outcome.kind is OutcomeKind.APPLIED:
-            seconds[SyncPhase.APPLY] = outcome.seconds
+            seconds[SyncPhase.APPLY] = outcome.apply_s
         kind, reason = _KINDS[outcome.kind], outcome.reason
         return self._event(kind, worker, version, outcome=outcome.kind, reason=reason, seconds=seconds)
 

@@ -136,7 +136,7 @@ class Reporter:
             pack_s=self._preparing,
             connect_s=min(connecting, seconds),
             transfer_s=max(0.0, seconds - connecting),
-            apply_s=max(map(_SECONDS, outcomes.values()), default=0.0),
+            apply_s=max(map(_APPLY_S, outcomes.values()), default=0.0),
             superseded={w: given_up[w] for w in outcomes if w in given_up} if given_up else {},
             not_caught_up=not_caught_up,
             previous=self._previous,
@@ -156,7 +156,7 @@ class Reporter:
         return longest
 
 
-_SECONDS = attrgetter("seconds")
+_APPLY_S = attrgetter("apply_s")
 #: What a caller looks at first if a worker has never connected.
 _ABSENT = "is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?"
 _READ = {

@@ -57,7 +57,7 @@ class Outcome:
     #: The highest incarnation the worker has seen, if a newer sender took it over; else 0.
     fence: int = 0
     #: Seconds the worker spent applying.
-    seconds: float = 0.0
+    apply_s: float = 0.0
     #: The report of the worker's own sub-collectors, if it forwards weights to any; else None.
     nested: SyncReport | None = None
 
@@ -80,9 +80,15 @@ class Outcome:
             "remote_traceback": self.remote_traceback,
             "evidence": self.evidence.value,
             "fence": self.fence,
-            "seconds": self.seconds,
+            "apply_s": self.apply_s,
             "nested": None if self.nested is None else self.nested.to_dict(),
         }
+
+    @property
+    def seconds(self) -> float:
+        """The former name of `apply_s`."""
+        warn_renamed("Outcome.seconds", "apply_s")
+        return self.apply_s
 
     @property
     def fine(self) -> bool:

@@ -76,7 +76,7 @@ def _outcome(outcome: Outcome, depth: int) -> dict[str, Any]:
         "remote_traceback": outcome.remote_traceback,
         "evidence": outcome.evidence.value,
         "fence": outcome.fence,
-        "seconds": outcome.seconds,
+        "seconds": outcome.apply_s,
         "nested": None if outcome.nested is None else _written(outcome.nested, depth + 1),
     }
 
@@ -115,7 +115,7 @@ def _read_outcome(loaded: dict[str, Any], depth: int) -> Outcome:
         remote_traceback=_text(loaded["remote_traceback"]),
         evidence=Evidence(loaded["evidence"]),
         fence=_number(loaded["fence"], _INCARNATIONS),
-        seconds=_seconds(loaded["seconds"]),
+        apply_s=_seconds(loaded["seconds"]),
         nested=None if loaded["nested"] is None else _read(loaded["nested"], depth + 1),
     )
 

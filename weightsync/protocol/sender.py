@@ -538,7 +538,7 @@ _WORDS = {
 def _outcome(message: Ack | Refusal) -> Outcome:
     if isinstance(message, Ack):
         return Outcome(
-            kind=OutcomeKind.APPLIED, evidence=message.evidence, seconds=message.seconds, nested=message.nested
+            kind=OutcomeKind.APPLIED, evidence=message.evidence, apply_s=message.seconds, nested=message.nested
         )
     return Outcome(
         kind=OutcomeKind.REFUSED,

@@ -133,7 +133,7 @@ def test_an_ack_is_an_outcome_with_all_that_it_says() -> None:
     ack = Ack(model_id="policy", incarnation=7, version=1, seconds=0.25, evidence=Evidence.CALL, nested=nested)
     step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, ack))
 
-    told = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, seconds=0.25, nested=nested)
+    told = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, apply_s=0.25, nested=nested)
     assert step.data.outstanding == sender.Outstanding(1, {1: 2}, {0: told})
     assert step.data.workers[0].served == 1
 

@@ -45,7 +45,7 @@ REPORT = SyncReport(
     version=3,
     incarnation=2**90,
     outcomes={
-        0: Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, seconds=0.5),
+        0: Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, apply_s=0.5),
         1: Outcome(kind=OutcomeKind.LOST, reason="died", remote_traceback="Traceback", fence=2**91),
     },
     nbytes=12,

@@ -75,7 +75,7 @@ outcomes = st.builds(
     remote_traceback=prose,
     evidence=st.sampled_from(Evidence),
     fence=wide,
-    seconds=st.floats(0, 1e9),
+    apply_s=st.floats(0, 1e9),
 )
 reports = st.builds(
     SyncReport,

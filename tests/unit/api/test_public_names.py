@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import weightsync
-from weightsync import MultiProcessWeightSyncScheme, StateError, SyncReport
+from weightsync import MultiProcessWeightSyncScheme, Outcome, OutcomeKind, StateError, SyncReport
 
 
 @pytest.mark.parametrize("name", weightsync.__all__)
@@ -78,6 +78,8 @@ def test_names_that_changed_warn_and_still_work() -> None:
     for former, name in (("preparing", "pack_s"), ("transferring", "transfer_s"), ("applying", "apply_s")):
         with pytest.deprecated_call(match=f"SyncReport.{former} is now {name}"):
             assert getattr(report, former) == getattr(report, name)
+    with pytest.deprecated_call(match=r"Outcome.seconds is now apply_s"):
+        assert Outcome(kind=OutcomeKind.APPLIED, apply_s=0.5).seconds == 0.5
 
 
 def test_a_receivers_methods_that_changed_their_names_warn_and_still_work() -> None:

@@ -353,7 +353,7 @@ def test_what_cannot_be_called_is_refused() -> None:
 
 def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> None:
     nested = SyncReport(model_id="policy", version=3, incarnation=2**90, outcomes={})
-    outcome = Outcome(kind=OutcomeKind.APPLIED, nested=nested, seconds=0.5)
+    outcome = Outcome(kind=OutcomeKind.APPLIED, nested=nested, apply_s=0.5)
     report = SyncReport(
         model_id="policy",
         version=4,

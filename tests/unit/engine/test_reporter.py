@@ -74,11 +74,11 @@ def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(cloc
     made = Reported(Scripted(), Scripted())
     made.sends(pack_s=2.0)
     clock.advance(3.0)
-    made.fleet.receives(1, replace(ack(1), seconds=0.5))
+    made.fleet.receives(1, replace(ack(1), apply_s=0.5))
     clock.advance(4.0)
     report = made.reporter.so_far(OutcomeKind.PENDING)
 
-    applied = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.ANSWER, seconds=0.5)
+    applied = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.ANSWER, apply_s=0.5)
     expected = SyncReport(
         model_id="policy",
         version=1,
@@ -99,7 +99,7 @@ def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(cloc
     assert made.reporter.so_far(OutcomeKind.PENDING) == replace(expected, connect_s=7.0, transfer_s=5.0)
     made.fleet.receives(0, replace(ack(1), seconds=0.25))
     report = made.concluded(1)
-    assert (report.outcomes, report.apply_s) == ({0: replace(applied, seconds=0.25), 1: applied}, 0.5)
+    assert (report.outcomes, report.apply_s) == ({0: replace(applied, apply_s=0.25), 1: applied}, 0.5)
     assert (report.pack_s, report.connect_s, report.transfer_s) == (2.0, 7.0, 5.0)
     assert report.nbytes == packed().nbytes
 
