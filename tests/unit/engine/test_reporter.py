@@ -74,7 +74,7 @@ def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(cloc
     made = Reported(Scripted(), Scripted())
     made.sends(pack_s=2.0)
     clock.advance(3.0)
-    made.fleet.receives(1, replace(ack(1), apply_s=0.5))
+    made.fleet.receives(1, replace(ack(1), seconds=0.5))
     clock.advance(4.0)
     report = made.reporter.so_far(OutcomeKind.PENDING)
 
