@@ -83,7 +83,7 @@ def test_an_engine_that_answered_every_call_has_applied_the_version_by_the_evide
     outcome = world.outcome()
 
     assert (outcome.kind, outcome.evidence) == (OutcomeKind.APPLIED, Evidence.CALL)
-    assert outcome.seconds > 0
+    assert outcome.apply_s > 0
     assert equal(world.server, world.source)
     assert world.server.version == f"{world.sender.incarnation}.1"
     assert (world.server.calls[-1], world.server.paused) == (

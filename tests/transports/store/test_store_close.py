@@ -18,6 +18,7 @@ from weightsync.clock import Deadline
 from weightsync.protocol.messages import Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.store.store import Client
 from weightsync.transports.store.stream import Stream
 from weightsync.transports.store.worker import StoreWorker
 
@@ -147,6 +148,33 @@ def test_a_payload_is_given_up_after_close_if_the_peer_reads_nothing_of_it(
     assert not worker._users
     assert not ends.buffers[0].pinned
     assert ends.heard() == ["Hello"]
+
+
+def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's one thread may stand still for seconds; TorchRL's own key of an update is written to it."""
+    worker, asked, cut = ends.sender._worker, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+
+    answered = Client.set
+
+    def unanswered(client: Client, key: str, value: bytes) -> None:
+        if key.startswith("weightsync/"):
+            return answered(client, key, value)
+        asked.set()
+        assert cut.wait(PATIENCE)
+        raise TransportError("the connection to the store was cut")
+
+    ends.sender._hints.write_all()  # type: ignore[attr-defined]
+    with monkeypatch.context() as stalled:
+        stalled.setattr(Client, "set", unanswered)
+        stalled.setattr(worker, "_cut_clients", cut.set)
+        ends.update(1, GROUPED)
+        assert asked.wait(PATIENCE)
+        ends.bye_and_close()
+        worker.cut()
+
+    assert ends.heard() == ["Hello", 1, "Bye"]
 
 
 def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> None:

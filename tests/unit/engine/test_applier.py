@@ -74,7 +74,7 @@ def test_an_update_that_a_hook_of_the_model_refuses_is_refused_with_its_words_an
     assert "in set_extra_state" in outcome.remote_traceback
     assert (pair.receiver.version, pair.receiver.state, constants(pair.model.linear)) == (1, State.READY, {1.0})
     pair.source.mood = 14
-    assert pair.sync()[0].seconds > 0
+    assert pair.sync()[0].apply_s > 0
     assert (pair.receiver.version, pair.model.mood) == (3, 14)
 
 

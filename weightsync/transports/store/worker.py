@@ -151,10 +151,7 @@ class StoreWorker:
         self._end_rendezvous()
 
     def close(self) -> None:
-        """Write what is queued, up to the first payload that does not fit into a message, and end.
-
-        A payload that is being written is given up if the peer takes too long to read it.
-        """
+        """Write what is queued, up to the first payload that does not fit into a message, and end."""
         with self._condition:
             self._closed = True
             self._outgoing.shorten()
@@ -234,6 +231,9 @@ class StoreWorker:
             self._transfer(store_message, self._stream, client)
             if store_message.hint is not None:
                 client.set(store_message.hint[0], store_message.hint[1].encode())
+        except TransportError:
+            if not self._closed:  # a goodbye needs no store
+                raise
         finally:
             store_message.done()
 
@@ -261,6 +261,7 @@ class StoreWorker:
     def _written(self) -> None:
         with self._condition:
             awaited = self._outgoing.written()
+            self._condition.notify_all()
         if awaited:
             self._waker.fire()
 
@@ -300,9 +301,12 @@ class StoreWorker:
         end(client, f"{self._key}/{self._side.reads}", number)
 
     def cut(self) -> None:
-        """Make both threads' calls fail."""
+        """Make both threads' calls fail. What a closed link has queued is written first, without the store."""
         self._cut.set()
         self._cut_clients()
+        with self._condition:
+            if self._closed:
+                self._condition.wait_for(lambda: self._failed is not None or self._outgoing.empty(), _LINGER)
         self._end_rendezvous()
         if self._stream is not None:
             self._stream.cut()
