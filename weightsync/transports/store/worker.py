@@ -24,7 +24,7 @@ from weightsync.transports.store.worker_threads import Outgoing, notify_later, s
 
 logger = logging.getLogger("weightsync")
 
-#: Seconds that a closed link keeps writing queued messages, and waits until the other end has read them.
+#: Seconds for a closed link to write queued messages, and for the other end to read them.
 _LINGER: Final = 1.0
 #: How often a closed link finds no room for a message before it gives up: each time after a pause.
 _BLOCKED: Final = 20
@@ -273,11 +273,11 @@ class StoreWorker:
             elif self._failed is None:
                 self._stream.end_writing()
             self._side.leave(client)
-            if self._stream is None or self._failed is not None:
-                self._end_inbox(client)
-                self._end_rendezvous()
-            else:
+            if self._stream is not None and self._failed is None:
                 self._read_all.wait(_LINGER)
+                return
+            self._end_inbox(client)
+            self._end_rendezvous()
         except TransportError:
             self.cut()
         finally:
@@ -377,12 +377,11 @@ class StoreWorker:
         inbox.forget()
         while True:
             self._admit()
-            opened = self._guard.open(memoryview(stream.read()))
-            if opened is not None:
+            if (opened := self._guard.open(memoryview(stream.read()))) is not None:
                 received = self._opened(opened, stream, client)
+                self._held.append(received)
                 if isinstance(received.message, Bye) and self._guard.admits:
                     self._before_end(client)
-                self._held.append(received)
                 del received
 
     def _open_stream(self, inbox: Inbox, client: Client) -> Stream:
@@ -481,6 +480,8 @@ class StoreWorker:
             if self._failed is None:
                 self._failed = error
             self._outgoing.drop()
+            # A goodbye counts although the store ended with its sender.
+            self._arrived.extend(self._held if self._guard.admits else ())
             self._held.clear()
             callback, self._admitted = self._admitted, None
             self._condition.notify_all()
