@@ -15,9 +15,12 @@ import torch.distributed as dist
 
 from weightsync import DistributedWeightSyncScheme, TransportError
 from weightsync.clock import Deadline
-from weightsync.protocol.messages import Bye, Hello, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.store.announcing import base_key
+from weightsync.transports.store.link import StoreLink
+from weightsync.transports.store.listener import PlaceholderLink, _listeners
 from weightsync.transports.store.store import Client
 from weightsync.transports.store.stream import Stream
 from weightsync.transports.store.worker import StoreWorker
@@ -30,6 +33,7 @@ class Ends:
     """Both ends of a link, the receiver's once it is there."""
 
     def __init__(self, store: Any) -> None:
+        self.store = store
         scheme = DistributedWeightSyncScheme()
         self.sender: Link = scheme.lay_link((store, 1), "policy", "the worker")
         self.accepted: list[Link] = []
@@ -175,6 +179,44 @@ def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
         worker.cut()
 
     assert ends.heard() == ["Hello", 1, "Bye"]
+
+
+def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker reads on, to its trainer's goodbye, although the key of its ack is not written yet."""
+    answered, asked, over = Client.set, threading.Event(), threading.Event()
+
+    def unanswered(client: Client, key: str, value: bytes) -> None:
+        if not key.startswith("weightsync/"):
+            asked.set()
+            assert over.wait(PATIENCE)
+        answered(client, key, value)
+
+    worker = ends.accepted[0]
+    worker.receive()
+    with monkeypatch.context() as stalled:
+        stalled.setattr(Client, "set", unanswered)
+        worker.send(Ack(model_id="policy", incarnation=5, version=1, digest=b"d" * 16, seconds=0.0))
+        assert asked.wait(PATIENCE)
+        assert worker.flush()
+        ends.bye_and_close()
+        assert ends.heard()[-1:] == ["Bye"]
+        assert worker.flush()
+        over.set()
+
+
+@pytest.mark.parametrize("goodbye", [True, False])
+def test_a_store_that_ends_after_its_senders_goodbye_is_no_failure(ends: Ends, goodbye: bool) -> None:
+    """The store is the trainer's in many programs: it ends right behind the goodbye."""
+    (listener,) = _listeners.at((ends.store.host, ends.store.port, base_key("policy", 1)))
+    if goodbye:
+        ends.bye_and_close()
+        assert ends.heard() == ["Hello", "Bye"]
+    listener.cut()
+    waited = Deadline(PATIENCE)
+    while listener in _listeners.at(listener.where) and not waited.passed:
+        os.sched_yield()
+
+    assert [type(link) for link in ends.accepted] == [StoreLink] + [PlaceholderLink] * (not goodbye)
 
 
 def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> None:

@@ -115,9 +115,11 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
         raise
 
 
-def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
+def worker_link(
+    rendezvous: StoreEnd, model_id: str, name: str, parted: Callable[[], None], before_end: Callable[[Client], None]
+) -> StoreLink:
     """The worker's end of a link that it has accepted. Raises TransportError: no descriptor or thread is left."""
-    side = Side(1, "up", "down", "the sender", _nothing, _nothing, before_end=before_end)
+    side = Side(1, "up", "down", "the sender", _nothing, _nothing, parted=parted, before_end=before_end)
     key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
     guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
     return StoreLink(rendezvous, name, side, guard)

@@ -86,6 +86,8 @@ class _Listener:
         #: Wakes the thread when it is blocked on the other client.
         self._waking_client: Client | None = None
         self._next = 0
+        #: Set once the sender of the link taken last has said goodbye.
+        self._parted = threading.Event()
         self._warned_of = ""
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
@@ -112,7 +114,8 @@ class _Listener:
                     self._process(client, Announced.of(announced))
                 self._next += 1
         except TransportError as error:
-            if not self._over.is_set():
+            # After a goodbye it is no news that the store is gone: it may have been the sender's.
+            if not self._over.is_set() and not self._parted.is_set():
                 self._accept(PlaceholderLink(error))
         finally:
             _listeners.drop(self)
@@ -151,8 +154,9 @@ class _Listener:
             self._take(client, announced.name)
 
     def _take(self, client: Client, name: str) -> None:
+        self._parted = parted = threading.Event()
         try:
-            link = worker_link(self._rendezvous, self._model_id, name, self._before_end)
+            link = worker_link(self._rendezvous, self._model_id, name, parted.set, self._before_end)
         except TransportError as error:
             logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)

@@ -56,6 +56,8 @@ class Side:
     leave: Callable[[Client], None]
     #: Called before this end says goodbye, or its connection ends.
     before_goodbye: Callable[[], None] = _nothing
+    #: Called by the reading thread when the other end has said goodbye.
+    parted: Callable[[], None] = _nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
     #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say.
@@ -86,6 +88,11 @@ class StoreMessage:
     def needs_the_peer(self) -> bool:
         """Whether its payload follows it, and is not part of it."""
         return self.payload is not None and len(self.payload) > INLINE_NBYTES
+
+    def write_hint(self, client: Client) -> None:
+        """Write TorchRL's key, if there is one. Raises TransportError: the store is gone."""
+        if self.hint is not None:
+            client.set(self.hint[0], self.hint[1].encode())
 
     def alone(self) -> StoreMessage:
         """The same message with its own copy of the payload, so that its owner need not be notified."""

@@ -184,6 +184,7 @@ class StoreWorker:
             while (store_message := self._next(client)) is not None:
                 self._post(store_message, client)
                 self._written()
+                self._hint(store_message, client)
         except TransportError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
@@ -221,28 +222,28 @@ class StoreWorker:
                 self._condition.wait_for(lambda: self._closed or self._failed)
 
     def _has_work(self) -> bool:
-        writable = bool(self._outgoing) and self._stream is not None
-        return writable or self._closed or self._failed is not None or bool(self._ending)
+        return bool(self._closed or self._failed or self._ending or (self._outgoing and self._stream))
 
     def _post(self, store_message: StoreMessage, client: Client) -> None:
         assert self._stream is not None
         try:
             store_message.before()
             self._transfer(store_message, self._stream, client)
-            if store_message.hint is not None:
-                client.set(store_message.hint[0], store_message.hint[1].encode())
-        except TransportError:
-            if not self._closed:  # a goodbye needs no store
-                raise
         finally:
             store_message.done()
 
+    def _hint(self, store_message: StoreMessage, client: Client) -> None:
+        """Write TorchRL's key. The message is written already: a store that does not answer holds up no ack."""
+        try:
+            store_message.write_hint(client)
+        except TransportError:
+            if not self._closed:  # a goodbye needs no store
+                raise
+
     def _transfer(self, store_message: StoreMessage, stream: Stream, client: Client) -> None:
         frame, payload = store_message.frame, store_message.payload
-        digest = b""
-        if store_message.needs_the_peer:
-            digest = store_message.digest() if self._guard.keyed else b""
-        elif payload is not None:
+        digest = store_message.digest() if store_message.needs_the_peer and self._guard.keyed else b""
+        if payload is not None and not store_message.needs_the_peer:
             frame, payload = frame + payload, None
         blocked = iter(range(_BLOCKED))
 
@@ -305,8 +306,7 @@ class StoreWorker:
         self._cut.set()
         self._cut_clients()
         with self._condition:
-            if self._closed:
-                self._condition.wait_for(lambda: self._failed is not None or self._outgoing.empty(), _LINGER)
+            self._condition.wait_for(lambda: not self._closed or self._failed or self._outgoing.idle, _LINGER)
         self._end_rendezvous()
         if self._stream is not None:
             self._stream.cut()
@@ -340,9 +340,8 @@ class StoreWorker:
             self._leave(client)
 
     def _why_ended(self) -> str:
-        if self._ending:
-            return f"{self._side.peer} has ended: {self._ending}."
-        return f"{self._side.peer} has closed this link, or is dead."
+        peer = self._side.peer
+        return f"{peer} has ended: {self._ending}." if self._ending else f"{peer} has closed this link, or is dead."
 
     def _leave(self, client: Client | None) -> None:
         with self._condition:
@@ -381,6 +380,7 @@ class StoreWorker:
                 received = self._opened(opened, stream, client)
                 self._held.append(received)
                 if isinstance(received.message, Bye) and self._guard.admits:
+                    self._side.parted()
                     self._before_end(client)
                 del received
 

@@ -123,10 +123,15 @@ class Outgoing:
         self._writing = False
         return self._awaited and not self._queue
 
+    @property
+    def idle(self) -> bool:
+        """Whether all messages are written."""
+        return not self._queue and not self._writing
+
     def empty(self) -> bool:
         """Whether all messages are written; if not, `written` reports it later."""
-        self._awaited = bool(self._queue) or self._writing
-        return not self._awaited
+        self._awaited = not self.idle
+        return self.idle
 
     def shorten(self) -> None:
         """Drop the first message that the peer has to receive from us, and all later ones, which would overtake it.
