@@ -204,6 +204,32 @@ def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch
         over.set()
 
 
+def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_goodbye_behind_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post, noted, link = StoreWorker._post, threading.Event(), ends.accepted[0]
+    worker: StoreWorker = link._worker  # type: ignore[attr-defined]
+
+    def noted_late(writing: StoreWorker, *message: Any) -> None:
+        post(writing, *message)
+        assert writing is not worker or noted.wait(PATIENCE)
+
+    link.receive()
+    with monkeypatch.context() as late:
+        late.setattr(StoreWorker, "_post", noted_late)
+        link.send(Ack(model_id="policy", incarnation=5, version=1, digest=b"d" * 16, seconds=0.0))
+        ends.bye_and_close()
+        waited = Deadline(PATIENCE)
+        while worker.failed is None and not waited.passed:
+            os.sched_yield()
+        assert not link.flush()
+        noted.set()
+    while not link.flush() and not waited.passed:
+        wait(Waker(), [link], 0.5)
+
+    assert ends.heard()[-1:] == ["Bye"]
+
+
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_a_store_that_ends_after_its_senders_goodbye_is_no_failure(ends: Ends, goodbye: bool) -> None:
     """The store is the trainer's in many programs: it ends right behind the goodbye."""

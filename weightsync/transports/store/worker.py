@@ -136,8 +136,7 @@ class StoreWorker:
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
         with self._condition:
-            arrived = list(self._arrived)
-            self._arrived.clear()
+            arrived, self._arrived = list(self._arrived), deque()
             return arrived, self._failed
 
     def end_reading(self, reason: str) -> None:
@@ -188,6 +187,8 @@ class StoreWorker:
         except TransportError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            with self._condition:
+                self._outgoing.lose()
             self._fail(unforeseen(error))
         finally:
             self._finish(client, outbox)
@@ -256,7 +257,7 @@ class StoreWorker:
         except TransportError as error:
             self.end_reading(str(error))
             with self._condition:
-                self._outgoing.drop()  # later messages would overtake it
+                self._outgoing.lose()
             self._group.notify_aborted(client)
 
     def _written(self) -> None:
@@ -377,8 +378,7 @@ class StoreWorker:
         while True:
             self._admit()
             if (opened := self._guard.open(memoryview(stream.read()))) is not None:
-                received = self._opened(opened, stream, client)
-                self._held.append(received)
+                self._held.append(received := self._opened(opened, stream, client))
                 if isinstance(received.message, Bye) and self._guard.admits:
                     self._side.parted()
                     self._before_end(client)

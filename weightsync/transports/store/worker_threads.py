@@ -142,13 +142,18 @@ class Outgoing:
             each.alone()
             for each in itertools.takewhile(lambda store_message: not store_message.needs_the_peer, self._queue)
         ]
-        self.cut_short |= self._writing or len(leaving) < len(self._queue)
+        self.cut_short |= len(leaving) < len(self._queue)
         self._let_go()
         self._queue.extend(leaving)
 
     def drop(self) -> None:
-        """Drop everything that is not written."""
-        self.cut_short |= self._writing or bool(self._queue)
+        """Drop everything that is not being written."""
+        self.cut_short |= bool(self._queue)
+        self._let_go()
+
+    def lose(self) -> None:
+        """The message that was being written could not be, and later ones would overtake it: drop them too."""
+        self.cut_short, self._writing = True, False
         self._let_go()
 
     def _let_go(self) -> None:
