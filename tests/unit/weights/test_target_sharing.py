@@ -133,9 +133,7 @@ def test_a_refused_disagreement_names_each_tensor_and_why(mode: Mode, twin: str,
     with pytest.raises(LayoutError) as caught:
         target.stage(*packed({"whole": torch.zeros(6), twin: values[twin]}))
 
-    assert caught.value.mismatched == dict.fromkeys(
-        (twin, "whole"), f"{how} in the destination, with different values"
-    )
+    assert caught.value.mismatched == dict.fromkeys((twin, "whole"), f"{how} in the destination, with different values")
 
 
 def _first(destination: object) -> Weights:
