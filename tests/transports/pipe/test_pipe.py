@@ -677,6 +677,17 @@ def test_a_frame_that_is_cut_anywhere_in_its_head_is_read_whole(laid):
             assert [bytes(r.payload) for r in second.receive()] == [b"x" * 70_000]
 
 
+@pytest.mark.parametrize("beginning", [1, 3, 20, 60])
+def test_the_beginning_of_a_head_at_the_end_of_the_chunk_is_kept(laid, beginning):
+    first, second = laid()
+    users = b"u" * (64 * 1024 - 4 - beginning)
+    stream = struct.pack("!i", len(users)) + users + frame(ack(1)) + frame(ack(2))
+    os.write(first._channel.connection.fileno(), stream)
+
+    assert [r.message for r in second.receive()] == [ack(1), ack(2)]
+    assert second.user.recv_bytes() == users
+
+
 @pytest.mark.parametrize("nbytes", [3, 70_000])
 def test_a_frame_with_another_size_than_its_header_says_is_told_with_its_bytes(laid, nbytes):
     first, second = laid()
