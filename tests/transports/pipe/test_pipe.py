@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import multiprocessing
 import os
 import socket
@@ -23,7 +24,7 @@ from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pool, Storage
-from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing
+from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing, _FramedUpdates
 from weightsync.transports.pipe.link import PipeLink
 
 HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
@@ -719,3 +720,28 @@ def test_a_remark_is_kept_and_what_follows_it_arrives(laid):
     first.send(Refusal(model_id="policy", incarnation=0, version=0, kind=RefusalKind.REFUSED, reason="another key"))
     first.send(ack(3))
     assert [r.message for r in second.receive()] == [ack(3)]
+
+
+def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():
+    updates, message = _FramedUpdates(), update(1, 3)
+    assert updates.known(message) is None
+    control = updates.make(message)
+
+    assert updates.known(message) is control
+    assert updates.known(message, 0, 1) is None
+    assert updates.known(message, 1) is None
+    assert updates.known(update(1, 3)) is None
+
+
+def test_a_frame_has_a_short_length_unless_it_is_too_long_for_one_and_no_empty_piece():
+    assert Outgoing(b"x", memoryview(b"")).pieces == [struct.pack("!i", 1) + b"x"]
+    memory = mmap.mmap(-1, 2**31)  # none of its pages is ever touched
+    outgoing = Outgoing(b"x", memoryview(memory))
+
+    assert outgoing.pieces[0] == struct.pack("!iQ", -1, 2**31 + 1) + b"x"
+    outgoing.end()
+
+
+def test_an_outflow_begins_idle():
+    with socket.socket() as sock:
+        assert Outflow(sock).idle
