@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import multiprocessing
 import os
 import socket
@@ -19,11 +20,11 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
-from weightsync.protocol._tables import PROTOCOL_VERSION
-from weightsync.protocol.messages import Ack, Bye, Hello, SlotRef, Update
+from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Storage
-from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pool, Storage
+from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing, _FramedUpdates
 from weightsync.transports.pipe.link import PipeLink
 
 HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
@@ -634,3 +635,113 @@ def test_a_link_says_what_it_has_and_a_closed_one_nothing(laid):
         first.close()
         assert first.all_read() is None
         second.close()
+
+
+def test_a_payload_that_there_is_no_memory_for_is_read_past_and_what_follows_arrives(laid, monkeypatch):
+    first, second = laid(payloads=Payloads.INLINE)
+
+    def refuse(nbytes: int) -> None:
+        raise NoRoom(f"no room for {nbytes} bytes")
+
+    monkeypatch.setattr("weightsync.transports.pipe.framing.anonymous", refuse)
+    first.send(update(1, 200_000), filled(200_000))
+    first.send(ack(2))
+    skipped, following = exchange(first, second, 2)
+
+    assert skipped.message == update(1, 200_000)
+    assert (skipped.payload, skipped.untaken) == (None, "no room for 200000 bytes")
+    assert following.message == ack(2)
+
+
+def test_what_is_cut_off_by_the_end_of_the_chunk_is_kept_for_the_next_read(laid):
+    first, second = laid()
+    messages = [ack(version) for version in range(1, 2001)]
+    stream = b"".join(map(frame, messages))
+    received = []
+    for start in range(0, len(stream), 100_000):
+        os.write(first._channel.connection.fileno(), stream[start : start + 100_000])
+        received += second.receive()
+
+    assert [r.message for r in received] == messages
+
+
+def test_a_frame_that_is_cut_anywhere_in_its_head_is_read_whole(laid):
+    first, second = laid()
+    whole = frame(update(1, 70_000), b"x" * 70_000)
+    long = struct.pack("!iQ", -1, len(whole) - 4) + whole[4:]
+    for stream in (whole, long):
+        for cut in range(1, 160):
+            os.write(first._channel.connection.fileno(), stream[:cut])
+            assert second.receive() == []
+            os.write(first._channel.connection.fileno(), stream[cut:])
+
+            assert [bytes(r.payload) for r in second.receive()] == [b"x" * 70_000]
+
+
+@pytest.mark.parametrize("beginning", [1, 3, 20, 60])
+def test_the_beginning_of_a_head_at_the_end_of_the_chunk_is_kept(laid, beginning):
+    first, second = laid()
+    users = b"u" * (64 * 1024 - 4 - beginning)
+    stream = struct.pack("!i", len(users)) + users + frame(ack(1)) + frame(ack(2))
+    os.write(first._channel.connection.fileno(), stream)
+
+    assert [r.message for r in second.receive()] == [ack(1), ack(2)]
+    assert second.user.recv_bytes() == users
+
+
+@pytest.mark.parametrize("nbytes", [3, 70_000])
+def test_a_frame_with_another_size_than_its_header_says_is_told_with_its_bytes(laid, nbytes):
+    first, second = laid()
+    content = frame(ack(2), b"x" * nbytes)[4:]
+    os.write(first._channel.connection.fileno(), struct.pack("!i", len(content)) + content)
+
+    said = f"A frame of {len(content) - len(PREAMBLE)} bytes has a header with another size"
+    with pytest.raises(ProtocolError, match=said) as caught:
+        second.receive()
+    assert bytes(caught.value.unread[:20]) == content[len(PREAMBLE) :][:20]
+
+
+def test_a_frame_without_its_descriptor_is_told_with_its_bytes(laid):
+    first, second = laid()
+    content = PREAMBLE + codec.encode(SLOTTED, 1)
+    os.write(first._channel.connection.fileno(), struct.pack("!i", len(content)) + content)
+
+    with pytest.raises(ProtocolError, match="A frame arrived without its 1 descriptors") as caught:
+        second.receive()
+    assert bytes(caught.value.unread[:20]) == content[len(PREAMBLE) :][:20]
+
+
+def test_a_remark_is_kept_and_what_follows_it_arrives(laid):
+    first, second = laid()
+    first.send(Refusal(model_id="policy", incarnation=0, version=0, kind=RefusalKind.REFUSED, reason="another key"))
+
+    assert (second.receive(), second.remark) == ([], "another key")
+
+    first.send(Refusal(model_id="policy", incarnation=0, version=0, kind=RefusalKind.REFUSED, reason="another key"))
+    first.send(ack(3))
+    assert [r.message for r in second.receive()] == [ack(3)]
+
+
+def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():
+    updates, message = _FramedUpdates(), update(1, 3)
+    assert updates.known(message) is None
+    control = updates.make(message)
+
+    assert updates.known(message) is control
+    assert updates.known(message, 0, 1) is None
+    assert updates.known(message, 1) is None
+    assert updates.known(update(1, 3)) is None
+
+
+def test_a_frame_has_a_short_length_unless_it_is_too_long_for_one_and_no_empty_piece():
+    assert Outgoing(b"x", memoryview(b"")).pieces == [struct.pack("!i", 1) + b"x"]
+    memory = mmap.mmap(-1, 2**31)  # none of its pages is ever touched
+    outgoing = Outgoing(b"x", memoryview(memory))
+
+    assert outgoing.pieces[0] == struct.pack("!iQ", -1, 2**31 + 1) + b"x"
+    outgoing.end()
+
+
+def test_an_outflow_begins_idle():
+    with socket.socket() as sock:
+        assert Outflow(sock).idle

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol import codec, report_codec
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Hello, Refusal, SlotRef, Update
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 EXAMPLES = [
@@ -285,3 +285,18 @@ def test_unread_keeps_a_bounded_part():
         codec.decode(bytes(10**6))
 
     assert len(caught.value.unread) == codec.MAX_UNREAD_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("base", "slot", "why"),
+    [
+        (BaseRef(), SlotRef(segment=3), "a payload in a slot has a base"),
+        (BaseRef(version=3, digest=b"e" * 16), SlotRef(segment=3), "a payload in a slot has a base"),
+        (BaseRef(version=4, digest=b"e" * 16), None, "is no base"),
+        (BaseRef(version=3), None, "version 3 with 0 bytes of digest is no base"),
+        (BaseRef(digest=b"e" * 16), None, "version 0 with 16 bytes of digest is no base"),
+    ],
+)
+def test_a_delta_travels_inline_against_an_older_version_with_a_digest(base, slot, why):
+    with pytest.raises(ConfigurationError, match=why):
+        codec.encode(replace(EXAMPLES[1], base=base), 0, slot)

@@ -168,3 +168,22 @@ def test_who_serves_a_model_does_not_wait_for_itself_and_a_swap_gives_up_in_time
     beside.does(lock.leave)
 
     assert free(lock) is True
+
+
+def test_a_swap_that_gives_up_waiting_does_not_keep_another_from_being_woken() -> None:
+    lock, (first, second) = ServingLock(), (Beside(), Beside())
+
+    def swap(timeout: float) -> bool:
+        with lock.swapping(timeout) as alone:
+            return alone
+
+    lock.enter()
+    waits = first.begin(lambda: swap(2 * PATIENCE))
+    with pytest.raises(StillWaiting):
+        waits.result(WHILE)
+    assert not second.does(lambda: swap(WHILE))
+    lock.leave()
+
+    assert waits.result(PATIENCE)
+    first.end()
+    second.end()

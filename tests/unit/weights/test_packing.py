@@ -119,3 +119,13 @@ def test_what_no_shape_or_dtype_shows_is_refused_by_name_in_the_copy_too() -> No
         layout_of(sparse, known)
     with pytest.raises(LayoutError, match="'b' has the layout"):
         pack(sparse, known, memoryview(bytearray(known.nbytes)))
+
+
+def test_a_tensor_that_cannot_be_copied_is_named_behind_others_that_were() -> None:
+    known = layout_of(read_weights({"a": torch.ones(20_000), "b": torch.ones(3)}))
+    sparse = Weights({"a": torch.ones(20_000), "b": torch.ones(3).to_sparse()}, {})
+
+    with pytest.raises(LayoutError) as caught:
+        pack(sparse, known, memoryview(bytearray(known.nbytes)))
+
+    assert list(caught.value.mismatched) == ["b"]

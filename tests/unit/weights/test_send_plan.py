@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from weightsync import LayoutError
 from weightsync.engine.packer import Packer
 from weightsync.weights import packing
-from weightsync.weights.packing import Move, views
+from weightsync.weights.packing import Move, SendPlan, views
+from weightsync.weights.reading import Weights, read_weights
 from weightsync.weights.tensors import Form, borrowed
 
 
@@ -157,3 +158,29 @@ def test_a_sender_keeps_no_tensor_alive() -> None:
 
     assert [each() for each in held] == [None] * len(held)
     packer.close()
+
+
+def test_a_copy_is_planned_once_and_only_for_weights_that_stay_where_they_are() -> None:
+    weights = read_weights(Model())
+    plan = SendPlan(weights, None, None)
+
+    assert plan.pieces(weights) is None
+    assert plan.fits(weights)
+    pieces = plan.pieces(weights)
+    assert pieces is not None
+    assert plan.pieces(weights) is pieces
+
+
+def test_a_plan_keeps_the_layout_of_the_one_before() -> None:
+    before = SendPlan(read_weights(Model()), None, None)
+
+    assert SendPlan(read_weights(Model()), before, None).layout is before.layout
+
+
+def test_tensors_that_have_no_place_in_memory_are_said_to_be_nowhere() -> None:
+    class Odd(Tensor):
+        pass
+
+    for tensor in (torch.ones(2, device="meta"), torch.ones(2).as_subclass(Odd)):
+        assert packing._place_of(Weights({"a": tensor}, {})) is None
+    assert packing._place_of(Weights({"a": torch.ones(2)}, {})) == torch.device("cpu")

@@ -276,3 +276,27 @@ def test_the_extra_state_of_a_dict_is_replaced() -> None:
 
 def test_a_policy_fits_a_policy() -> None:
     assert Target(Policy()).layout == Target(trained(1)).layout
+
+
+def test_views_are_kept_of_the_slots_that_came_last_and_of_tensors_that_are_small_on_average() -> None:
+    worker = nn.Linear(250, 250)
+    target = Target(worker, Mode.MAP)
+    layout = target.layout
+    slots = [mmap.mmap(-1, layout.nbytes) for _ in range(Target.KEPT_PAYLOADS + 2)]
+    for index in (0, 0, 1, 2, 3, 4, 4, 5):
+        target.swap(target.stage(layout, memoryview(slots[index])))
+
+    slots[0].close()  # pushed out by those that came after it
+    with pytest.raises(BufferError):
+        slots[4].close()
+
+
+def test_what_is_mapped_is_not_copied_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = nn.BatchNorm1d(3)
+    target, copied = Target(worker, Mode.MAP), []
+    monkeypatch.setattr("weightsync.weights.target.scatter", lambda _1, _2, chosen, _3: copied.append(list(chosen)))
+
+    target.swap(target.stage(*packed(nn.BatchNorm1d(3))))
+
+    names = [target.layout.entries[index].name for index in copied[0]]
+    assert sorted(names) == ["num_batches_tracked", "running_mean", "running_var"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from data_samples import packed, snapshot, trained
+from data_samples import Counted, packed, snapshot, trained
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, ProtocolError
 from weightsync.weights.extra_state import encode_extras
-from weightsync.weights.target import Mode, Target
+from weightsync.weights.target import Mode, Target, plan_for
 
 modes = pytest.mark.parametrize("mode", Mode)
 
@@ -175,3 +175,68 @@ def test_a_destination_that_no_longer_fits_at_the_swap_is_refused(mode: Mode) ->
         target.swap(staged)
 
     assert snapshot(worker) == before
+
+
+@modes
+def test_an_expanded_tensor_is_named_as_such(mode: Mode) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Target({"wide": torch.zeros(1).expand(3)}, mode).stage(*packed({"wide": torch.ones(3)}))
+
+    assert caught.value.mismatched == {"wide": "expanded"}
+
+
+def test_extra_state_that_belies_its_layout_is_named() -> None:
+    layout, payload, _ = packed(trained(2))
+
+    with pytest.raises(ProtocolError, match=r"Extra state arrived for \['other'\], but the layout lists \['counted'\]"):
+        Target(trained(1)).stage(layout, payload, encode_extras({"other": 1}))
+
+
+class Unwritable(Tensor):
+    """Raises when it is written."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch._foreach_copy_:
+            raise TypeError("never")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@modes
+def test_a_tensor_of_a_subclass_that_cannot_be_written_is_named_with_its_type(mode: Mode) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Target({"a": torch.zeros(2), "odd": torch.zeros(2).as_subclass(Unwritable)}, mode)
+
+    why = "is a Unwritable, which cannot be written (TypeError('never'))"
+    assert caught.value.mismatched == {"odd": why}
+    assert why in str(caught.value)
+
+
+def test_a_destination_that_has_not_changed_keeps_its_plan() -> None:
+    for module in (nn.Linear(2, 2), trained(1)):
+        plan = plan_for(module)
+        again = plan_for(module, plan)
+
+        assert (again.family, again.form, again.layout) == (plan.family, plan.form, plan.layout)
+        assert (again is plan) == (not plan.weights.slots)
+
+
+@modes
+def test_a_module_that_takes_anothers_place_gets_its_extra_state(mode: Mode) -> None:
+    worker, source = (nn.Sequential(Counted(), nn.Linear(2, 2)) for _ in range(2))
+    source[0].state = "new"
+    target = Target(worker, mode)
+    worker[0] = Counted()
+
+    target.swap(target.stage(*packed(source)))
+
+    assert worker[0].state == "new"
+
+
+@modes
+def test_extra_state_that_comes_later_belongs_to_the_layout(mode: Mode) -> None:
+    worker = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    target = Target(worker, mode)
+    worker[0] = Counted()
+
+    assert target.layout.extras == ("0",)

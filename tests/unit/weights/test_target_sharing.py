@@ -8,6 +8,7 @@ from data_samples import packed
 from torch import Tensor, nn
 
 from weightsync import LayoutError
+from weightsync.weights.reading import Weights
 from weightsync.weights.target import Mode, Target
 
 modes = pytest.mark.parametrize("mode", Mode)
@@ -119,3 +120,60 @@ def test_neighbours_in_one_memory_are_mapped() -> None:
 
     assert not memory.any()
     assert module.b.tolist() == [1, 1, 1]
+
+
+@modes
+@pytest.mark.parametrize(("twin", "how"), [("tail", "share memory"), ("again", "are tied")])
+def test_a_refused_disagreement_names_each_tensor_and_why(mode: Mode, twin: str, how: str) -> None:
+    base = torch.zeros(6)
+    tensors = {"tail": base[4:], "again": base.view(6)}
+    values = {"tail": torch.ones(2), "again": torch.ones(6)}
+    target = Target({"whole": base, twin: tensors[twin]}, mode)
+
+    with pytest.raises(LayoutError) as caught:
+        target.stage(*packed({"whole": torch.zeros(6), twin: values[twin]}))
+
+    assert caught.value.mismatched == dict.fromkeys((twin, "whole"), f"{how} in the destination, with different values")
+
+
+def _first(destination: object) -> Weights:
+    assert isinstance(destination, dict)
+    others = {name: tensor for name, tensor in destination.items() if name not in ("chosen", "own")}
+    return Weights({"chosen": destination["chosen"], "own": destination["own"]}, {}, others)
+
+
+@modes
+def test_memory_shared_with_what_was_not_chosen_is_refused_by_name(mode: Mode) -> None:
+    base = torch.zeros(3)
+    own, apart, sparse = torch.zeros(1), torch.zeros(3), torch.zeros(3).to_sparse()
+
+    with pytest.raises(LayoutError, match="'chosen' of the destination shares memory with 'other'") as caught:
+        Target({"chosen": base, "own": own, "sparse": sparse, "apart": apart, "other": base[:1]}, mode, _first)
+
+    assert caught.value.missing == ("other",)
+    alone = {"chosen": base, "own": own, "sparse": sparse, "apart": apart}
+    assert [entry.name for entry in Target(alone, mode, _first).layout.entries] == ["chosen", "own"]
+
+
+@modes
+def test_what_was_not_chosen_may_be_of_any_type_and_is_never_demanded(mode: Mode) -> None:
+    destination = {"chosen": torch.zeros(3), "own": torch.zeros(1)}
+
+    def read(given: object) -> Weights:
+        return _first({name: tensor for name, tensor in given.items() if name != "text"})  # type: ignore[attr-defined]
+
+    destination["text"] = "no tensor"  # type: ignore[assignment]
+    target = Target(destination, mode, read)
+    destination["chosen"] = torch.zeros(3)
+
+    assert [entry.name for entry in target.layout.entries] == ["chosen", "own"]
+
+
+def test_parameters_of_a_dict_are_never_mapped() -> None:
+    destination = {"a": nn.Parameter(torch.zeros(3))}
+    memory = destination["a"].data_ptr()
+    target = Target(destination, Mode.MAP)
+
+    target.swap(target.stage(*packed({"a": torch.ones(3)})))
+
+    assert (destination["a"].data_ptr(), destination["a"].tolist()) == (memory, [1, 1, 1])
