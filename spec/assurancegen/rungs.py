@@ -11,7 +11,7 @@ from typing import Any
 
 from modelcheck.mutants import Ledger
 
-from assurancegen.traces import Recorded
+from assurancegen.sources import Recorded
 from weightsync.model.manifest import Manifest, Purpose
 
 _FAMILIES = ("Pipe", "Slots", "Store", "Calls")
