@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grimp
-from assurancegen.pages import keep
-from protocolgen.docs import fill
+from protocolgen.docs import fill, keep
 from protocolgen.source import SpecError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from assurancegen import rungs, sources
-from assurancegen.pages import keep
-from assurancegen.sources import Guarantee
-from assurancegen.traces import Recorded
+from assurancegen.sources import Guarantee, Recorded
 from modelcheck.checked import OF_THE_PROTOCOL, Checked, proofs
+from protocolgen.docs import keep
 
 from weightsync.model.manifest import Configuration, Manifest, Purpose
 

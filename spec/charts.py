@@ -20,7 +20,7 @@ from pathlib import Path
 
 from assurancegen import sources
 from assurancegen.charts import chart
-from assurancegen.pages import keep
+from protocolgen.docs import keep
 
 from weightsync.cli._trace_display import TIME_WIDTH, drawn
 from weightsync.engine.recorder import record

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from modelcheck.checked import pin
 from modelcheck.mutants import LEDGER, Share
 from modelcheck.mutants_display import hunt_mutants
-from modelcheck.pinning import pin
-from modelcheck.second import SecondSuite, SecondVerdict, story
-from modelcheck.second_display import second_line, second_summary
+from modelcheck.second import SecondSuite, SecondVerdict, second_line, second_summary, story
 from rich.console import Console
 
 from weightsync.cli.check import DIFFERS, console, print_summary, run, tools

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from assurancegen.pages import keep
-from protocolgen.docs import fill
+from protocolgen.docs import fill, keep
 from protocolgen.source import SpecError
 
 from weightsync.bench import Case, Results, noise

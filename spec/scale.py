@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from assurancegen.pages import keep
-from protocolgen.docs import fill
+from protocolgen.docs import fill, keep
 from protocolgen.source import SpecError
 
 from weightsync.bench import results as bench_results

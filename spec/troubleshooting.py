@@ -13,8 +13,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from assurancegen.pages import keep
-from protocolgen.docs import fill
+from protocolgen.docs import fill, keep
 from protocolgen.source import SpecError
 
 from weightsync import errors

@@ -188,7 +188,7 @@ def store(port: int = 0, timeout: float = 60.0, world_size: int | None = None) -
 
 @contextlib.contextmanager
 def rpc_address() -> Iterator[str]:
-    """An address where the processes of a world of torch's RPC meet; it lasts as long as the context."""
+    """The init address of a torch RPC world; it is valid inside the context."""
     with tempfile.TemporaryDirectory(prefix="weightsync-rpc-") as folder:
         yield f"file://{folder}/rendezvous"
 

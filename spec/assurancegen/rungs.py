@@ -11,7 +11,7 @@ from typing import Any
 
 from modelcheck.mutants import Ledger
 
-from assurancegen.traces import Recorded
+from assurancegen.sources import Recorded
 from weightsync.model.manifest import Manifest, Purpose
 
 _FAMILIES = ("Pipe", "Slots", "Store", "Calls")
@@ -26,6 +26,25 @@ def table(root: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    yield from _configurations(manifest)
+    yield _families(manifest)
+    yield _challenges(manifest)
+    yield _group(manifest)
+    yield _inductive(manifest)
+    yield _mutants(root)
+    yield _graphs(root)
+    yield _replayed(root)
+    yield (
+        "traces (`pytest`, `weightsync verify`)",
+        "a driver, a recorder or an order of events that the pure halves, or the model in TLC, do not allow",
+        f"{Recorded(root).all()} when last counted; every run is checked against the protocol",
+    )
+    yield _code_mutants(root)
+    yield _driver_mutants(root)
+
+
+def _configurations(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    """A row for each kind of configuration that TLC runs."""
     kinds, states = _tally(manifest, {each.module for each in manifest.configurations})
     yield (
         "TLC's proofs (`weightsync check --all`)",
@@ -48,20 +67,6 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         "a vacuous proof, a checker that accepts everything",
         f"{kinds[Purpose.CANARY]} situations that must be reachable, {kinds[Purpose.CHECKER]} runs that must fail",
     )
-    yield _families(manifest)
-    yield _challenges(manifest)
-    yield _group(manifest)
-    yield _inductive(manifest)
-    yield _mutants(root)
-    yield _graphs(root)
-    yield _replayed(root)
-    yield (
-        "traces (`pytest`, `weightsync verify`)",
-        "a driver, a recorder or an order of events that the pure halves, or the model in TLC, do not allow",
-        f"{Recorded(root).all()} when last counted; every run is checked against the protocol",
-    )
-    yield _code_mutants(root)
-    yield _driver_mutants(root)
 
 
 def _tally(manifest: Manifest, modules: Container[str]) -> tuple[Counter[Purpose], int]:

@@ -1,13 +1,16 @@
-"""What TLC checks in each configuration, read from the configuration itself and not from its description."""
+"""What TLC checks in each configuration, as the configuration itself says, and the counts pinned for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from modelcheck.second.bounds import LINKS, Bounds
 from weightsync.model.config import Value
-from weightsync.model.manifest import Configuration, Manifest, Purpose
+from weightsync.model.manifest import COUNTS, MANIFEST, Configuration, Manifest, Purpose
+from weightsync.model.output import Counts
 
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
@@ -16,6 +19,7 @@ OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
 _WITHOUT_IT = ("MCPromise", "Backlog", "Kernels", "Group", "Loader", "Delta", "Challenge")
 #: What configurations of the families of transports do not set themselves: their modules do.
 _OF_A_FAMILY: dict[str, Value] = {**dict.fromkeys(LINKS, False), "Without": [], "Unfair": []}
+_COUNT_LINE = re.compile(rf"(?:{'|'.join(COUNTS)}) *=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,30 @@ def proofs(manifest: Manifest, modules: Iterable[str] | None = None) -> tuple[Ch
 def _checked(configuration: Configuration) -> Checked:
     config = configuration.config
     return Checked(configuration, config.checked, Bounds.read({**_OF_A_FAMILY, **config.constants}))
+
+
+def pin(manifest: Manifest, seen: Mapping[str, Counts]) -> Manifest:
+    """Write counts into the manifest's text, leave all else unchanged, and return the manifest read again.
+
+    Args:
+        manifest: the manifest to rewrite.
+        seen: a configuration's name to its counts.
+    """
+    path = manifest.folder / MANIFEST
+    head, *tables = re.split(r"(?m)^(?=\[\[configuration\]\])", path.read_text(encoding="utf-8"))
+    rewritten = [_repinned(table, seen) for table in tables]
+    path.write_text("".join([head, *rewritten]), encoding="utf-8")
+    return Manifest.read(manifest.folder)
+
+
+def _repinned(table: str, seen: Mapping[str, Counts]) -> str:
+    name = tomllib.loads(table)["configuration"][0]["name"]
+    if name not in seen:
+        return table
+    fresh = [f"{key} = {count}\n" for key, count in seen[name].known().items()]
+    lines = table.splitlines(keepends=True)
+    old = [place for place, line in enumerate(lines) if _COUNT_LINE.match(line)]
+    said = [place for place, line in enumerate(lines) if line.strip() and not line.startswith("#")]
+    kept = [[] if place in old else [line] for place, line in enumerate(lines)]
+    kept[old[0] if old else said[-1]] += fresh
+    return "".join(line for group in kept for line in group)

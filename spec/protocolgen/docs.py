@@ -1,4 +1,4 @@
-"""Renders tables and diagrams, and inserts them between the markers of a Markdown file.
+"""Renders tables and diagrams, inserts them between the markers of a Markdown file, and writes or compares pages.
 
 A marked part begins with ``<!-- generated: NAME -->`` and ends with ``<!-- /generated -->``, each on its own line.
 """
@@ -6,7 +6,8 @@ A marked part begins with ``<!-- generated: NAME -->`` and ends with ``<!-- /gen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from protocolgen.source import SAME, Protocol, Role, Row, SpecError
 
@@ -141,3 +142,24 @@ def _edges(rows: Iterable[Row]) -> list[tuple[tuple[str, str], list[str]]]:
     for row in rows:
         edges.setdefault((row.source, row.target), []).append(row.input)
     return list(edges.items())
+
+
+def keep(page: Path, text: str, arguments: Sequence[str], otherwise: str) -> int:
+    """Write the page, or with ``--check`` only compare it.
+
+    Args:
+        page: its path.
+        text: what it should contain.
+        arguments: those of the command line.
+        otherwise: what is printed if it differs.
+
+    Returns:
+        The exit status: 0 the page is up to date, 1 it differs.
+    """
+    if "--check" not in arguments:
+        page.write_text(text, encoding="utf-8")
+        return 0
+    if page.is_file() and page.read_text(encoding="utf-8") == text:
+        return 0
+    print(otherwise)
+    return 1

@@ -113,7 +113,7 @@ class PipeMembers:
 
 
 class StoreMembers(PipeMembers):
-    """Workers as processes that meet the trainer at a store of torch.distributed."""
+    """Workers as processes that reach the trainer through a torch.distributed store."""
 
     _store: Any = None
 

@@ -9,7 +9,7 @@ from modelcheck.second.dump import Dump, Dumped, DumpError, GraphRun, Model
 from modelcheck.second.examination import Broken, Question, examine
 from modelcheck.second.graph import Graph, Label
 from modelcheck.second.judgement import SecondVerdict, judge_again, question_of, story
-from modelcheck.second.suite import SecondSuite
+from modelcheck.second.suite import SecondSuite, second_line, second_summary
 from modelcheck.second.words import Node
 
 __all__ = [
@@ -29,5 +29,7 @@ __all__ = [
     "examine",
     "judge_again",
     "question_of",
+    "second_line",
+    "second_summary",
     "story",
 ]

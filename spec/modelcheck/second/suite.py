@@ -1,10 +1,15 @@
-"""Runs many second checks, as many at once as there are cores. None of their JVMs outlives the caller."""
+"""Runs many second checks, as many at once as there are cores, and shows their verdicts.
+
+None of their JVMs outlives the caller.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from rich.text import Text
 
 from modelcheck.second.dump import DumpError, GraphRun, Model
 from modelcheck.second.judgement import (
@@ -95,3 +100,31 @@ class SecondSuite:
 def _states(verdict: Verdict) -> int:
     pinned = verdict.configuration.pinned
     return pinned.generated if pinned else 0
+
+
+def second_line(verdict: SecondVerdict) -> Text:
+    """Return a second verdict in one line."""
+    name = verdict.first.configuration.name
+    if verdict.left_out:
+        return Text.assemble(("left out", "yellow"), f"  {name}  {verdict.left_out}")
+    mark, style = ("agrees", "green") if verdict.agrees else ("DISAGREES", "bold red")
+    whole = "" if verdict.counts else " (as many as show it)"
+    line = Text.assemble((mark, style), f"  {name}  {verdict.nodes:,} states, {verdict.edges:,} edges{whole}")
+    line.append(f"  {verdict.seconds:.1f} s", style="cyan")
+    line.append(f"  {verdict.found}", style="dim")
+    return line
+
+
+def second_summary(verdicts: Sequence[SecondVerdict], seconds: float) -> Iterator[Text]:
+    """Yield the summary: how many verdicts agree, and what was left out."""
+    examined = [verdict for verdict in verdicts if not verdict.left_out]
+    agreeing = sum(verdict.agrees for verdict in examined)
+    edges = sum(verdict.edges for verdict in examined)
+    yield Text(
+        f"The second checker agrees with TLC on {agreeing} of {len(examined)} configurations "
+        f"({edges:,} edges), in {seconds:.0f} s.",
+        style="bold green" if agreeing == len(examined) else "bold red",
+    )
+    for verdict in verdicts:
+        if verdict.left_out:
+            yield Text(f"  not examined: {verdict.first.configuration.name}: {verdict.left_out}")

@@ -9,8 +9,7 @@ from typing import Any
 
 import check
 import pytest
-from modelcheck.second import SecondVerdict
-from modelcheck.second_display import second_line, second_summary
+from modelcheck.second import SecondVerdict, second_line, second_summary
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -130,9 +130,9 @@ def test_the_bounds_that_are_stated_are_those_of_the_configurations(
     widest = [each.bounds for each in of_the_protocol if each.bounds.senders == most["senders"]]
     others = max(each.bounds.senders for each in of_the_protocol if each.bounds.senders < most["senders"])
     stated = (
-        f"at most {most['workers']} workers, {most['max_version']} versions of a sender, {most['max_link']} links of a "
-        f"pair, {others} senders, or {most['senders']} of them with {max(each.workers for each in widest)} worker and "
-        f"{max(each.max_version for each in widest)} version;"
+        f"at most {most['workers']} workers, {most['max_version']} versions per sender, {most['max_link']} links per "
+        f"pair, and {others} senders, or {most['senders']} senders with {max(each.workers for each in widest)} worker "
+        f"and {max(each.max_version for each in widest)} version."
     )
 
     assert stated in " ".join(Manifest.read(root / "tla").bounds.split())

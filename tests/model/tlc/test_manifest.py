@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from modelcheck.pinning import pin
+from modelcheck.checked import pin
 
 from weightsync.errors import ConfigurationError
 from weightsync.model import Counts, Manifest, Purpose, Tier, find_model

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from modelcheck.pinning import pin
+from modelcheck.checked import pin
 from tlc_support import Recorder
 
 from weightsync.model import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, vacuity

@@ -1,6 +1,6 @@
-"""One check for each of the guarantees G1 to G12: a scenario that holds of the shipped code, and fails of a broken one.
+"""One check for each of the guarantees G1 to G12: a scenario that the shipped code passes and broken code fails.
 
-Each drives real senders and receivers over links in memory whose messages arrive when the check says so.
+Each check drives real senders and receivers over in-process links, and decides when each message arrives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Inner(torch.nn.Module):
 
 
 class Policy(torch.nn.Module):
-    """All its parts hold one number, if they are of one version."""
+    """Each version sets all of its parts to one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Policy(torch.nn.Module):
 
     @property
     def held(self) -> set[int]:
-        """The numbers that it holds."""
+        """The numbers in its parts."""
         return {self.first.extra, self.second.extra, *map(int, self.weight.tolist())}
 
 
 def weights(number: int) -> dict[str, Any]:
-    """Weights that hold that number."""
+    """Weights in which every part has that number."""
     return {
         "weight": torch.full((16,), float(number)),
         "first._extra_state": number,
@@ -65,7 +65,7 @@ def weights(number: int) -> dict[str, Any]:
 
 
 class LocalScheme(WeightSyncScheme):
-    """Endpoints are links already."""
+    """A scheme whose endpoints already are links."""
 
     def create_transport(self, pipe_or_context: Any) -> LocalLink:
         return pipe_or_context
@@ -85,13 +85,13 @@ class Worker:
         self.receiver.register_model(self.policy)
 
     def receive_and_apply(self) -> None:
-        """Apply what has arrived, if it can be."""
+        """Apply what has arrived; errors are ignored."""
         with contextlib.suppress(WeightSyncError):
             self.receiver.receive(timeout=0)
 
 
 def laid(sender: WeightSender, id: int, worker: Worker, payloads: Payloads = Payloads.INLINE) -> Network:
-    """A link between them; what is sent over it arrives when its network is told so."""
+    """Connect the two by a link, whose network delivers only on request."""
     near, far = local_pair(pace=Pace.HELD, payloads=payloads)
     sender.add_worker(id, near)
     worker.receiver.register_worker_transport(far)
@@ -99,7 +99,7 @@ def laid(sender: WeightSender, id: int, worker: Worker, payloads: Payloads = Pay
 
 
 def connected(*workers: Worker, fence: int = 0, payloads: Payloads = Payloads.INLINE) -> Any:
-    """A sender with these workers, and the networks to them."""
+    """A connected sender with these workers, and the network of each link."""
     sender = WeightSender(LocalScheme())
     networks = [laid(sender, id, worker, payloads) for id, worker in enumerate(workers)]
     sender.connect(fence=fence)
@@ -107,7 +107,7 @@ def connected(*workers: Worker, fence: int = 0, payloads: Payloads = Payloads.IN
 
 
 def check_g1() -> None:
-    """An ack of version 1 that comes while version 2 is outstanding is no ack of version 2."""
+    """An ack of version 1 that arrives while version 2 is outstanding does not count for version 2."""
     worker = Worker()
     sender, network = connected(worker)
     sender.send_async(weights(1))
@@ -115,7 +115,7 @@ def check_g1() -> None:
     worker.receive_and_apply()
     sender.abandon()
     sender.send_async(weights(2))
-    for parcel in network.in_flight[:2]:  # the worker's Hello and its ack; the update stays on its way
+    for parcel in network.in_flight[:2]:  # the worker's Hello and its ack; the update stays in flight
         network.deliver(parcel)
 
     report = sender.poll()
@@ -127,7 +127,7 @@ def check_g1() -> None:
 
 
 def check_g2() -> None:
-    """A version whose swap fails is not told as applied."""
+    """A version whose swap fails is not reported as applied."""
     worker = Worker()
     sender, network = connected(worker)
     worker.policy.second.refuses = True
@@ -145,7 +145,7 @@ def check_g2() -> None:
 
 
 def check_g3() -> None:
-    """What a worker maps is not written again, however many versions are sent, until it has acked a newer one."""
+    """The slot that a worker maps is not written until the worker has acked a newer version, however many are sent."""
     worker = Worker(Mode.MAP)
     sender, network = connected(worker, payloads=Payloads.SHARED)
     sender.send_async(weights(1))
@@ -160,7 +160,7 @@ def check_g3() -> None:
 
 
 def check_g4() -> None:
-    """An older sender, with whatever version, cannot overwrite what a newer one sent; the newer one's first can."""
+    """A newer sender's first version replaces any version of an older one, which cannot replace it in turn."""
     worker = Worker()
     old, network = connected(worker)
     for number in (1, 2, 3):
@@ -205,7 +205,7 @@ def check_g5() -> None:
 
 
 def check_g6() -> None:
-    """A refused update leaves the old version whole."""
+    """A refused update leaves the previous version unchanged."""
     worker = Worker()
     sender, network = connected(worker)
     sender.send_async(weights(1))
@@ -223,7 +223,7 @@ def check_g6() -> None:
 
 
 def check_g7() -> None:
-    """Who is no target does not change."""
+    """A worker that is not a target does not change."""
     target, other = Worker(), Worker()
     sender, to_target, to_other = connected(target, other)
     sender.send_async(weights(1), [0])
@@ -237,7 +237,7 @@ def check_g7() -> None:
 
 
 def check_g8() -> None:
-    """A copy owes nothing, and the original is as it was."""
+    """A copied sender is uninitialized, and its original is unaffected."""
     worker = Worker()
     sender, network = connected(worker)
     sender.send_async(weights(1))
@@ -256,7 +256,7 @@ def check_g8() -> None:
 
 
 def check_g9() -> None:
-    """A closed receiver applies nothing, not even what had arrived before; a closed sender sends nothing."""
+    """A closed receiver applies nothing, not even an update that had already arrived; a closed sender sends nothing."""
     worker = Worker()
     sender, network = connected(worker)
     sender.send_async(weights(1))
@@ -279,7 +279,7 @@ def check_g9() -> None:
 
 
 def check_g10() -> None:
-    """A wait, with no deadline or with one, ends when a worker that owes is gone, and when its time is up."""
+    """A wait ends at its deadline, and an answer stops being owed when its worker is lost."""
     worker, silent = Worker(), Worker()
     sender, network, _ = connected(worker, silent)
     sender.send_async(weights(1))
@@ -289,13 +289,13 @@ def check_g10() -> None:
 
     assert report is not None
     assert report[0].kind is OutcomeKind.LOST
-    told = sender.wait_async(timeout=0, on_failure="report")
-    assert (told[0].kind, told[1].kind) == (OutcomeKind.LOST, OutcomeKind.TIMED_OUT)
+    final = sender.wait_async(timeout=0, on_failure="report")
+    assert (final[0].kind, final[1].kind) == (OutcomeKind.LOST, OutcomeKind.TIMED_OUT)
     assert sender.state is State.PENDING_ASYNC
 
 
 def check_g11() -> None:
-    """A wait that returns means that every target applied; one worker that refuses makes it raise, and say who."""
+    """A wait returns only if every target applied; if a worker refuses, it raises and names that worker."""
     worker, other = Worker(), Worker()
     sender, *networks = connected(worker, other)
     worker.policy.second.refuses = True
@@ -305,19 +305,19 @@ def check_g11() -> None:
         each.receive_and_apply()
         network.deliver_all()
 
-    told: SyncError | None = None
+    raised: SyncError | None = None
     try:
         sender.wait_async(timeout=0)
     except SyncError as error:
-        told = error
+        raised = error
 
-    assert told is not None
-    assert told.report.failed == (0,)
-    assert told.report[1].kind is OutcomeKind.APPLIED
+    assert raised is not None
+    assert raised.report.failed == (0,)
+    assert raised.report[1].kind is OutcomeKind.APPLIED
 
 
 def check_g12() -> None:
-    """A late joiner serves nothing until it has caught up, and then the newest version that was sent to all."""
+    """A late joiner serves nothing until it has caught up; then it serves the latest version that was sent to all."""
     early, late = Worker(), Worker()
     sender, network = connected(early)
     for number in (1, 2):

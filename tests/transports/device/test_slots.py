@@ -96,7 +96,7 @@ def test_one_that_refuses_a_slot_gets_the_next_version_by_way_of_the_host(
             report = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")
         assert report.outcomes[0].kind is OutcomeKind.REFUSED
         assert "the device is full" in report.outcomes[0].reason
-        assert "gets the next by way of the host" in caplog.text
+        assert "the next one goes through host memory" in caplog.text
         assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
 
 

@@ -24,7 +24,7 @@ _TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
 _WITHDRAWN: Final = "closed"
 #: Seconds that a goodbye waits for a link that is being announced.
 _PATIENCE: Final = 2.0
-_UNMET: Final = (
+_NO_RECEIVER: Final = (
     "rank {rank} has a receiver of {known} in this store, and none of {model_id!r} so far: "
     "give both sides the same model_id"
 )
@@ -104,7 +104,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
     def remark(client: Client) -> str:
         known = Models(rendezvous.rank, RECEIVERS).without(client, model_id)
-        return known and _UNMET.format(rank=rendezvous.rank, known=known, model_id=model_id)
+        return known and _NO_RECEIVER.format(rank=rendezvous.rank, known=known, model_id=model_id)
 
     guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, identity, peer)
     side = Side(0, "down", "up", peer, announce, withdraw, wait_for_others, remark=remark)

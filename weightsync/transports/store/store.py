@@ -119,7 +119,7 @@ _dialling = _Dialling()
 
 @dataclass(frozen=True)
 class StoreEnd:
-    """Where a sender and one worker meet.
+    """The store through which a sender and one worker find each other.
 
     Args:
         key: shared by the trainer and its workers. None: the contents of the store are trusted.
