@@ -31,7 +31,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help install test test-loaded test-matrix fuzz smoke verify verify-quick demo bench bench-gpu check check-all lint format generate docs protocol clean
 
 help:
-	@echo 'make test       lint, types, and the tests that need no model checker: 14 minutes'
+	@echo 'make test       lint, types, and the tests that need no model checker: 11 minutes'
 	@echo 'make test-loaded  the same tests on a machine that is busy with twice as many processes as it has cores'
 	@echo 'make test-matrix  tests on each Python, with the two newest torch and tensordict: hours (TESTS=: which)'
 	@echo 'make smoke      the wheel and the sdist in an empty environment: 2 minutes'
