@@ -106,7 +106,8 @@ class Applier:
             return False
 
     def _appliable(self) -> bool:
-        return self._driver.machine.state is State.PENDING_ASYNC and not self._driver.deferring
+        driver = self._driver
+        return driver.machine.state is State.PENDING_ASYNC and not isinstance(driver.data.answer, pure.Deferred)
 
     def swap_staged(self, timeout: float) -> bool | None:
         """Swap in what is staged, once no other thread serves the model.
@@ -128,10 +129,11 @@ class Applier:
 
     def _stage(self, target: Target) -> bool:
         """Verify and stage the pending version beside the weights served; False: it was refused."""
-        pending, stopwatch = self._driver.pending, Stopwatch()
+        pending = self._driver.pending
         assert pending is not None
         if self._served.staged is not None and self._served.staged.pending is pending:
             return True
+        stopwatch = Stopwatch()
         try:
             digest = self.verified(pending)
             staged = target.stage(pending.layout, pending.payload, pending.update.extras)
@@ -236,14 +238,15 @@ class Applier:
         """Check that a slot is the one that the update's sender filled for it; returns what an ack names of it."""
         if self._served.apply_mode is not Mode.COPY:
             slot.remap()  # parameters are views of it: this process may have written there when it held older weights
-        if update.slot is None or slot.seal != update.slot.seal or not any(slot.seal):
+        seal = slot.seal
+        if update.slot is None or seal != update.slot.seal or not any(seal):
             number = "" if update.slot is None else f" {update.slot.segment}"
             raise LayoutError(
                 f"version {update.version} is said to lie in shared memory{number}, but what this worker has mapped "
                 "there is not sealed for it: it is other memory, or is being written again. The old weights stay. "
                 "Send the weights again: the memory is then passed anew."
             )
-        return slot_digest(slot.seal, update.incarnation, update.version, update.layout_digest, update.extras)
+        return slot_digest(seal, update.incarnation, update.version, update.layout_digest, update.extras)
 
     def refuse_for(self, pending: Pending, error: Exception) -> None:
         """Refuse a version because of an exception that is being handled.

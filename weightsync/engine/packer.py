@@ -37,6 +37,7 @@ from weightsync.weights.unpacking import form_of
 
 logger = logging.getLogger("weightsync")
 
+_UNSHIELDED: Final = contextlib.nullcontext()
 #: The room for names and extra state in an update: a message body, less the other fields.
 MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
 
@@ -180,7 +181,7 @@ class Packer:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
             # A thread or kernel that outlived an interrupted copy could write into a buffer that has since been reused.
-            with Shield(lambda: None) if device or layout.nbytes > LEAST else contextlib.nullcontext():
+            with Shield(lambda: None) if device or layout.nbytes > LEAST else _UNSHIELDED:
                 _copy(read, packed, readers, plan, device)
             if self.wire_dtype is not None and layout is not plan.layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)

@@ -20,10 +20,10 @@ import hashlib
 import itertools
 import mmap
 import os
-import secrets
 import threading
 from collections.abc import Callable, Hashable
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -91,7 +91,7 @@ class Pins:
         self._sent = max(self._sent, key)
         if buffer is not None:
             self._held.append((key, buffer))
-            buffer.pin(self._token(key))
+            buffer.pin((self._owner, key))
 
     def answered(self, message: Message) -> None:
         """Release what the worker's answer shows to be free. An ack of a version that was never sent does nothing."""
@@ -115,12 +115,11 @@ class Pins:
         self.release()
 
     def _release(self, over: list[tuple[_Key, Buffer]]) -> None:
+        if not over:
+            return
         self._held = [held for held in self._held if held not in over]
         for key, buffer in over:
-            buffer.unpin(self._token(key))
-
-    def _token(self, key: _Key) -> Hashable:
-        return self._owner, key
+            buffer.unpin((self._owner, key))
 
 
 #: Smaller payloads are cheaper to write into the pipe than to map from a segment.
@@ -140,7 +139,8 @@ _UNSEALED: Final = bytes(SEAL_NBYTES)
 #: Maps the pages of a mapping for reading, without a fault for each (Linux 5.14).
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
-#: Bits of an entry in ``/proc/self/pagemap``.
+_PAGEMAP: Final = "/proc/self/pagemap"
+#: Bits of an entry in it.
 _PRESENT_OR_SWAPPED: Final = numpy.uint64(3 << 62)
 _OF_FILE: Final = numpy.uint64(1 << 61)
 
@@ -221,7 +221,7 @@ class Segment:
             TransportError: in a forked child.
         """
         if self._seal == _UNSEALED:
-            self._put(secrets.token_bytes(SEAL_NBYTES))
+            self._put(os.urandom(SEAL_NBYTES))
         return self._seal
 
     def seal_with(self, seal: bytes) -> None:
@@ -298,6 +298,7 @@ class Mapping:
         with contextlib.suppress(OSError):  # the kernel is older than this advice, or has no memory for the tables
             self._map.madvise(_MADV_POPULATE_READ)
         self.view = memoryview(self._map)[:-SEAL_NBYTES]
+        self._address = int(numpy.frombuffer(self._map, dtype=numpy.uint8).__array_interface__["data"][0])
         self._shared = None if shared is None else memoryview(shared)
         self._pinned: object | None = None
         #: What `lend` has returned, each until it is no longer referenced.
@@ -355,8 +356,7 @@ class Mapping:
         self._untouched = False
 
     def _drop_own_pages(self) -> None:
-        address = int(numpy.frombuffer(self._map, dtype=numpy.uint8).ctypes.data)
-        if _has_own_pages(address, len(self._map)):
+        if _has_own_pages(self._address, len(self._map)):
             self._map.madvise(mmap.MADV_DONTNEED)
 
     @property
@@ -383,14 +383,16 @@ def _has_own_pages(address: int, nbytes: int) -> bool:
     """Whether a private mapping of a file has pages that this process has written; True if the kernel does not say."""
     first, last = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
     try:
-        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
-            pagemap.seek(first * 8)
-            entries = numpy.frombuffer(pagemap.read((last - first) * 8), dtype=numpy.uint64)
+        pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            entries = numpy.frombuffer(os.pread(pagemap, (last - first) * 8, first * 8), dtype=numpy.uint64)
+        finally:
+            os.close(pagemap)
     except OSError:
         return True
     # A page that is present or swapped out, and is not the file's.
     own = (entries & _PRESENT_OR_SWAPPED != 0) & (entries & _OF_FILE == 0)
-    return len(entries) < last - first or bool(own.any())
+    return len(entries) < last - first or bool(numpy.count_nonzero(own))
 
 
 class Buffer:
@@ -409,7 +411,8 @@ class Buffer:
         else:
             self._heap = memoryview(anonymous(nbytes))[:nbytes]
         self._pins: set[Hashable] = set()
-        self._retired = False
+        #: Whether it must never be written again.
+        self.retired = False
 
     @property
     def view(self) -> memoryview:
@@ -438,11 +441,6 @@ class Buffer:
         """Whether it may still be read."""
         return bool(self._pins)
 
-    @property
-    def retired(self) -> bool:
-        """Whether it must never be written again."""
-        return self._retired
-
     def pin(self, token: Hashable) -> None:
         """Keep it from being written; pinning twice with one token counts once."""
         self._pins.add(token)
@@ -453,7 +451,7 @@ class Buffer:
 
     def retire(self) -> None:
         """Never write it again: a worker that cannot be asked may be reading it."""
-        self._retired = True
+        self.retired = True
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
@@ -470,6 +468,9 @@ def anonymous(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):
             heap.madvise(advice)
     return heap
+
+
+_NBYTES: Final = attrgetter("nbytes")
 
 
 class PoolStatistics(NamedTuple):
@@ -502,12 +503,16 @@ class Pool:
             TransportError: there is not enough memory. The pool is unchanged.
         """
         self._buffers = [buffer for buffer in self._buffers if not buffer.retired]
-        free = [buffer for buffer in self._buffers if not buffer.pinned]
-        fitting = sorted((buffer for buffer in free if buffer.nbytes >= nbytes), key=lambda buffer: buffer.nbytes)
+        held: list[Buffer] = []
+        fitting: list[Buffer] = []
+        for buffer in self._buffers:
+            if buffer.pinned:
+                held.append(buffer)
+            elif buffer.nbytes >= nbytes:
+                fitting.append(buffer)
+        fitting.sort(key=_NBYTES)
         chosen = fitting[0] if fitting else self._make(nbytes)
-        spares = fitting[1 : 1 + SPARE_BUFFERS]
-        self._buffers = [buffer for buffer in self._buffers if buffer.pinned]
-        self._buffers += [chosen, *spares]
+        self._buffers = [*held, chosen, *fitting[1 : 1 + SPARE_BUFFERS]]
         chosen.unseal()
         return chosen
 

@@ -246,8 +246,8 @@ class Pieces:
 
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
         if step.move is Move.JOINED:
-            with torch.inference_mode():
-                torch.cat(self._joined[step.first], out=borrowed(base + step.start, step.end - step.start))
+            # Bytes without gradients: they are written in any mode.
+            torch.cat(self._joined[step.first], out=borrowed(base + step.start, step.end - step.start))
             return
         into = kept_views(self._layout, base)[step.first : step.last]
         _copy(self._layout, step.first, into, tensors[step.first : step.last])

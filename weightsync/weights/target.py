@@ -102,6 +102,11 @@ class DestinationPlan:
         twins = {index for tie in self.sharing.ties for index in tie[1:]}
         return [index for index in range(len(self.tensors)) if index not in twins]
 
+    def moved(self, form: Form, mapped: _Mapped | None = None) -> DestinationPlan:
+        """The plan once parameters have other memory, of this form: that of ``mapped``, or their own."""
+        kept = self.weights, self.layout, self.tensors
+        return DestinationPlan(*kept, form, self.sharing, self.mappable, self.devices, mapped, self.family)
+
     def refuse_unwritable(self) -> None:
         """Raise LayoutError for a tensor in which several elements share one place in memory."""
         for index in self.sharing.expanded:
@@ -264,7 +269,8 @@ class Target:
         self._plan = plan_for(destination, None, read)
         if not isinstance(destination, nn.Module):
             refuse_temporary_tensors(destination, self._plan, read)
-        self._mapped: OrderedDict[tuple[int, Layout], _Mapped | None] = OrderedDict()
+        #: By the payload's address and the digest of its layout.
+        self._mapped: OrderedDict[tuple[int, bytes], _Mapped | None] = OrderedDict()
         #: The slot on a device that parameters view; None if they view none.
         self._slot: DeviceMemory | None = None
         #: Held while tensors are moved or written.
@@ -344,9 +350,9 @@ class Target:
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
-            plan = replace(plan, form=mapped.form(plan), mapped=mapped)
+            plan = plan.moved(mapped.form(plan), mapped)
         elif self._slot is not None:
-            plan = replace(plan, form=Form(plan.weights.tensors.values()), mapped=None)
+            plan = plan.moved(Form(plan.weights.tensors.values()))
         self._slot = staged.payload if mapped and isinstance(staged.payload, DeviceMemory) else None
         self._plan = plan
 
@@ -420,7 +426,7 @@ class Target:
             return None
         parameters = [plan.tensors[index] for index in plan.mappable]
         # In inference mode, which the caller may be in, a parameter's data cannot be replaced by a normal tensor.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             mapped = self._kept(plan.layout, staged.payload)
             mapped.prepare(plan)
             undo.remember(parameters, plan.mapped.memory if plan.mapped else None)
@@ -475,7 +481,7 @@ class Target:
             with torch.inference_mode(False), torch.no_grad():
                 for parameter, data in own:
                     parameter.data = data
-            self._plan = replace(plan, form=Form(plan.weights.tensors.values()), mapped=None)
+            self._plan = plan.moved(Form(plan.weights.tensors.values()))
             self._slot = None
 
     def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
@@ -505,7 +511,7 @@ class Target:
             return _Mapped(views(layout, owning(payload)))
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
         # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
-        key = address, layout
+        key = address, layout.digest
         again = key in self._mapped
         found = self._mapped.pop(key, None) or _Mapped(views(layout, owning(payload)))
         self._mapped[key] = found if again else None
@@ -560,7 +566,7 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int]) -> N
             payload.device.finish()
     elif len(plan.devices) == 1 and device_of(plan.tensors) is plan.devices[0]:
         scatter_onto(plan.devices[0], plan.layout, plan.tensors, chosen, staged.pinned or payload)
-    else:
+    elif chosen:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload))
     for device in plan.devices:
         device.finish()

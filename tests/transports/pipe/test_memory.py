@@ -10,7 +10,6 @@ import mmap
 import os
 import stat
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -134,7 +133,7 @@ def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch):
     mapping.remap()
     assert not own()
     mapping.view[:1] = b"x"
-    monkeypatch.setattr(buffers, "Path", lambda _: Path("/proc/self/nothing"))
+    monkeypatch.setattr(buffers, "_PAGEMAP", "/proc/self/nothing")
     assert own(), "where the kernel does not say, all are dropped"
     mapping.remap()
     assert mapping.view[:1] == b"\0"
