@@ -568,5 +568,5 @@ def test_an_updater_needs_only_the_worker_call_to_be_overridden() -> None:
         WeightUpdaterBase()  # type: ignore[abstract]
 
     assert Still("x").push_weights({}).outcomes == {
-        0: Outcome(kind=APPLIED, evidence=Evidence.CALL, seconds=pytest.approx(0.0, abs=5.0))  # type: ignore[arg-type]
+        0: Outcome(kind=APPLIED, evidence=Evidence.CALL, apply_s=pytest.approx(0.0, abs=5.0))  # type: ignore[arg-type]
     }

@@ -76,7 +76,7 @@ def _refusal(kind: RefusalKind, evidence: Evidence) -> Refusal:
 
 
 def _report(kind: OutcomeKind) -> SyncReport:
-    outcome = Outcome(kind=kind, reason="why", remote_traceback="line 1", evidence=Evidence.CALL, fence=29, seconds=0.5)
+    outcome = Outcome(kind=kind, reason="why", remote_traceback="line 1", evidence=Evidence.CALL, fence=29, apply_s=0.5)
     return SyncReport(**_WHO, version=3, outcomes={0: outcome}, superseded={0: (1, 2)}, not_caught_up={1: outcome})
 
 
