@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.reception import ChannelListener
@@ -56,11 +58,15 @@ class ActorProcess:
     Args:
         handle: the actor.
         job: what it does.
+
+    Raises:
+        ConfigurationError: the job cannot be pickled.
     """
 
     fate = "killed"
 
     def __init__(self, handle: Any, job: Job) -> None:
+        called = _called(handle, job)
         self.handle = handle
         self._waker = Waker()
         #: Ends with its life; with an error if the actor has died.
@@ -68,7 +74,7 @@ class ActorProcess:
         peer = f"worker {job.index}"
         ACTOR_WATCH.attend(self._life, peer)
         self._life.add_done_callback(lambda _: self._waker.fire())
-        handle.live.remote(job).future().add_done_callback(self._ended)
+        called.future().add_done_callback(self._ended)
 
     def _ended(self, over: Future[Any]) -> None:
         """Runs in a thread of Ray's."""
@@ -105,6 +111,41 @@ class ActorProcess:
         self.kill()
         ACTOR_WATCH.leave(self._life)
         self._waker.close()
+
+
+def _called(handle: Any, job: Job) -> Any:
+    """Ray's reference to the life that an actor begins now.
+
+    Raises:
+        ConfigurationError: the job cannot be pickled. The actor is killed.
+    """
+    try:
+        return handle.live.remote(job)
+    except Exception as error:
+        ray = require_ray("WorkerGroup")
+        ray.kill(handle, no_restart=True)
+        unpicklable = _unpicklable(ray, {"run": job.plan.run, "make_model": job.plan.make_model})
+        if unpicklable:
+            raise ConfigurationError(
+                f"what worker {job.index} is to run cannot be pickled for Ray: {unpicklable}. Make that inside of run= "
+                "or make_model=, in the worker, instead of in the trainer. Nothing was started."
+            ) from error
+        raise
+
+
+def _unpicklable(ray: Any, arguments: Mapping[str, Any]) -> str:
+    """What of some arguments cannot be pickled; empty: nothing that is found."""
+    found = []
+    for name, value in arguments.items():
+        try:
+            ray.cloudpickle.dumps(value)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this cannot be pickled
+            _, failures = ray.util.inspect_serializability(value, name=name, print_file=io.StringIO())
+            paths = sorted({" -> ".join(map(str, getattr(each, "path", (name, each)))) for each in failures})
+            found.append(
+                f"{name}= is {name_of(value)}, and fails at {', '.join(paths or [name])} ({plain(str(error))})"
+            )
+    return "; ".join(found)
 
 
 class ActorLauncher:
@@ -154,7 +195,12 @@ class ActorLauncher:
         invitation, channel = self._reception.expect()
         handle = self._class.options(max_concurrency=_THREADS, max_restarts=0, **self._options).remote()
         job = Job(self._plan, index, restarts, self.scheme, {}, invitation, None)
-        return Launched(Running(ActorProcess(handle, job), channel, channel.announce), handle, None)
+        try:
+            process = ActorProcess(handle, job)
+        except BaseException:
+            channel.close()
+            raise
+        return Launched(Running(process, channel, channel.announce), handle, None)
 
     def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - actors leave nothing to close
         """Listen no more."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weightsync.engine.copies import require_whole
 from weightsync.errors import ConfigurationError
+from weightsync.group.function import require_make_model, require_run
 from weightsync.group.members import Running
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
@@ -55,14 +56,11 @@ class GroupArguments:
         """What the workers have in common, where the group starts them.
 
         Raises:
-            ConfigurationError: there is no function, or the model cannot be copied.
+            ConfigurationError: the function or ``make_model`` cannot be called, or the model cannot be copied.
         """
-        if not callable(self.run):
-            raise ConfigurationError(
-                f"run= is {self.run!r}: give the function that each worker runs. Nothing was started."
-            )
-        made = CopiedModel(self.model, self.names is not None) if self.make_model is None else self.make_model
-        return Plan(self.run, made, self.model_id, self.capacity, self.staleness, self.names)
+        run, given = require_run(self.run), self.make_model
+        made = CopiedModel(self.model, self.names is not None) if given is None else require_make_model(given)
+        return Plan(run, made, self.model_id, self.capacity, self.staleness, self.names)
 
     def least_one_worker(self) -> int:
         """How many workers are to be started. Raises ConfigurationError: none."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.group.channel import TrainerEnd
+from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.steps import Announced
@@ -47,8 +48,9 @@ class WorkerProcess:
             self.handle.start()
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise ConfigurationError(
-                f"what worker {job.index} is to run cannot be pickled ({type(error).__name__}: {error}): define run= "
-                "and make_model= at the top level of a module, not as a lambda or inside of another function; or give "
+                f"what worker {job.index} is to run cannot be pickled (run= is {name_of(job.plan.run)}; "
+                f"{type(error).__name__}: {error}): define run= and make_model= at the top level of a module, not as a "
+                "lambda or inside of another function; or give "
                 'ctx=multiprocessing.get_context("fork"). Nothing was started.'
             ) from error
         self._imports_program = context.get_start_method() != "fork"

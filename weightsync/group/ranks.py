@@ -19,6 +19,7 @@ from torch import nn
 from weightsync.clock import Deadline, Timeout
 from weightsync.errors import AckTimeoutError, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
+from weightsync.group.function import require_run
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.reception import ChannelListener, Invitation
@@ -197,11 +198,13 @@ def run_worker(
             `WEIGHTSYNC_TIMEOUT` or 60.
 
     Raises:
-        ConfigurationError: there is no such world, or this is its rank 0.
+        ConfigurationError: there is no such world, or this is its rank 0; or ``run`` cannot be called with a worker, or
+            is an async or a generator function.
         AckTimeoutError: rank 0 has started no group in time.
         TransportError: rank 0 cannot be reached.
         BaseException: what ``run`` has raised. The trainer has its traceback.
     """
+    require_run(run)
     world, deadline = _world(), Deadline(timeout)
     if world.rank == 0:
         raise ConfigurationError("this is rank 0, the trainer: it makes the WorkerGroup, and calls no run_worker().")

@@ -18,6 +18,7 @@ from torch import nn
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import SenderClosed, TransportError, WeightSyncError
 from weightsync.group.channel import Failed, Finished, Started, WorkerEnd
+from weightsync.group.function import require_made, require_ran
 from weightsync.group.steps import LOOK_SECONDS, Announced, Staleness, Steps
 from weightsync.schemes.base import WeightSyncScheme
 
@@ -195,7 +196,7 @@ def _report(error: BaseException, scheme: WeightSyncScheme, channel: WorkerEnd) 
 
 def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Callable[[], None]) -> None:
     plan, announced = job.plan, job.announced
-    model = plan.make_model()
+    model = require_made(plan.make_model, plan.make_model())
     chosen = {} if plan.names is None else {"names": plan.names}
     scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **chosen, **job.reach)
     listening()
@@ -205,7 +206,7 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
     steps = Steps(receiver, channel if announced is None else announced, plan.staleness, lambda: channel.stopped)
     steps.guard(model)
     channel.say(Started())
-    plan.run(Worker(job, receiver, steps, channel))
+    require_ran(plan.run, plan.run(Worker(job, receiver, steps, channel)))
 
 
 def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import multiprocessing
 import os
@@ -152,6 +153,30 @@ def report_replies(worker: Worker) -> None:
     while (event := events.get(timeout=60)).kind is not EventKind.REPLY:
         pass
     worker.put((event.worker, event.version))
+
+
+async def _act_twice(worker: Worker) -> None:
+    for _ in range(2):
+        await asyncio.sleep(0)
+        worker.put(worker.model(torch.ones(1)).item())
+
+
+def act_in_a_loop(worker: Worker) -> None:
+    """As the refusal of an async function says."""
+    asyncio.run(_act_twice(worker))
+
+
+def act_by_coroutine(worker: Worker) -> object:
+    """Forgets to await."""
+    return _act_twice(worker)
+
+
+def act_by_generator(worker: Worker) -> object:
+    return (worker.put(item) for item in range(2))
+
+
+def nothing() -> None:
+    """Makes no model."""
 
 
 def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel) -> None:

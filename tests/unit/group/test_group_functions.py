@@ -1,0 +1,156 @@
+"""Functions that a worker cannot run, or that make no model, are refused before anything starts, with what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import group_workers as workers
+import pytest
+from conftest import PIPES, RANKS, RAY, SHARED, Make
+from torch import nn
+
+from weightsync import ConfigurationError, Worker, WorkerFailedError, WorkerGroup, run_worker
+from weightsync.group import function
+
+
+async def act_async(worker: Worker) -> None:
+    worker.put(1)
+
+
+def act_as_generator(worker: Worker) -> Iterator[int]:
+    yield worker.index
+
+
+async def act_as_async_generator(worker: Worker) -> AsyncIterator[int]:
+    yield worker.index
+
+
+class AsyncActor:
+    async def __call__(self, worker: Worker) -> None:
+        worker.put(1)
+
+    async def act(self, worker: Worker) -> None:
+        worker.put(1)
+
+
+def act_alone() -> None: ...
+
+
+def act_with_more(worker: Worker, games: int) -> None: ...
+
+
+def act_by_name(*, worker: Worker) -> None: ...
+
+
+REFUSED = [
+    (act_async, r"run= is act_async\(\), an async function: .*asyncio\.run\(act\(worker\)\)"),
+    (functools.partial(act_async), r"run= is act_async\(\), an async function"),
+    (AsyncActor(), r"run= is AsyncActor\(\), an async function"),
+    (AsyncActor().act, r"run= is act\(\), an async function"),
+    (act_as_generator, r"run= is act_as_generator\(\), a generator function: .*worker\.put\(item\) in place of `yield"),
+    (act_as_async_generator, r"run= is act_as_async_generator\(\), an async generator function: .*put\(\)"),
+    (act_alone, r"run= is act_alone\(\), .*too many positional.*`def act_alone\(worker: Worker\)`"),
+    (act_with_more, r"act_with_more\(\), .*missing a required argument: 'games'.*functools\.partial"),
+    (act_by_name, r"act_by_name\(\), .*`def act_by_name\(worker: Worker\)`"),
+    (AsyncActor, r"run= is AsyncActor\(\), .*cannot be called with a worker"),
+    (7, "run= is 7: give the function that each worker runs"),
+]
+
+
+@pytest.mark.parametrize(("run", "named"), REFUSED)
+def test_a_function_that_no_worker_can_run_is_refused_at_once(
+    run: Any, named: str, model: nn.Module, make: Make
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: make(run),
+        lambda: WorkerGroup(run, model, 1, scheme="ray"),
+        lambda: run_worker(run, model),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match=named):
+            call()
+
+
+@pytest.mark.parametrize(
+    "run", [workers.act, functools.partial(act_with_more, games=2), AsyncActor().act.__get__, print, lambda *_: None]
+)
+def test_what_can_be_called_with_a_worker_is_taken(run: Any) -> None:
+    assert function.require_run(run) is run
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (nn.Linear(1, 1), r"make_model= is a model \(Linear\): give a function that takes no argument"),
+        (7, "make_model= is 7: give a function that takes no argument"),
+        (nn.Linear, r"make_model= is Linear\(\), .*missing a required argument: 'in_features'.*functools\.partial"),
+        (act_async, r"make_model= is act_async\(\), an async function: give a function"),
+    ],
+)
+def test_what_makes_no_model_is_refused_at_once(made: Any, named: str, make: Make) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        make(workers.act, make_model=made)
+
+
+@pytest.mark.parametrize("make_over", [SHARED, PIPES, RANKS], indirect=True)
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (workers.act_by_coroutine, r"act_by_coroutine\(\)\) returned what an async function makes.*asyncio\.run"),
+        (workers.act_by_generator, r"returned what a generator function makes, of which nothing has run"),
+    ],
+)
+def test_a_function_that_hides_a_coroutine_or_a_generator_fails_in_its_worker(
+    run: Any, reason: str, make_over: Make
+) -> None:
+    with make_over(run) as group, pytest.raises(WorkerFailedError, match=reason):
+        list(group.results())
+
+
+def test_a_model_maker_that_returns_no_model_fails_in_its_worker(make: Make) -> None:
+    named = r"make_model= \(nothing\(\)\) returned None.*nn\.Module"
+    with make(workers.act, make_model=workers.nothing) as group, pytest.raises(WorkerFailedError, match=named):
+        list(group.results())
+
+
+def test_an_async_function_runs_as_the_refusal_says(make: Make) -> None:
+    with make(workers.act_in_a_loop) as group:
+        assert [result.value for result in group.results()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("make_over", [RAY], indirect=True)
+def test_what_cannot_be_pickled_for_an_actor_is_named_and_leaves_nothing(make_over: Make) -> None:
+    lock = threading.Lock()
+
+    def act(worker: Worker) -> None:
+        with lock:
+            worker.put(1)
+
+    group = make_over(act)
+    with pytest.raises(ConfigurationError, match=r"run= is act\(\), and fails at run -> lock \(.*lock") as caught:
+        group.start()
+    assert "in the worker, instead of in the trainer" in str(caught.value)
+    assert group.processes == {}
+
+    group = make_over(workers.act, make_model=functools.partial(print, lock))
+    with pytest.raises(ConfigurationError, match=r"make_model= is print\(\), and fails at make_model"):
+        group.start()
+
+
+def test_what_cannot_be_pickled_for_a_process_is_named(make: Make) -> None:
+    def act(worker: Worker) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"cannot be pickled \(run= is act\(\); .*top level of a module"):
+        make(act).start()
+
+
+def test_a_coroutine_that_is_refused_is_closed() -> None:
+    made = act_async(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError):
+        function.require_ran(act_async, made)
+    with pytest.raises(RuntimeError, match="cannot reuse"):
+        asyncio.run(made)
