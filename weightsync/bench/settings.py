@@ -26,7 +26,7 @@ class SchemeName(enum.Enum):
     """What can be measured: the schemes of weightsync, and two of TorchRL's."""
 
     SHARED = "shared"
-    PIPE = "pipe"
+    PROCESS = "process"
     DISTRIBUTED = "distributed"
     RPC = "rpc"
     RAY = "ray"

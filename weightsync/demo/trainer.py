@@ -74,8 +74,8 @@ def workers(settings: Settings, policy: Policy) -> Iterator[WorkerGroup | Joined
         if settings.scheme in (SchemeName.RPC, SchemeName.DISTRIBUTED):
             yield cleanup.enter_context(JoinedWorkers(run, policy, settings))
             return
-        backend = "process" if settings.scheme is SchemeName.PIPE else settings.scheme.value
-        group = WorkerGroup(run, policy, settings.workers, scheme=backend, model_id=MODEL_ID, capacity=1, ctx=context)
+        scheme = settings.scheme.value
+        group = WorkerGroup(run, policy, settings.workers, scheme=scheme, model_id=MODEL_ID, capacity=1, ctx=context)
         yield cleanup.enter_context(group)
 
 
