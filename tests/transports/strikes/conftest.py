@@ -13,6 +13,14 @@ from fleets import PIPES, Fleet, PipeFleet, RayFleet, RpcFleet, StoreFleet, Stri
 from striking import WorkerPoint
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A world that outlives a test is there before what looks at what the test leaves behind (tests/conftest.py)."""
+    for item in items:
+        wanted = getattr(item, "callspec", None) and item.callspec.params.get("fleet")
+        if isinstance(wanted, Wanted) and wanted.transport == "rpc" and not wanted.dies:
+            item.fixturenames.insert(0, "world")
+
+
 @pytest.fixture(scope="module")
 def actors(cluster: Any) -> Iterator[list[Any]]:
     """One who dies again and again, one who does not, and one who leads."""
