@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE
+from fleets import RpcFleet
 from judging import LOST, TIMED_OUT, all_sent, goes_on, kinds, some
 from rpc_fleet import World, enter
 from rpc_over import TCP
 from severed import HERE, Failure, Network
 from striking import SHORT, SOON, abandon, holds, look, remove_worker, send, within
-from test_rpc_strikes import RpcField
 
 from weightsync import OutcomeKind
 from weightsync.clock import Deadline
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rpc]
 
 #: On one machine TensorPipe would take shared memory, which no network carries.
 OVER_TCP = {**TCP, "rpc_timeout": PATIENCE}
@@ -71,29 +71,29 @@ def wired(forkserver: Any, tmp_path: Path) -> Iterator[WiredWorld]:
 @pytest.mark.parametrize("failure", some(Failure, Failure.CUT))
 def test_g10_a_network_that_fails_as_a_call_begins(wired: WiredWorld, failure: Failure) -> None:
     """Cut or reset: its worker is lost at once. Silent: it costs the deadline, since torch tells nobody."""
-    field = RpcField(wired)
-    for worker in (field.victim, field.other):
-        field.enlist(worker)
-    field.command(field.trainer)
-    all_sent(field, 1)
+    fleet = RpcFleet(wired)
+    for worker in (fleet.victim, fleet.other):
+        fleet.start_receiver(worker)
+    fleet.start_sender(fleet.trainer)
+    all_sent(fleet, 1)
     wires = list(wired.network.peers.values())
     for wire in wires:
         wire.when_carried(1, lambda: [each.fail(failure) for each in wires])
-    field.follow(field.other, 2)
-    field.victim.tell(look)
+    fleet.follow(fleet.other, 2)
+    fleet.victim.tell(look)
     with within(SOON):
-        report = field.trainer.do(send, 2.0, SHORT if failure is Failure.SILENCE else PATIENCE)
-        field.followed(field.other)
-        field.victim.answer()
+        report = fleet.trainer.do(send, 2.0, SHORT if failure is Failure.SILENCE else PATIENCE)
+        fleet.followed(fleet.other)
+        fleet.victim.answer()
 
     assert (TIMED_OUT if failure is Failure.SILENCE else LOST, OutcomeKind.APPLIED) == kinds(report)
-    assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+    assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
     if failure is Failure.SILENCE:
-        field.trainer.do(abandon)
-        field.trainer.do(remove_worker, 0)
-        field.follow(field.other, 3)
-        assert field.trainer.do(send, 3.0).ok
-        field.followed(field.other)
+        fleet.trainer.do(abandon)
+        fleet.trainer.do(remove_worker, 0)
+        fleet.follow(fleet.other, 3)
+        assert fleet.trainer.do(send, 3.0).ok
+        fleet.followed(fleet.other)
     else:
         assert "RPC can no longer reach worker 0" in report[0].reason
-        goes_on(field, 3)
+        goes_on(fleet, 3)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from fleet import Crew
+from fleets import StoreFleet, endpoint
 from judging import all_sent, goes_on
 from severed import Failure, Network, Wire
-from store_field import StoreField, endpoint
 from striking import (
     SHORT,
     SOON,
@@ -32,7 +32,7 @@ from striking import (
 
 from weightsync import OutcomeKind
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gloo]
 
 APPLIED, LOST, TIMED_OUT = OutcomeKind.APPLIED, OutcomeKind.LOST, OutcomeKind.TIMED_OUT
 MIDDLE_NBYTES = 2 * 2**20
@@ -59,12 +59,12 @@ def network(store: Any) -> Iterator[Network]:
 
 
 @pytest.fixture
-def field(crew: Crew, store: Any, network: Network) -> Iterator[StoreField]:
+def fleet(crew: Crew, store: Any, network: Network) -> Iterator[StoreFleet]:
     """Both workers serve version 1; worker 0 by way of the network."""
-    made = StoreField(crew, store.port, network.port)
+    made = StoreFleet(crew, store.port, network.port)
     for worker in (made.victim, made.other):
-        made.enlist(worker)
-    made.command(made.trainer)
+        made.start_receiver(worker)
+    made.start_sender(made.trainer)
     all_sent(made, 1)
     yield made
     crew.end()
@@ -96,98 +96,98 @@ def few(pairs: list[Any], *chosen: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("part", "failure"), few(TOLD, (Part.PAIR, Failure.CUT), (Part.ALL, Failure.RESET)))
 def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(
-    field: StoreField, network: Network, part: Part, failure: Failure
+    fleet: StoreFleet, network: Network, part: Part, failure: Failure
 ) -> None:
     in_the_middle(network, failing(network, part, failure))
-    field.follow(field.other, 2)
-    field.victim.tell(follow_until_gone)
+    fleet.follow(fleet.other, 2)
+    fleet.victim.tell(follow_until_gone)
     with within(SOON):
-        report = field.trainer.do(send, 2.0)
-        field.followed(field.other)
-        reason = field.victim.answer()
+        report = fleet.trainer.do(send, 2.0)
+        fleet.followed(fleet.other)
+        reason = fleet.victim.answer()
 
     # Without its store a link goes on until that is missed: its update may arrive before.
     assert report[0].kind in ((LOST, APPLIED) if part is Part.STORE else (LOST,))
     assert report[1].kind is APPLIED
     assert report[0].reason or report[0].kind is APPLIED
     assert "no sender any more" in reason
-    assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+    assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
     if part is Part.PAIR:
-        _comes_back(field)
+        _comes_back(fleet)
     else:
-        field.victim.end()  # it has no store any more
-        goes_on(field, 3)
+        fleet.victim.end()  # it has no store any more
+        goes_on(fleet, 3)
 
 
-def _comes_back(field: StoreField) -> None:
-    field.victim.tell(follow_through, 3)
-    field.follow(field.other, 3)
-    field.trainer.do(add_worker, 0, endpoint)
-    assert field.trainer.do(send, 3.0).ok
-    field.followed(field.other)
-    assert 3 == field.victim.answer()
-    assert (3, {3.0}) == field.victim.do(holds)
+def _comes_back(fleet: StoreFleet) -> None:
+    fleet.victim.tell(follow_through, 3)
+    fleet.follow(fleet.other, 3)
+    fleet.trainer.do(add_worker, 0, endpoint)
+    assert fleet.trainer.do(send, 3.0).ok
+    fleet.followed(fleet.other)
+    assert 3 == fleet.victim.answer()
+    assert (3, {3.0}) == fleet.victim.do(holds)
 
 
 def test_g10_a_pair_that_falls_silent_costs_the_deadline_and_a_new_link_brings_its_worker_back(
-    field: StoreField, network: Network
+    fleet: StoreFleet, network: Network
 ) -> None:
     """Nothing is wrong with the worker, as far as the store tells: it is nobody's to say but the deadline's."""
     in_the_middle(network, failing(network, Part.PAIR, Failure.SILENCE))
-    field.follow(field.other, 2)
-    field.victim.tell(look)
+    fleet.follow(fleet.other, 2)
+    fleet.victim.tell(look)
     with within(SHORT + 5):
-        report = field.trainer.do(send, 2.0, SHORT)
-        field.followed(field.other)
-        assert not field.victim.answer()
+        report = fleet.trainer.do(send, 2.0, SHORT)
+        fleet.followed(fleet.other)
+        assert not fleet.victim.answer()
 
     assert (TIMED_OUT, APPLIED) == (report[0].kind, report[1].kind)
-    assert (1, {1.0}) == field.victim.do(holds)
-    field.trainer.do(abandon)
-    _comes_back(field)
+    assert (1, {1.0}) == fleet.victim.do(holds)
+    fleet.trainer.do(abandon)
+    _comes_back(fleet)
 
 
 @pytest.mark.parametrize(("part", "failure"), few(IDLE, (Part.STORE, Failure.CUT)))
 def test_g10_a_network_that_fails_idle_is_reported_by_the_next_send(
-    field: StoreField, network: Network, part: Part, failure: Failure
+    fleet: StoreFleet, network: Network, part: Part, failure: Failure
 ) -> None:
     failing(network, part, failure)()
-    field.follow(field.other, 2)
-    field.victim.tell(follow_until_gone)
+    fleet.follow(fleet.other, 2)
+    fleet.victim.tell(follow_until_gone)
     with within(SOON):
-        report = field.trainer.do(send, 2.0)
-        field.followed(field.other)
-        assert "no sender any more" in field.victim.answer()
+        report = fleet.trainer.do(send, 2.0)
+        fleet.followed(fleet.other)
+        assert "no sender any more" in fleet.victim.answer()
 
     assert report[0].kind in ((LOST, APPLIED) if part is Part.STORE else (LOST,))
     assert report[1].kind is APPLIED
-    assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
-    field.victim.end()
-    goes_on(field, 3)
+    assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+    fleet.victim.end()
+    goes_on(fleet, 3)
 
 
-def test_g10_a_trainer_killed_in_the_middle_of_a_payload_is_reported(field: StoreField, network: Network) -> None:
+def test_g10_a_trainer_killed_in_the_middle_of_a_payload_is_reported(fleet: StoreFleet, network: Network) -> None:
     """What the kernel had taken of it still arrives, which may be the whole."""
-    in_the_middle(network, lambda: os.kill(field.trainer.pid, signal.SIGKILL))
-    for worker in (field.victim, field.other):
+    in_the_middle(network, lambda: os.kill(fleet.trainer.pid, signal.SIGKILL))
+    for worker in (fleet.victim, fleet.other):
         worker.tell(follow_until_gone)
-    field.trainer.tell(send, 2.0)
+    fleet.trainer.tell(send, 2.0)
     with within(SOON):
-        assert "no sender any more" in field.victim.answer()
-        assert "no sender any more" in field.other.answer()
-    assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+        assert "no sender any more" in fleet.victim.answer()
+        assert "no sender any more" in fleet.other.answer()
+    assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
 
 
 def test_g10_a_handshake_over_a_network_that_swallows_it_times_out(crew: Crew, store: Any, network: Network) -> None:
-    field = StoreField(crew, store.port, network.port)
-    for worker in (field.victim, field.other):
-        field.enlist(worker)
+    fleet = StoreFleet(crew, store.port, network.port)
+    for worker in (fleet.victim, fleet.other):
+        fleet.start_receiver(worker)
     network.store.fail(Failure.SILENCE)
-    field.command(field.trainer)
-    field.follow(field.other, 1)
-    report = field.trainer.do(send, 1.0, SHORT)
+    fleet.start_sender(fleet.trainer)
+    fleet.follow(fleet.other, 1)
+    report = fleet.trainer.do(send, 1.0, SHORT)
 
-    field.followed(field.other)
+    fleet.followed(fleet.other)
     assert (TIMED_OUT, APPLIED) == (report[0].kind, report[1].kind)
     assert "never connected" in report[0].reason
     crew.end()
