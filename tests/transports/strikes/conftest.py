@@ -1,15 +1,19 @@
-"""A fleet of each transport, in turn."""
+"""A fleet of each transport, in turn, and the same behind a network that can fail."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray_fleet
-from fleet import crew  # noqa: F401 - the fixture
-from fleets import PIPES, Fleet, PipeFleet, RayFleet, RpcFleet, StoreFleet, StrikableActor, Wanted
+from fleet import Crew, crew  # noqa: F401 - crew: the fixture
+from fleet_adapters import PIPES, PipeFleet, RayFleet, RpcFleet, StoreFleet, StrikableActor
+from fleets import Fleet, Wanted
+from networks import Cut, WiredWorld, over_rpc, over_store, over_tcp_pipes
+from severed import Network
 from striking import WorkerPoint
 
 
@@ -64,3 +68,34 @@ def _ray_fleet(wanted: Wanted, actors: list[Any]) -> RayFleet:
         once = ray_fleet.ray.remote(num_cpus=0)(StrikableActor).remote()
         return RayFleet(once, other, spare=victim)
     return RayFleet(victim, other, leader if wanted.led else None)
+
+
+@pytest.fixture
+def cut(request: pytest.FixtureRequest) -> Iterator[Cut]:
+    """A fleet behind a network, which serves version 1; its transport is the parameter."""
+    match request.param:
+        case "tcp":
+            made = over_tcp_pipes(request.getfixturevalue("crew"))
+        case "rpc":
+            made = over_rpc(request.getfixturevalue("wired"))
+        case _:
+            made = request.getfixturevalue("unmet")
+    made.fleet.start()
+    yield made
+    made.fleet.close()
+
+
+@pytest.fixture
+def wired(forkserver: Any, tmp_path: Path) -> Iterator[WiredWorld]:
+    made = WiredWorld(forkserver, tmp_path, 3)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def unmet(crew: Crew, store: Any) -> Iterator[Cut]:  # noqa: F811 - the fixture
+    """A store's fleet behind a network, not started yet. Its processes end before the network that they use."""
+    network = Network(store.port)
+    yield over_store(crew, store.port, network)
+    crew.end()
+    network.end()

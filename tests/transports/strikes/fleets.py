@@ -1,4 +1,4 @@
-"""A trainer and two workers of one transport: the interface that strikes and cuts are written for, and its adapters."""
+"""A trainer and two workers of one transport: the interface that the tests of strikes and cuts are written for."""
 
 from __future__ import annotations
 
@@ -13,51 +13,41 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray_fleet
-import rpc_fleet
-import store_fleet
-from fleet import PATIENCE, Crew, Worker, join
+from fleet import PATIENCE, Worker
 from striking import (
+    SHORT,
     Place,
     Strike,
     TrainerPoint,
     WorkerPoint,
-    add_worker,
     follow,
     gone_or_stopped,
-    megabytes,
+    holds,
     poll,
+    remove_worker,
+    send,
+    send_async,
     start_receiver,
     start_sender,
     struck,
+    wait_async,
 )
 
-from weightsync import (
-    MultiProcessWeightSyncScheme,
-    OutcomeKind,
-    RayWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    WeightSyncActor,
-)
+from weightsync import OutcomeKind, SyncReport
 from weightsync.clock import Deadline
-from weightsync.engine import applier
-from weightsync.transports import rpc
-from weightsync.transports.base import Link, Payloads
-from weightsync.transports.pipe import framing, link
-from weightsync.transports.ray import client as call_clients
-from weightsync.transports.store import stream
 
-#: What each transport needs; over pipes most points run with every `pytest`.
+APPLIED, LOST, TIMED_OUT = OutcomeKind.APPLIED, OutcomeKind.LOST, OutcomeKind.TIMED_OUT
+
+#: What each transport needs. Tests of none of these that take long are marked `slow` beside their case.
 MARKS: dict[str, tuple[Any, ...]] = {
     "ray": (
-        pytest.mark.slow,
         pytest.mark.ray,
         pytest.mark.timeout(300),
         # Ray's C++ and its background threads leave what they do not close to the collector.
         pytest.mark.filterwarnings("ignore::ResourceWarning"),
     ),
-    "rpc": (pytest.mark.slow, pytest.mark.rpc),
-    "store": (pytest.mark.slow, pytest.mark.gloo),
+    "rpc": (pytest.mark.rpc,),
+    "store": (pytest.mark.gloo,),
 }
 
 
@@ -148,16 +138,16 @@ class LocalTrainer(Process):
         self.pid = os.getpid()
         self.setup = SimpleNamespace(kept={}, schemes=[], model=None)
         self._thread = ThreadPoolExecutor(1)
-        self._told: list[Future[Any]] = []
+        self._calls: list[Future[Any]] = []
 
     def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._told.append(self._thread.submit(function, self.setup, *arguments))
+        self._calls.append(self._thread.submit(function, self.setup, *arguments))
 
     def answered(self) -> bool:
-        return self._told[0].done()
+        return self._calls[0].done()
 
     def answer(self) -> Any:
-        return self._told.pop(0).result(PATIENCE)
+        return self._calls.pop(0).result(PATIENCE)
 
     def close(self) -> None:
         for scheme in self.setup.schemes:
@@ -175,9 +165,9 @@ class Fleet(abc.ABC):
     worker_payload: tuple[Place, ...]
     trainer_payload: tuple[Place, ...] = ()
     #: What becomes of a worker that was killed before its handshake.
-    unmet = OutcomeKind.LOST
+    unmet = LOST
     #: What becomes of a worker that was killed after its answer, which may be lost with it.
-    answered: tuple[OutcomeKind, ...] = (OutcomeKind.APPLIED, OutcomeKind.LOST)
+    answered: tuple[OutcomeKind, ...] = (APPLIED, LOST)
     #: Whether a worker's call of `receive` is what reads its links.
     receives = True
 
@@ -202,20 +192,20 @@ class Fleet(abc.ABC):
 
     def start_receiver(self, worker: Any, strike: Strike | None = None) -> None:
         """Have a worker make its receiver, and wait for it, unless it is struck first."""
-        told = (start_receiver, *self.join(worker), strike)
+        order = (start_receiver, *self.join(worker), strike)
         if strike is not None and strike.at is WorkerPoint.AHEAD:
-            worker.tell(*told)
+            worker.tell(*order)
             gone_or_stopped(worker.pid)
         else:
-            worker.do(*told)
+            worker.do(*order)
 
     def start_sender(self, trainer: Any, strike: Strike | None = None) -> None:
         """Have a trainer make its sender; do not wait for it, if it is struck meanwhile."""
-        told = (start_sender, *self.lead(), strike)
+        order = (start_sender, *self.lead(), strike)
         if strike is not None and strike.at is TrainerPoint.CONNECT:
-            trainer.tell(*told)
+            trainer.tell(*order)
         else:
-            trainer.do(*told)
+            trainer.do(*order)
 
     def follow(self, worker: Any, version: int) -> None:
         """Have a worker receive until that version is served."""
@@ -237,221 +227,53 @@ class Fleet(abc.ABC):
             self.trainer.do(poll)
             time.sleep(0.005)
 
-
-# ------------------------------------------------------------------------------------------------------- pipes
-
-
-class InlineScheme(MultiProcessWeightSyncScheme):
-    """All payloads go through the pipe itself, as over connections that pass no memory."""
-
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        return link.PipeLink(endpoint, model_id, peer=peer, payloads=Payloads.INLINE)
-
-
-PIPES = {"pipe": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme, "inline": InlineScheme}
-
-
-class PipeFleet(Fleet):
-    """Two children of the test, which is the trainer."""
-
-    # The message is read; of the payload, nothing is read, or mapped.
-    worker_payload = (Place(framing.__name__, "Inflow", "_memory_for"), Place(link.__name__, "Mapped", "find"))
-    answered = (OutcomeKind.APPLIED,)
-
-    def __init__(self, crew: Crew, scheme_class: Any) -> None:
-        self._crew, self._scheme_class = crew, scheme_class
-        self.trainer = LocalTrainer()
-        self.victim, self.other = (Child(worker) for worker in crew.start(scheme_class(), 2))
-
-    def join(self, worker: Any) -> Order:
-        return join, (megabytes,)
-
-    def lead(self) -> Order:
-        return lead_over_pipes, (self._scheme_class(), [self.victim.pipe, self.other.pipe])
-
-    def readmit(self) -> str:
-        (worker,) = self._crew.start(self._scheme_class())
-        self.victim = Child(worker)
-        self.start_receiver(self.victim)
-        self.trainer.do(add_worker, 0, lambda _: worker.pipe)
-        return ""
-
-    def close(self) -> None:
-        self.trainer.close()
-
-
-def lead_over_pipes(setup: Any, scheme: Any, pipes: list[Any]) -> None:
-    setup.model = megabytes()
-    setup.schemes.append(scheme)
-    scheme.init_on_sender("policy", pipes=pipes, model=setup.model)
-    setup.kept["sender"] = scheme.get_sender()
-
-
-# --------------------------------------------------------------------------------------------------------- Ray
-
-
-class StrikableActor(ray_fleet.Bench, WeightSyncActor):
-    """An actor that may be struck, and may lead."""
-
-    def start_over(self) -> None:
-        for scheme in getattr(self, "schemes", []):
-            scheme.close()
-        self.schemes: list[Any] = []
-        super().start_over()
-
-
-class Actor(Process):
-    """An actor, told as a process is. Ray may restart it once it is dead: `RayFleet.readmit` finds its next life."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self.pid = ray_fleet.ray.get(handle.pid.remote(), timeout=PATIENCE)
-        ray_fleet.ray.get(handle.start_over.remote(), timeout=PATIENCE)
-        self._told: list[Any] = []
-
-    def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._told.append(self.handle.do.options(max_task_retries=0).remote(function, *arguments))
-
-    def answered(self) -> bool:
-        return bool(ray_fleet.ray.wait(self._told[:1], timeout=0)[0])
-
-    def answer(self) -> Any:
-        return ray_fleet.ray.get(self._told.pop(0), timeout=PATIENCE)
-
-
-class RayFleet(Fleet):
-    """Two actors, and a trainer in the test's process or in an actor of its own.
-
-    An actor reads nothing by itself: it comes to a point in the call that brings the weights.
-    """
-
-    worker_payload = (Place(applier.__name__, "Applier", "verified", after=True),)
-    trainer_payload = (Place(call_clients.__name__, "ActorCallClient", "_begin", after=True),)
-    receives = False
-
-    def __init__(self, victim: Any, other: Any, leader: Any = None, spare: Any = None) -> None:
-        self._spare, self._local = spare, LocalTrainer()
-        self.victim, self.other = Actor(victim), Actor(other)
-        self.trainer = self.leader = self._local if leader is None else Actor(leader)
-
-    def join(self, worker: Any) -> Order:
-        return join_by_calls, ()
-
-    def lead(self) -> Order:
-        return lead_actors, ([self.victim.handle, self.other.handle],)
-
-    def readmit(self) -> str:
-        handle = self.victim.handle if self._spare is None else self._spare
-        self.victim = Actor(handle)
-        self.start_receiver(self.victim)
-        self.trainer.do(add_worker, 0, lambda _: handle)
-        return ""
-
-    def successor(self) -> Any:
-        return self._local
-
-    def close(self) -> None:
-        self._local.close()
-
-
-def join_by_calls(setup: Any) -> None:
-    """Make a receiver that calls drive."""
-    setup.model = setup.policy = megabytes()
-    scheme = RayWeightSyncScheme()
-    setup.schemes.append(scheme)
-    scheme.init_on_worker("policy", model=setup.model)
-    setup.receiver = scheme.get_receiver()
-
-
-def lead_actors(setup: Any, actors: list[Any]) -> None:
-    setup.model = megabytes()
-    scheme = RayWeightSyncScheme()
-    setup.schemes.append(scheme)
-    scheme.init_on_sender("policy", remote_collectors=actors, model=setup.model)
-    setup.kept["sender"] = scheme.get_sender()
-
-
-# --------------------------------------------------------------------------------------------------------- RPC
-
-
-class RpcFleet(Fleet):
-    """Four ranks: the trainer, two workers, and one more. No rank can take the place of one that died."""
-
-    worker_payload = (Place(rpc.__name__, "", "_payload_of"),)
-    trainer_payload = (Place(rpc.__name__, "", "begin", after=True),)
-
-    def __init__(self, world: rpc_fleet.World) -> None:
-        self.trainer = Child(world.trainer)
-        self.victim, self.other, self._heir = (Child(worker) for worker in world.workers)
-
-    def join(self, worker: Any) -> Order:
-        return rpc_fleet.listen, (megabytes,)
-
-    def lead(self) -> Order:
-        return rpc_fleet.command, (["w0", "w1"], megabytes)
-
-    def readmit(self) -> str:
-        self.trainer.do(add_worker, 0, w0)
-        return "cannot replace a rank that died"
-
-    def successor(self) -> Any:
-        return self._heir
-
-    def retire(self) -> None:
-        """Leave the world as it was; everybody lives."""
-        for process in (self.trainer, self.victim, self.other):
-            process.do(rpc_fleet.retire)
-
-
-def w0(_: Any) -> str:
-    return "w0"
-
-
-# ------------------------------------------------------------------------------------------- torch.distributed
-
-#: So that a payload of 4 MiB has a middle.
-PIECE_NBYTES = 2**20
-
-
-class StoreFleet(Fleet):
-    """A store hosted by the test, a trainer and two workers, all on connections of their own."""
-
-    worker_payload = (Place(stream.__name__, "Stream", "_read_piece", time=2),)
-    trainer_payload = (Place(stream.__name__, "Stream", "_write_piece", time=2),)
-    # Nobody knows that it was ever there.
-    unmet = OutcomeKind.TIMED_OUT
-
-    def __init__(self, crew: Crew, port: int, victims_port: int | None = None) -> None:
-        self._crew, self._port = crew, port
-        #: Where the victim reaches the store.
-        self._victims_port = victims_port or port
-        self.trainer, self.victim, self.other = (self._start() for _ in range(3))
-
-    def _start(self) -> Child:
-        (worker,) = self._crew.start(None)
-        worker.do(small_pieces)
-        return Child(worker)
-
-    def join(self, worker: Any) -> Order:
-        port, rank = (self._port, 2) if worker is self.other else (self._victims_port, 1)
-        return store_fleet.meet, (port, rank, megabytes)
-
-    def lead(self) -> Order:
-        return store_fleet.lead, (self._port, 2, megabytes)
-
-    def readmit(self) -> str:
-        self.victim, self._victims_port = self._start(), self._port
-        self.start_receiver(self.victim)
-        self.trainer.do(add_worker, 0, endpoint)
-        return ""
-
-    def successor(self) -> Child:
-        return self._start()
-
-
-def small_pieces(_: Any) -> None:
-    stream.PIECE_NBYTES = PIECE_NBYTES  # type: ignore[misc]
-
-
-def endpoint(setup: Any) -> Any:
-    return setup.kept["store"], 1
+    def start(self) -> None:
+        """Make both receivers and the sender, and have both workers serve version 1."""
+        for worker in (self.victim, self.other):
+            self.start_receiver(worker)
+        self.start_sender(self.trainer)
+        self.send_to_all(1)
+
+    def send_to_all(self, version: int) -> None:
+        """A send that both workers apply."""
+        for worker in (self.victim, self.other):
+            self.follow(worker, version)
+        report = self.trainer.do(send, float(version))
+        assert report.ok, report
+        for worker in (self.victim, self.other):
+            self.followed(worker)
+            assert (version, {float(version)}) == worker.do(holds)
+
+    def send_without_the_victim(self, version: int) -> SyncReport:
+        """A send that costs the deadline: the other worker has all the time it needs, the victim then a short one."""
+        self.follow(self.other, version)
+        self.trainer.do(send_async, float(version))
+        self.followed(self.other, polling=True)
+        report: SyncReport = self.trainer.do(wait_async, SHORT)[0]
+        return report
+
+    def goes_on(self, version: int) -> None:
+        """The next send works, or says precisely why not, and works without the dead."""
+        why_not = self.readmit()
+        if not why_not:
+            self.send_to_all(version)
+            return
+        self.follow(self.other, version)
+        report = self.trainer.do(send, float(version))
+        assert (LOST, APPLIED) == kinds(report)
+        assert why_not in report[0].reason
+        self.followed(self.other)
+        self.goes_on_without_the_victim(version + 1)
+
+    def goes_on_without_the_victim(self, version: int) -> None:
+        """Its worker is removed, and the other is served."""
+        self.trainer.do(remove_worker, 0)
+        self.follow(self.other, version)
+        assert self.trainer.do(send, float(version)).ok
+        self.followed(self.other)
+        assert (version, {float(version)}) == self.other.do(holds)
+
+
+def kinds(report: SyncReport) -> tuple[OutcomeKind, OutcomeKind]:
+    """What became of the victim's update, and of the other's."""
+    return report[0].kind, report[1].kind

@@ -11,7 +11,7 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
 #: Seconds that a send waits for a process that is stopped.
 SHORT = 0.5
-#: Seconds within which a death is noticed, however busy the machine is.
-SOON = PATIENCE / 2
 
 
 class Signal(enum.IntEnum):
@@ -307,11 +305,6 @@ def break_reading(setup: Any, where: str) -> None:
     link.receive = broken
 
 
-def version_of(setup: Any) -> int:
-    version: int = setup.kept["sender"].version
-    return version
-
-
 def struck(pid: int) -> str:
     """Whether a process is "stopped" or "dead"; empty if it is neither."""
     try:
@@ -329,12 +322,3 @@ def gone_or_stopped(pid: int) -> str:
             return found
         time.sleep(0.005)
     raise AssertionError(f"process {pid} never came to where it is struck")
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """What happens in the block takes no longer."""
-    started = time.monotonic()
-    yield
-    took = time.monotonic() - started
-    assert took < seconds, f"{took:.1f} s"
