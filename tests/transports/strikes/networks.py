@@ -46,7 +46,7 @@ class Cut:
     #: Whether payloads pass through the network, so that a cut tears them.
     tears: bool = True
     #: Whether a worker can tell that its link was cut.
-    told: bool = True
+    heard: bool = True
     #: Adds the victim again over a new link; None: its transport cannot.
     readmit: Callable[[], None] | None = None
 
@@ -135,7 +135,7 @@ def over_tcp_pipes(crew: Crew) -> Cut:
 
 
 def over_rpc(world: WiredWorld) -> Cut:
-    return Cut(RpcFleet(world), lambda: list(world.network.peers.values()), carried=1, tears=False, told=False)
+    return Cut(RpcFleet(world), lambda: list(world.network.peers.values()), carried=1, tears=False, heard=False)
 
 
 def over_store(crew: Crew, port: int, network: Network) -> Cut:

@@ -76,7 +76,7 @@ def _is_reported(cut: Cut, part: Part) -> None:
     """Version 2 is sent: the victim is lost, with the reason, and the other applies it."""
     fleet = cut.fleet
     fleet.follow(fleet.other, 2)
-    fleet.victim.tell(follow_until_gone if cut.told else look)
+    fleet.victim.tell(follow_until_gone if cut.heard else look)
     report = fleet.trainer.do(send, 2.0)
     fleet.followed(fleet.other)
     reason = fleet.victim.answer()
@@ -85,7 +85,7 @@ def _is_reported(cut: Cut, part: Part) -> None:
     assert report[0].kind in ((LOST, APPLIED) if part is STORE else (LOST,))
     assert report[1].kind is APPLIED
     assert report[0].reason or report[0].kind is APPLIED
-    if cut.told:
+    if cut.heard:
         assert "no sender any more" in reason
     assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
 
