@@ -58,12 +58,9 @@ class StoreWorker:
     _inbox: Inbox | None = None
 
     def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
-        self._rendezvous = rendezvous
-        self._name = name
-        self._side = side
-        self._guard = guard
-        self._key = f"weightsync/link/{name}"
-        self._waker = waker
+        self._rendezvous, self._waker = rendezvous, waker
+        self._name, self._key = name, f"weightsync/link/{name}"
+        self._side, self._guard = side, guard
         self._condition = threading.Condition()
         self._outgoing = Outgoing()
         self._arrived: deque[Received] = deque()
