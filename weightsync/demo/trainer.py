@@ -245,7 +245,7 @@ class Trainer:
             state.curve.append((state.steps, state.last_mean))
 
     def _listen(self, until: float) -> bool:
-        """Take a worker's next result or failure. Return False if none came in time, or all workers have ended."""
+        """Take a worker's next result or failure. Return False if none arrived in time, or all workers have ended."""
         try:
             result = next(self._group.results(max(0.0, until - time.monotonic())), None)
         except ResultTimeoutError:

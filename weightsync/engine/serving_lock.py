@@ -85,7 +85,7 @@ class ServingLock:
         return threading.get_ident() in self._serving
 
     def swapping(self, timeout: float | None = 0.0) -> Swapping:
-        """Hold the lock alone in a block, if nobody serves the model within ``timeout`` seconds.
+        """Hold the lock exclusively for a block, once no thread serves the model, within ``timeout`` seconds.
 
         The block gets whether that is so. A thread that serves the model itself does not get the lock.
         """

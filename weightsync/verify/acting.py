@@ -92,7 +92,7 @@ class SenderActs:
         w, k = self._names.links[machine.name, event.link]
         message = event.message
         if not self._names.network.hello_receivers[machine.name, event.link]:
-            raise BeyondTheModelError("a worker is not recorded, or has no receiver of ours")
+            raise BeyondTheModelError("a worker is not recorded, or has no weightsync receiver")
         if message.incarnation != machine.incarnation:
             raise BeyondTheModelError("an answer was meant for another sender")
         where = {"s": s, "w": w, "k": k}

@@ -191,13 +191,13 @@ def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) ->
 
 
 def _untold(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
-    told = {json.loads(line)["test"] for line in lines.read_text(encoding="utf-8").splitlines()}
-    return [item for item in items if item.nodeid not in told]
+    recorded = {json.loads(line)["test"] for line in lines.read_text(encoding="utf-8").splitlines()}
+    return [item for item in items if item.nodeid not in recorded]
 
 
 def _read(lines: Path) -> Asked:
-    told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    known = [each for each in told if not each["test"].rpartition("::")[2].startswith(NEVER)]
+    records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    known = [each for each in records if not each["test"].rpartition("::")[2].startswith(NEVER)]
     asked = [each for each in known if each["passed"] and each["seconds"] <= LONGEST]
     reached: dict[tuple[str, int], set[str]] = defaultdict(set)
     for each in asked:
@@ -214,7 +214,7 @@ def _in_process(item: pytest.Item) -> bool:
 
 
 def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) -> NoReturn:
-    with lines.open("a", encoding="utf-8") as told:
+    with lines.open("a", encoding="utf-8") as file:
         for item in items:
             tracer = Tracer(set(files))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -223,7 +223,7 @@ def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) ->
             passed, taken = _timed(item)
             each = {"test": item.nodeid, "passed": passed and traced, "seconds": round(taken, 4)}
             reached = {module: sorted(tracer.reached[file]) for file, module in files.items() if tracer.reached[file]}
-            print(json.dumps({**each, "reached": reached}), file=told, flush=True)
+            print(json.dumps({**each, "reached": reached}), file=file, flush=True)
     os._exit(0)
 
 

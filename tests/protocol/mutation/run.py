@@ -61,8 +61,8 @@ class Hunt:
         found: list[tuple[Mutant, str]] = []
         if self._unharmed(session.items):
             found = list(self._hunted(session.items))
-        told = [[*mutant.key, how] for mutant, how in found]
-        self._result.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        rows = [[*mutant.key, how] for mutant, how in found]
+        self._result.write_text(json.dumps(rows, indent=1), encoding="utf-8")
         return True
 
     def _unharmed(self, items: list[pytest.Item]) -> bool:
@@ -109,7 +109,7 @@ def _try(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> NoRetu
             os._exit(how)
         how = BY_GRAPH
         # No machine acts on a sentence, and no graph has one.
-        sentence = mutant is not None and mutant.told
+        sentence = mutant is not None and mutant.text_only
         if module != "weightsync.protocol.machine" and not sentence and _graphs_differ():
             os._exit(how)
     except BaseException:  # noqa: BLE001 - whatever an oracle raises, it has noticed
@@ -128,25 +128,27 @@ def _tests_fail(items: list[pytest.Item]) -> bool:
 
 
 def _graphs_differ() -> bool:
-    told = committed()
-    small = sorted((name for name in SMALL if told[name]["nodes"] < MOST_NODES), key=lambda name: told[name]["nodes"])
-    return any(digest(search(SMALL[name]))["digest"] != told[name]["digest"] for name in small)
+    pinned = committed()
+    small = sorted(
+        (name for name in SMALL if pinned[name]["nodes"] < MOST_NODES), key=lambda name: pinned[name]["nodes"]
+    )
+    return any(digest(search(SMALL[name]))["digest"] != pinned[name]["digest"] for name in small)
 
 
 def main() -> int:
     """Hunt; 0: it is written what became of each."""
-    told = _arguments()
+    arguments = _arguments()
 
     def wanted(function: str) -> bool:
-        return not told.names or any(name in function or function in name for name in told.names)
+        return not arguments.names or any(name in function or function in name for name in arguments.names)
 
     os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     # A signal that whoever started this ignores is none that tests can send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--no-traces"]
-    if told.driven:
-        return _driven(told, wanted, quiet)
-    hunt = Hunt(wanted, told.result)
+    if arguments.driven:
+        return _driven(arguments, wanted, quiet)
+    hunt = Hunt(wanted, arguments.result)
     chosen = [str(TESTS / "protocol" / name) for name in ("pure", "machines")]
     chosen.append(f"--deselect={TESTS / 'protocol/machines/test_cost.py'}")
     return _ended(hunt, pytest.main([*chosen, *quiet], plugins=[hunt]))
@@ -169,11 +171,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def _driven(told: argparse.Namespace, wanted: Callable[[str], bool], quiet: list[str]) -> int:
+def _driven(arguments: argparse.Namespace, wanted: Callable[[str], bool], quiet: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="weightsync-mutants-") as folder:
-        recorded = told.recorded or Path(folder, "recorded.jsonl")
-        index, _, of = told.share.partition("/")
-        hunt = DrivenHunt(wanted, Share(int(index), int(of)), told.result, recorded, told.workers)
+        recorded = arguments.recorded or Path(folder, "recorded.jsonl")
+        index, _, of = arguments.share.partition("/")
+        hunt = DrivenHunt(wanted, Share(int(index), int(of)), arguments.result, recorded, arguments.workers)
         chosen = [str(TESTS / name) for name in FILES]
         kinds = "not slow and not tlc and not ray and not rpc and not gpu"
         return _ended(hunt, pytest.main([*chosen, *quiet, "-m", kinds, f"--basetemp={folder}/tests"], plugins=[hunt]))
