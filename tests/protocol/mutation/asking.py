@@ -36,6 +36,7 @@ FILES = (
     "protocol/traces/test_guarantees_reported.py",
     "protocol/stateful/test_directed.py",
     "unit/schemes/test_sending.py",
+    "unit/schemes/test_delta.py",
     "unit/schemes/test_names_a.py",
     "unit/schemes/test_bounds.py",
     "unit/schemes/test_odd_weights.py",

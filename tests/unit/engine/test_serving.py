@@ -48,6 +48,23 @@ def lock() -> ServingLock:
     return ServingLock()
 
 
+def called(call: Callable[[], Any]) -> list[str]:
+    """The names of the Python functions that a call calls."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return names
+
+
 def free(lock: ServingLock) -> bool:
     """Whether a swap could have the model now."""
     with lock.swapping() as got:
@@ -187,3 +204,19 @@ def test_a_swap_that_gives_up_waiting_does_not_keep_another_from_being_woken() -
     assert waits.result(PATIENCE)
     first.end()
     second.end()
+
+
+def test_a_forward_wakes_nobody_where_nobody_waits_whoever_waited_before(lock: ServingLock, beside: Beside) -> None:
+    lock.enter()
+    assert "notify_all" not in called(lock.leave)
+
+    lock.enter()
+    waits = beside.begin(lambda: lock.begin_swap(PATIENCE))
+    with pytest.raises(StillWaiting):
+        waits.result(WHILE)
+    assert "notify_all" in called(lock.leave)
+    assert waits.result(PATIENCE)
+    lock.end_swap()
+
+    lock.enter()
+    assert "notify_all" not in called(lock.leave)
