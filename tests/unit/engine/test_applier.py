@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Pair, constants, filled
+from fleet import PATIENCE, Pair, constants, filled, large
 from torch import nn
 
 from weightsync import (
     ConfigurationError,
     MultiProcessWeightSyncScheme,
     RefusedError,
+    SharedMemWeightSyncScheme,
     State,
     WeightSyncError,
     WorkerLostError,
@@ -22,6 +23,7 @@ from weightsync import (
 from weightsync.engine import applier
 from weightsync.protocol.messages import Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind
+from weightsync.transports.buffers import Mapping
 from weightsync.weights import target as targets
 
 
@@ -185,6 +187,25 @@ def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> N
     assert (pair.receiver.version, constants(pair.model.linear)) == (None, {3.0})
 
     assert refused(pair).reason == "other weights were applied by hand"
+
+
+@pytest.mark.parametrize(("scheme", "tidied"), [(SharedMemWeightSyncScheme, 1), (MultiProcessWeightSyncScheme, 0)])
+def test_the_memory_that_a_model_has_left_is_tidied_once_there_is_nothing_to_apply(
+    scheme: Any, tidied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidy, found = Mapping.tidy, []
+    monkeypatch.setattr(Mapping, "tidy", lambda mapping: (found.append(mapping), tidy(mapping)))
+    pair = Pair(scheme, model=large)
+    pair.sync()
+    pair.receiver.receive(timeout=0)
+    assert found == []
+    pair.sync()
+    for _ in range(2):
+        pair.receiver.receive(timeout=0)
+
+    mapped = list(pair.receiver.driver._links[1]._mapped._mappings.values())  # type: ignore[attr-defined]
+    assert (len(mapped), found) == (2, mapped[:1][:tidied])
+    pair.close()
 
 
 class Holder:
