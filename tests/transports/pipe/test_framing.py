@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from weightsync.protocol import codec
 from weightsync.protocol.codec import MAGIC
 from weightsync.protocol.messages import Ack, SlotRef, Update
 from weightsync.transports.base import Received
+from weightsync.transports.buffers import NoRoom, Segment
+from weightsync.transports.pipe import framing
 from weightsync.transports.pipe.framing import (
     _CHUNK_NBYTES,
     PREAMBLE,
@@ -23,13 +26,15 @@ from weightsync.transports.pipe.framing import (
     Inflow,
     Outflow,
     Outgoing,
+    UserMessage,
     _Filling,
     may_be_ours,
 )
-from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.pipe.link import Mapped, PipeLink
 
 UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=8)
 ACK = Ack(model_id="m", incarnation=1, version=1)
+SLOT = SlotRef(segment=1, seal=b"s" * 16)
 
 
 def frame_of(control: bytes) -> bytes:
@@ -50,6 +55,32 @@ class Given:
         return len(data), ancillary, flags, None
 
 
+class Pieces:
+    """A socket that reads these pieces, one a call, and nothing between the chunks."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = list(pieces)
+
+    def recvmsg_into(self, rooms: list[memoryview], *_: Any) -> tuple[int, Any, int, None]:
+        data = self._pieces.pop(0)
+        rooms[0][: len(data)] = data
+        return len(data), [], 0, None
+
+
+def read_in_pieces(*pieces: bytes) -> list[Any]:
+    """What has arrived after each piece: all that is whole by then."""
+    inflow, found = Inflow(Pieces(*pieces)), []  # type: ignore[arg-type]
+    for _ in pieces:
+        inflow.read()
+        found.append(list(iter(inflow.next, None)))
+    return found
+
+
+def long(content: bytes) -> bytes:
+    """A frame with a length of eight bytes, as `multiprocessing` writes large ones."""
+    return struct.pack("!iQ", -1, len(content)) + content
+
+
 def read(data: bytes, ancillary: Any = (), flags: int = 0) -> Inflow:
     inflow = Inflow(Given(data, ancillary, flags))  # type: ignore[arg-type]
     inflow.read()
@@ -61,8 +92,7 @@ def rights(descriptors: list[int], behind: bytes = b"") -> tuple[int, int, bytes
 
 
 def test_an_update_whose_descriptor_the_kernel_dropped_says_so_and_what_follows_is_read() -> None:
-    slot = SlotRef(segment=1, seal=b"s" * 16)
-    inflow = read(frame_of(codec.encode(UPDATE, 1, slot)) + frame_of(codec.encode(ACK)), flags=socket.MSG_CTRUNC)
+    inflow = read(frame_of(codec.encode(UPDATE, 1, SLOT)) + frame_of(codec.encode(ACK)), flags=socket.MSG_CTRUNC)
 
     first, second = inflow.next(), inflow.next()
     assert isinstance(first, Frame)
@@ -71,9 +101,86 @@ def test_an_update_whose_descriptor_the_kernel_dropped_says_so_and_what_follows_
     assert second == Frame(ACK, None, ())
 
 
+@pytest.mark.parametrize("content", [b"", PREAMBLE[:3], MAGIC[:1], b"x", b"y" * 100])
+def test_a_users_message_with_a_long_length_comes_out_once_its_last_byte_is_there(content: bytes) -> None:
+    frame = long(content)
+
+    assert read_in_pieces(frame) == [[UserMessage(bytearray(content))]]
+    assert read_in_pieces(frame[:4], frame[4:-1], frame[-1:])[-1] == [UserMessage(bytearray(content))]
+
+
+def test_a_frame_of_ours_that_is_shorter_than_a_header_is_malformed_at_once() -> None:
+    with pytest.raises(ProtocolError):
+        read_in_pieces(long(PREAMBLE + b"x"))
+
+
+def test_a_frame_of_ours_that_ends_with_its_header_waits_for_nothing_more() -> None:
+    control = codec.encode(ACK)
+    frame = frame_of(control)
+    start = len(frame) - len(control) + codec.HEADER_NBYTES
+
+    assert read_in_pieces(frame[:start], frame[start:]) == [[], [Frame(ACK, None, ())]]
+
+
+@pytest.mark.parametrize(
+    ("frame", "told"),
+    [
+        (codec.encode(UPDATE, 1, SLOT), "A frame arrived without its 1 descriptors"),
+        (codec.encode(ACK, 1), "The peer passed 1 descriptors with a frame of Ack"),
+        (codec.encode(UPDATE, 2, SLOT), "The peer passed 2 descriptors with a frame of Update"),
+    ],
+)
+def test_a_frame_that_names_descriptors_that_are_not_its_own_is_malformed(frame: bytes, told: str) -> None:
+    whole = frame_of(frame)
+    for pieces in ((whole,), (whole[:-1], whole[-1:])):
+        with pytest.raises(ProtocolError, match=told) as caught:
+            read_in_pieces(*pieces)
+        assert caught.value.unread[:4] == frame[:4]
+
+
+def test_a_payload_without_memory_is_skipped_and_what_follows_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(nbytes: int) -> Any:
+        raise NoRoom(f"no memory for {nbytes} bytes")
+
+    monkeypatch.setattr(framing, "anonymous", full)
+    update = replace(UPDATE, nbytes=_CHUNK_NBYTES)
+    payload, behind = bytes(_CHUNK_NBYTES), frame_of(codec.encode(ACK))
+    control = PREAMBLE + codec.encode(update)
+    head = struct.pack("!i", len(control) + len(payload)) + control
+
+    found = read_in_pieces(head, payload[:5], payload[5:], behind)
+    skipped = Frame(update, None, (), f"no memory for {_CHUNK_NBYTES} bytes")
+    assert found == [[], [], [skipped], [Frame(ACK, None, ())]]
+
+
+def test_what_names_memory_that_this_end_cannot_open_is_malformed() -> None:
+    segment, mapped = Segment(16), Mapped()
+    on_device = SlotRef(segment=1, seal=b"s" * 16, device=b"d" * 16, nbytes=16)
+    for slot, descriptors, told in (
+        (SLOT, (), "The peer names segment 1, which it never passed"),
+        (on_device, (os.dup(segment.fd),), "The peer names a slot on a device, and this end said that it opens none"),
+    ):
+        with pytest.raises(ProtocolError, match=told) as caught:
+            mapped.find(slot, descriptors)
+        assert caught.value.unread == b""
+
+
+def test_a_payload_that_is_larger_than_its_segment_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    link, segment = PipeLink(ours, "m"), Segment(7)
+    update = codec.decode(codec.encode(UPDATE, 1, SLOT))
+    monkeypatch.setattr(link._channel, "collect", lambda _: [Frame(update, None, (os.dup(segment.fd),))])
+    with pytest.raises(ProtocolError, match="8 bytes in a segment of 7") as caught:
+        link.receive()
+
+    assert caught.value.unread == b""
+    link.close()
+    theirs.close()
+
+
 def test_a_link_hands_on_why_a_segment_could_not_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = multiprocessing.Pipe()
-    link, update = PipeLink(ours, "m"), codec.decode(codec.encode(UPDATE, 0, SlotRef(segment=1, seal=b"s" * 16)))
+    link, update = PipeLink(ours, "m"), codec.decode(codec.encode(UPDATE, 0, SLOT))
     frames = [Frame(update, None, (), "too many open files"), Frame(ACK, None, ())]
     monkeypatch.setattr(link._channel, "collect", lambda _: frames)
 

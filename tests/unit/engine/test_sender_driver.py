@@ -68,6 +68,7 @@ def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> Non
         form=WeightsForm.NESTED,
         trace_context="00-trace-span-01",
     )
+    assert first.said[-1] is other.said[-1]  # so that links may keep how it is encoded
     assert first.takes() == other.takes() == [told]
     assert first.payloads[-1] is sent.buffer
     fleet.receives(0, ack(1))
@@ -180,20 +181,19 @@ def in_a_segment(verify: Verify) -> Packed:
 
 
 def test_who_maps_a_version_names_its_seal_and_who_gets_its_bytes_their_digest() -> None:
-    fleet, sent = Fleet(Sharing(), Scripted()), in_a_segment(Verify.AUTO)
-    assert (fleet.driver.all_share(sent.buffer, LAYOUT.nbytes), fleet.driver.all_share(sent.buffer, 1)) == (
-        False,
-        False,
-    )
+    fleet, sent = Fleet(Sharing(), Sharing(), Scripted()), in_a_segment(Verify.AUTO)
+    assert not fleet.driver.all_share(sent.buffer, LAYOUT.nbytes)
+    assert Fleet(Sharing()).driver.all_share(sent.buffer, LAYOUT.nbytes)
     fleet.sends(sent)
     seal = slot_digest(sent.buffer.sealed(), EPOCH, 1, LAYOUT.digest, b"extras")
-    told = [link.said[-1].digest for link in fleet.links]
-    assert told == [b"", sent.digested()]
+    told = [link.said[-1] for link in fleet.links]
+    assert [each.digest for each in told] == [b"", b"", sent.digested()]  # type: ignore[union-attr]
+    assert told[0] is told[1]
 
-    fleet.receives(0, ack(1, seal))
-    fleet.receives(1, ack(1, sent.digested()))
+    for worker, named in enumerate((seal, seal, sent.digested())):
+        fleet.receives(worker, ack(1, named))
     outcomes = fleet.driver.concluded[1].outstanding.outcomes
-    assert [outcomes[worker].kind for worker in (0, 1)] == [OutcomeKind.APPLIED] * 2
+    assert [outcomes[worker].kind for worker in range(3)] == [OutcomeKind.APPLIED] * 3
 
 
 @pytest.mark.parametrize("verify", [Verify.AUTO, Verify.LAYOUT])
