@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from driven_ledger import PAGE as DRIVEN_PAGE
-from driven_ledger import Ledger, Score, known
+from driven_ledger import Ledger, Score, killed, known
 from missing import installed
 from mutated import DRIVEN
 from reviewed import PAGE, Key, Reviewed
@@ -137,6 +137,7 @@ def test_a_result_of_drivers_functions_is_taken_in_and_the_mutants_are_counted_a
     assert after.survivors == {other: "equal", kept: "equal", lives: ""}
     assert after.new == ("weightsync.clock.later",)
     assert after.without([kept, lives]).survivors == {other: "equal"}
+    assert killed([[*kept, "survived"], [*lives, "time"], [*other, "test"]]) == {lives, other}
     assert "1 of 2 (50.0 %)" in after.page
     assert "- `clock.seconds`: ``a`` became ``b``" in after.page
 
