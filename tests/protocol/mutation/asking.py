@@ -70,7 +70,7 @@ FILES = (
 #: Those of them that are about some modules alone, by how the modules' names begin; they are asked first.
 OWN = {
     "weightsync.engine.serving_lock": (
-        "tests/unit/engine/test_serve",
+        "tests/unit/engine/test_serv",
         "tests/torchrl/generation_b/test_cascade.py",
         "tests/unit/schemes/test_models_by_path.py",
         "tests/unit/schemes/test_loaders.py",
