@@ -70,6 +70,17 @@ def test_a_result_is_taken_in() -> None:
     assert "**2 of 4 are killed (50.0 %).**" in after.page
 
 
+def test_a_result_of_functions_that_were_not_hunted_yet_is_added() -> None:
+    known: Key = ("module.b", "a", "b", 0)
+    lives: Key = ("module.a", "a", "b", 1)
+    before = Reviewed(2, 1, {known: "it is the same"}, ("module.a", "module.later"))
+
+    after = before.after([[*lives, "survived"], ["module.a", "c", "", 0, "test"]])
+
+    assert (after.mutants, after.killed, after.unhunted) == (4, 2, ("module.later",))
+    assert list(after.reasons.items()) == [(lives, ""), (known, "it is the same")]
+
+
 @pytest.mark.slow
 def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
     """The canary of the hunt; that the shipped code survives all oracles, the hunt makes sure of itself."""
