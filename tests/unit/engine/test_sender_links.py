@@ -13,6 +13,7 @@ from weightsync.engine.sender_driver import SenderDriver
 from weightsync.testing import FakeClock
 from weightsync.transports.base import Waker
 from weightsync.transports.calls.client import BlockingLink
+from weightsync.transports.device import CarriesDevices
 from weightsync.transports.wakeup import AwaitedProcess
 
 # ------------------------------------------------------------------------------------------- awaited processes
@@ -166,6 +167,20 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     fleet.links[1].raises["receive"] = TransportError("cut")
     fleet.driver.pump()
     assert fleet.driver.remark(1) == ""
+
+
+class Reaching(Scripted, CarriesDevices):
+    """A link whose worker can open slots on a device."""
+
+    opens = False
+    reached = frozenset({b"d" * 16})
+
+    def copied_to_device(self) -> None:
+        """Nothing to do."""
+
+
+def test_the_devices_that_workers_reach_are_told_link_by_link() -> None:
+    assert Fleet(Scripted(), Reaching()).driver.reached() == [frozenset(), Reaching.reached]
 
 
 def test_workers_that_need_a_waiting_caller_are_reported() -> None:

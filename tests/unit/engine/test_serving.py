@@ -13,6 +13,7 @@ import pytest
 
 from weightsync import ModelBusyError
 from weightsync.clock import Deadline
+from weightsync.engine import serving_lock
 from weightsync.engine.serving_lock import ServingLock
 
 PATIENCE = 30.0
@@ -220,3 +221,16 @@ def test_a_forward_wakes_nobody_where_nobody_waits_whoever_waited_before(lock: S
 
     lock.enter()
     assert "notify_all" not in called(lock.leave)
+
+
+@pytest.mark.parametrize("timeout", [serving_lock.PATIENCE, 0.5, None])
+def test_a_swap_waits_for_as_long_as_it_is_told_and_not_at_all_unless_it_is(
+    lock: ServingLock, beside: Beside, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float | None] = []
+    monkeypatch.setattr(lock._changed, "wait_for", lambda met, timeout: waited.append(timeout))
+    beside.does(lock.enter)
+    assert (free(lock), lock.begin_swap(0.0), waited) == (False, False, [])
+    assert not lock.begin_swap(timeout)
+
+    assert waited == [timeout]
