@@ -83,7 +83,7 @@ class Mutant:
         first, *rest = self.function.split(".")
         found: Any = space[first]
         for name in rest:
-            found = vars(found)[name]
+            found = found.fset if isinstance(found, property) else vars(found)[name]
         return _undecorated(found)
 
 
@@ -170,8 +170,15 @@ def _functions(tree: cst.Module) -> dict[Any, str]:
         elif isinstance(statement, cst.ClassDef):
             for inner in statement.body.body:
                 if isinstance(inner, cst.FunctionDef):
-                    names[inner] = f"{statement.name.value}.{inner.name.value}"
+                    setter = ".setter" if _sets(inner) else ""
+                    names[inner] = f"{statement.name.value}.{inner.name.value}{setter}"
     return names
+
+
+def _sets(function: cst.FunctionDef) -> bool:
+    """Whether it sets a property."""
+    decorators = [each.decorator for each in function.decorators]
+    return any(isinstance(each, cst.Attribute) and each.attr.value == "setter" for each in decorators)
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:

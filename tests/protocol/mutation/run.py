@@ -30,6 +30,7 @@ sys.path[:0] = [str(TESTS / "protocol" / "graph"), str(TESTS / "protocol" / "mut
 from asking import FILES  # noqa: E402
 from configurations import SMALL, committed  # noqa: E402
 from driven import DrivenHunt, Share  # noqa: E402
+from driven_ledger import Ledger  # noqa: E402
 from making import Mutant, mutants  # noqa: E402
 from mutated import PURE  # noqa: E402
 from search import digest, search  # noqa: E402
@@ -165,6 +166,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("result", type=Path, help="the file for what becomes of each")
     parser.add_argument("names", nargs="*", help="of functions or modules; none: all")
     parser.add_argument("--driven", action="store_true", help="those of the drivers and of the payload's path")
+    parser.add_argument("--living", action="store_true", help="of those only the ones that the ledger says live")
     parser.add_argument("--share", default="0/1", help="which share of them, such as 3/20")
     parser.add_argument("--recorded", type=Path, help="a file that keeps which tests enter what; it may be there")
     parser.add_argument("--workers", type=int, default=WORKERS, help="how many work at once")
@@ -175,7 +177,8 @@ def _driven(arguments: argparse.Namespace, wanted: Callable[[str], bool], quiet:
     with tempfile.TemporaryDirectory(prefix="weightsync-mutants-") as folder:
         recorded = arguments.recorded or Path(folder, "recorded.jsonl")
         index, _, of = arguments.share.partition("/")
-        hunt = DrivenHunt(wanted, Share(int(index), int(of)), arguments.result, recorded, arguments.workers)
+        living = frozenset(Ledger.read().survivors) if arguments.living else None
+        hunt = DrivenHunt(wanted, Share(int(index), int(of), living), arguments.result, recorded, arguments.workers)
         chosen = [str(TESTS / name) for name in FILES]
         kinds = "not slow and not tlc and not ray and not rpc and not gpu"
         return _ended(hunt, pytest.main([*chosen, *quiet, "-m", kinds, f"--basetemp={folder}/tests"], plugins=[hunt]))

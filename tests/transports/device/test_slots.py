@@ -125,6 +125,7 @@ def test_what_is_written_by_hand_is_written_into_no_slot() -> None:
         slot = pair.models[1].weight.data_ptr()
         pair.receivers[0].apply_weights({name: value * 7 for name, value in pair.source.state_dict().items()})
         assert constants(pair.models[0]) == {7.0}
+        assert not pair.models[0].weight.data.is_inference()
         assert (constants(pair.models[1]), pair.models[1].weight.data_ptr()) == ({1.0}, slot)
         filled(pair.source, 2.0)
         pair.sync()
