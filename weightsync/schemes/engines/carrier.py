@@ -42,6 +42,10 @@ class Carrier(abc.ABC):
         """Send a bucket's tensors. Runs while the call that announces them is being answered."""
         return
 
+    def done(self) -> None:
+        """Free what a version's calls needed: the last one has returned, or one has failed."""
+        return
+
     def give_up(self) -> None:
         """End a `join` or `send` in progress, from another thread: the engine is gone, or the link was closed."""
         return
@@ -52,7 +56,7 @@ def refuse_async_carrier(carrier: Carrier) -> None:
     refuse_coroutines(carrier, _METHODS, "Write them as plain functions that return when they are done.")
 
 
-_METHODS: Final = ("init_info", "join", "update_info", "send", "give_up")
+_METHODS: Final = ("init_info", "join", "update_info", "send", "done", "give_up")
 
 
 def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
