@@ -44,6 +44,8 @@ class EngineServer:
         self.hung_up = threading.Event()
         #: Where a carrier's tensors arrive.
         self.carried: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
+        #: The engine's half of a transfer; None: the tensors come as `Inline` and `Beside` send them.
+        self.half: Any = None
         self._server = self._serve(0)
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -76,7 +78,7 @@ class EngineServer:
             return
         if planned == "stall":
             self._stall(handler.connection)
-        status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._do(route, body)
+        status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._tried(route, body)
         with contextlib.suppress(OSError):
             handler.send_response(status)
             handler.end_headers()
@@ -94,6 +96,12 @@ class EngineServer:
                     return
             connection.setblocking(True)
 
+    def _tried(self, route: str, body: Any) -> tuple[int, Any]:
+        try:
+            return self._do(route, body)
+        except Exception as error:  # noqa: BLE001 - as a server does
+            return 500, {"error": repr(error)}
+
     def _do(self, route: str, body: Any) -> tuple[int, Any]:
         route, _, _ = route.partition("?")
         match route:
@@ -104,6 +112,8 @@ class EngineServer:
             case "update_weights":
                 self._load(self._vllm(body["update_info"]))
             case "finish_weight_update":
+                if self.half is not None:
+                    self.weights |= dict(self.half.finish())
                 self.version = body["weight_version"]
             case "update_weights_from_tensor":
                 (serialized,) = body["serialized_named_tensors"]
@@ -111,21 +121,30 @@ class EngineServer:
                 self.version = body["weight_version"]
                 return 200, {"success": True, "message": "Succeeded"}
             case "update_weights_from_distributed":
-                bucket = self.carried.get()
+                bucket = self.carried.get() if self.half is None else self.half.receive(body)
                 assert [name for name, _ in bucket] == body["names"]
                 assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == body["dtypes"]
                 self._load(bucket)
                 return 200, {"success": True, "message": "Succeeded"}
             case "init_weights_update_group":
-                return 200, {"success": body["group_name"] == "weight_update_group"}
-            case "init_weight_transfer_engine" | "start_weight_update" | "flush_cache":
+                if self.half is None:
+                    return 200, {"success": body["group_name"] == "weight_update_group"}
+                self.half.init(body)
+                return 200, {"success": True}
+            case "init_weight_transfer_engine":
+                if self.half is not None:
+                    self.half.init(body["init_info"])
+            case "start_weight_update" | "flush_cache":
                 pass
             case _:
                 return 404, {"error": f"no {route}"}
         return 200, {"message": "done"}
 
     def _vllm(self, info: dict[str, Any]) -> Bucket:
-        bucket = pickle.loads(base64.b64decode(info["inline"])) if "inline" in info else self.carried.get()
+        if self.half is not None:
+            bucket = self.half.receive(info)
+        else:
+            bucket = pickle.loads(base64.b64decode(info["inline"])) if "inline" in info else self.carried.get()
         assert [name for name, _ in bucket] == info["names"]
         assert [list(tensor.shape) for _, tensor in bucket] == info["shapes"]
         assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == info["dtype_names"]
