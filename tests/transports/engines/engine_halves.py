@@ -1,27 +1,28 @@
 """Stand-ins for the packages `vllm` and `sglang`: the functions that carriers call, and the engine's half of each.
 
-Names, arguments and the fields of messages are those of vLLM 0.33 and SGLang 0.5. Tensors travel over gloo, or by a
-look into the trainer's memory.
+Names, arguments and the fields of messages are those of vLLM 0.33 and SGLang 0.5. Tensors travel over a socket, or by
+a look into the trainer's memory.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
+import socket
 import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_server import PATIENCE
 from torch import Tensor
 
+from weightsync.clock import Deadline
 from weightsync.schemes.engines.client import Bucket
 from weightsync.schemes.engines.ipc import VLLMIPCCarrier
 
@@ -30,10 +31,54 @@ GPU = "GPU-4711"
 MIB = 1 << 20
 
 
-def meet(address: str, port: int, rank: int, world_size: int) -> dist.ProcessGroupGloo:
-    patience = timedelta(seconds=PATIENCE)
-    store = dist.TCPStore(address, port, world_size, rank == 0, patience, wait_for_workers=False)
-    return dist.ProcessGroupGloo(store, rank, world_size, patience)
+class Wire:
+    """In place of NCCL: rank 0 has a connection to each other rank. A tensor is sent as a pickle."""
+
+    #: Set: a broadcast lasts until the group is ended, as one whose peer is gone.
+    hangs = threading.Event()
+    #: Set while one of them does.
+    hanging = threading.Event()
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._ended = threading.Event()
+        if rank == 0:
+            with socket.create_server((address, port)) as listener:
+                listener.settimeout(PATIENCE)
+                self._peers = [listener.accept()[0] for _ in range(world_size - 1)]
+        else:
+            self._peers = [self._reached(address, port)]
+        self._files = [peer.makefile("rwb") for peer in self._peers]
+
+    @staticmethod
+    def _reached(address: str, port: int) -> socket.socket:
+        deadline = Deadline(PATIENCE)
+        while True:
+            try:
+                return socket.create_connection((address, port), PATIENCE)
+            except ConnectionRefusedError:
+                assert not deadline.passed, "rank 0 never listened"
+
+    def carry(self, tensor: Tensor) -> None:
+        if self.hangs.is_set():
+            self.hanging.set()
+            assert self._ended.wait(PATIENCE)
+            raise RuntimeError("NCCL error: communicator was aborted")
+        for file in self._files:
+            if self._rank == 0:
+                pickle.dump(tensor, file)
+                file.flush()
+            else:
+                tensor.copy_(pickle.load(file))
+
+    def end(self) -> None:
+        self._ended.set()
+        for peer, file in zip(self._peers, self._files, strict=True):
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                file.close()
+            peer.close()
 
 
 # ------------------------------------------------------------------------------------------------------- vLLM
@@ -61,25 +106,16 @@ class NCCLWeightTransferUpdateInfo:
 class Communicator:
     """In place of vLLM's ``PyNcclCommunicator``."""
 
-    #: Set: a broadcast lasts until the communicator is destroyed, as one whose peer is gone.
-    hangs = threading.Event()
-    #: Set while one of them does.
-    hanging = threading.Event()
-
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
         self.disabled = False
-        self._group = meet(address, port, rank, world_size)
-        self._destroyed = threading.Event()
+        self._wire = Wire(address, port, rank, world_size)
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        if self.hangs.is_set():
-            self.hanging.set()
-            assert self._destroyed.wait(PATIENCE)
-            raise RuntimeError("NCCL error: communicator was aborted")
-        self._group.broadcast(tensor, src).wait()
+        assert src == 0
+        self._wire.carry(tensor)
 
     def destroy(self) -> None:
-        self._destroyed.set()
+        self._wire.end()
 
 
 def trainer_init(init_info: Any, rank: int = 0) -> Communicator:
@@ -98,25 +134,34 @@ class NCCLHalf:
         assert given.master_address is not None
         assert given.master_port is not None
         self.ports.append(given.master_port)
+        self.end()
         self.group = Communicator(given.master_address, given.master_port, given.rank_offset, given.world_size)
 
     def receive(self, info: dict[str, Any]) -> Bucket:
         given = NCCLWeightTransferUpdateInfo(**info)
         assert self.group is not None, "init_transfer_engine() comes first"
-        return received(self.group, given.names, given.dtype_names, given.shapes)
+        found = empty(given.names, given.dtype_names, given.shapes)
+        for _, tensor in found:
+            self.group.broadcast(tensor, 0)
+        return found
+
+    def start(self) -> None:
+        """Nothing to prepare."""
 
     def finish(self) -> Bucket:
         return []
 
+    def end(self) -> None:
+        if self.group is not None:
+            self.group.destroy()
 
-def received(group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> Bucket:
-    found = [
+
+def empty(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> Bucket:
+    """Where tensors are received."""
+    return [
         (name, torch.empty(shape, dtype=getattr(torch, dtype)))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
-    for _, tensor in found:
-        group.broadcast(tensor, 0)
-    return found
 
 
 @dataclass
@@ -151,7 +196,7 @@ class PosedIPC(VLLMIPCCarrier):
 
 
 class IPCHalf:
-    """vLLM's ``IPCWeightTransferEngine``: it reads the trainer's memory when the version is finished, and no earlier."""
+    """vLLM's ``IPCWeightTransferEngine``; it reads the trainer's memory again when the version is finished."""
 
     def __init__(self) -> None:
         self._views: list[tuple[str, int]] = []
@@ -159,21 +204,58 @@ class IPCHalf:
     def init(self, info: dict[str, Any]) -> None:
         assert info.keys() <= {"packed"}
 
+    def start(self) -> None:
+        self._views = []
+
     def receive(self, info: dict[str, Any]) -> Bucket:
         given = IPCWeightTransferUpdateInfo(**info)
         handles = [handle[GPU][0] for handle in given.ipc_handles or []]
         self._views += zip(given.names, handles, strict=True)
-        return [(name, MEMORY[handle]) for name, handle in zip(given.names, handles, strict=True)]
+        return [(name, MEMORY[handle].clone()) for name, handle in zip(given.names, handles, strict=True)]
 
     def finish(self) -> Bucket:
-        views, self._views = self._views, []
-        return [(name, MEMORY[handle].clone()) for name, handle in views]
+        return [(name, MEMORY[handle].clone()) for name, handle in self._views]
+
+    def end(self) -> None:
+        """Nothing is held."""
 
 
 # ----------------------------------------------------------------------------------------------------- SGLang
 
 
-def init_custom_process_group(
+class Work:
+    """In place of torch's, of a broadcast that is over or never will be."""
+
+    def __init__(self, over: bool) -> None:
+        self._over = over
+
+    def is_completed(self) -> bool:
+        return self._over
+
+    def wait(self) -> bool:
+        assert self._over
+        return True
+
+
+class Group:
+    """In place of a ``ProcessGroup``."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
+        self._wire = Wire(address, port, rank, world_size)
+
+    def broadcast(self, tensors: list[Tensor]) -> Work:
+        if Wire.hangs.is_set():
+            Wire.hanging.set()
+            return Work(False)
+        for tensor in tensors:
+            self._wire.carry(tensor)
+        return Work(True)
+
+    def abort(self) -> None:
+        self._wire.end()
+
+
+def init_custom_process_group(  # noqa: PLR0917 - as SGLang has it
     backend: str | None = None,
     init_method: str | None = None,
     timeout: Any = None,
@@ -183,20 +265,21 @@ def init_custom_process_group(
     group_name: str | None = None,
     pg_options: Any = None,
     device_id: Any = None,
-) -> dist.ProcessGroupGloo:
+) -> Group:
     assert backend == "gloo"
     assert group_name
     address, _, port = (init_method or "").removeprefix("tcp://").partition(":")
-    return meet(address, int(port), rank, world_size)
+    return Group(address, int(port), rank, world_size)
 
 
 class SGLangHalf:
     """What a SGLang server's worker does of ``update_weights_from_distributed``."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, Any] = {}
+        self.groups: dict[str, Group] = {}
 
     def init(self, body: dict[str, Any]) -> None:
+        self.end()
         where = f"tcp://{body['master_address']}:{body['master_port']}"
         self.groups[body["group_name"]] = init_custom_process_group(
             body["backend"],
@@ -207,18 +290,13 @@ class SGLangHalf:
         )
 
     def receive(self, body: dict[str, Any]) -> Bucket:
-        group = self.groups[body["group_name"]]
-        return received(Waiting(group), body["names"], body["dtypes"], body["shapes"])
+        found = empty(body["names"], body["dtypes"], body["shapes"])
+        self.groups[body["group_name"]].broadcast([tensor for _, tensor in found])
+        return found
 
-
-class Waiting:
-    """A group whose broadcasts are over when they return."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        self._group.broadcast(tensor, src).wait()
+    def end(self) -> None:
+        for group in self.groups.values():
+            group.abort()
 
 
 # ------------------------------------------------------------------------------------------------ the packages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,11 @@ import pytest
 import torch
 from engine_halves import (
     MEMORY,
-    Communicator,
     IPCHalf,
     NCCLHalf,
     PosedIPC,
     SGLangHalf,
-    install,
+    Wire,
     install_older_vllm,
     install_sglang,
     install_vllm,
@@ -48,8 +48,8 @@ from weightsync.torchrl import llm
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer's environment that has vLLM."""
     install_vllm(monkeypatch)
-    Communicator.hangs.clear()
-    Communicator.hanging.clear()
+    Wire.hangs.clear()
+    Wire.hanging.clear()
 
 
 @pytest.fixture
@@ -71,21 +71,23 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def server() -> Iterator[EngineServer]:
     with serving() as made:
         yield made
+    if made.half is not None:
+        made.half.end()
 
 
 def vllm_over_nccl(server: EngineServer) -> Engine:
     server.half = NCCLHalf()
-    return VLLMEngine(server.url, VLLMNCCLCarrier(2, device="cpu"), bucket_bytes=100_000)
+    return VLLMEngine(server.url, VLLMNCCLCarrier(2, device="cpu"), bucket_bytes=30_000)
 
 
 def vllm_over_ipc(server: EngineServer) -> Engine:
     server.half = IPCHalf()
-    return VLLMEngine(server.url, PosedIPC(), bucket_bytes=100_000)
+    return VLLMEngine(server.url, PosedIPC(), bucket_bytes=30_000)
 
 
 def sglang_over_nccl(server: EngineServer) -> Engine:
     server.half = SGLangHalf()
-    return SGLangEngine(server.url, SGLangNCCLCarrier(2, device="cpu", backend="gloo"), bucket_bytes=100_000)
+    return SGLangEngine(server.url, SGLangNCCLCarrier(2, device="cpu", backend="gloo"), bucket_bytes=30_000)
 
 
 over_each = pytest.mark.parametrize(
@@ -157,21 +159,32 @@ def test_an_engine_that_stalls_times_out_and_close_ends_the_call(make: Make, upd
 # ----------------------------------------------------------------------------------------------------- by a group
 
 
-@pytest.mark.usefixtures("vllm")
-def test_a_broadcast_that_hangs_ends_with_the_call_that_waits_for_it(server: EngineServer) -> None:
-    with scheme_with(vllm_over_nccl(server), small(1.0)) as scheme:
+@pytest.mark.parametrize("make", [vllm_over_nccl, sglang_over_nccl])
+def test_a_broadcast_that_hangs_ends_when_the_engine_dies(make: Make, server: EngineServer) -> None:
+    with scheme_with(make(server), small(1.0)) as scheme:
         sender = scheme.get_sender()
         sender.send(timeout=PATIENCE)
-        Communicator.hangs.set()
-        server.plan["update_weights"] = ["stall"]
+        Wire.hangs.set()
+        update = "update_weights" if make is vllm_over_nccl else "update_weights_from_distributed"
+        server.plan[update] = ["stall and die"]
         sender.send_async()
-        assert Communicator.hanging.wait(PATIENCE)
+        assert Wire.hanging.wait(PATIENCE)
         assert server.stalled.wait(PATIENCE)
-        server.plan["update_weights"] = []
-        server.die()
+        server.release()
         outcome = sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
-    assert outcome.kind is OutcomeKind.LOST
-    assert "communicator was aborted" in outcome.reason
+        assert outcome.kind is OutcomeKind.LOST
+        assert f"{update} got no answer" in outcome.reason, "the cause, and not what followed from it"
+
+
+@pytest.mark.parametrize("make", [vllm_over_nccl, sglang_over_nccl])
+def test_close_ends_a_broadcast_that_hangs(make: Make, server: EngineServer) -> None:
+    with scheme_with(make(server), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+        Wire.hangs.set()
+        scheme.get_sender().send_async()
+        assert Wire.hanging.wait(PATIENCE)
+    Wire.hangs.clear()
+    server.half.end()  # its own receive, which waits for the tensors
 
 
 def test_a_group_that_was_given_up_is_not_used_again_and_the_next_meets_elsewhere(server: EngineServer) -> None:
@@ -208,9 +221,7 @@ def test_a_group_that_is_met_too_late_is_ended(monkeypatch: pytest.MonkeyPatch) 
     assert len(ended) == 1
 
 
-def test_a_communicator_that_found_no_nccl_is_not_used(
-    server: EngineServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_communicator_that_found_no_nccl_is_not_used(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = VLLMNCCLCarrier(2, device="cpu")
     monkeypatch.setattr(carrier, "_join", lambda _: type("Group", (), {"disabled": True})())
     with scheme_with(VLLMEngine(server.url, carrier), small(1.0)) as scheme:
@@ -220,8 +231,7 @@ def test_a_communicator_that_found_no_nccl_is_not_used(
 
 
 def test_the_function_of_older_releases_joins_too(monkeypatch: pytest.MonkeyPatch, server: EngineServer) -> None:
-    install(monkeypatch, {"vllm.distributed.weight_transfer.nccl_common": {"trainer_init": None}})
-    monkeypatch.delattr("vllm.distributed.weight_transfer.nccl_common.trainer_init")
+    monkeypatch.delitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common")
     install_older_vllm(monkeypatch)
     source = small(1.0)
     with scheme_with(vllm_over_nccl(server), source) as scheme:
@@ -264,7 +274,7 @@ class Handle:
 @pytest.mark.usefixtures("cuda")
 def test_a_handle_gets_handles_of_memory_as_they_are_and_the_memory_is_freed_after_the_version() -> None:
     handle, source = Handle(), large(1.0)
-    with scheme_with(VLLMEngine(handle, PosedIPC(), bucket_bytes=100_000), source) as scheme:
+    with scheme_with(VLLMEngine(handle, PosedIPC(), bucket_bytes=30_000), source) as scheme:
         assert scheme.get_sender().send(timeout=PATIENCE).ok
     assert all(torch.equal(handle.weights[name], tensor) for name, tensor in source.state_dict().items())
     assert dict(MEMORY) == {}
@@ -287,7 +297,7 @@ def test_the_memory_is_freed_when_an_engine_fails_too(server: EngineServer) -> N
     [
         (lambda: VLLMNCCLCarrier(2), r"VLLMNCCLCarrier needs a CUDA device .* without a carrier"),
         (lambda: SGLangNCCLCarrier(2), r"SGLangNCCLCarrier needs a CUDA device"),
-        (lambda: VLLMIPCCarrier(), r"VLLMIPCCarrier needs a CUDA device"),
+        (VLLMIPCCarrier, r"VLLMIPCCarrier needs a CUDA device"),
         (lambda: VLLMIPCCarrier(["cpu"]), r"devices= names GPUs"),
         (lambda: VLLMIPCCarrier([]), r"devices= names GPUs"),
         (lambda: VLLMNCCLCarrier(1, device="cpu"), r"world_size= is 1: it counts the trainer"),
@@ -306,7 +316,7 @@ def test_an_engine_that_is_not_installed_here_is_named_with_the_remedy(
     carrier: Callable[..., Carrier], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("vllm.distributed.weight_transfer.nccl_common", "sglang.srt.utils"):
-        monkeypatch.setitem(__import__("sys").modules, module, None)
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigurationError, match=rf"Install the engine's release of {package} in the trainer"):
         carrier(2, device="cpu")
 

@@ -89,20 +89,25 @@ def beside(
         PartlyLoadedError: the carrier failed.
     """
     failures: list[BaseException] = []
+    calling, lock = [True], threading.Lock()
 
     def run() -> None:
         try:
             if is_unawaited(carry()):
                 raise ConfigurationError("it returned something to be awaited, which nobody does here.")
         except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
-            failures.append(error)
-            abort()
+            with lock:
+                if calling:  # else the engine's calls may be those of another link by now
+                    failures.append(error)
+                    abort()
 
     carrying = threading.Thread(target=run, name=f"weightsync carries for {what}", daemon=True)
     carrying.start()
     try:
         call()
     except (EngineError, TransportError) as error:
+        with lock:
+            calling.clear()
         give_up()
         carrying.join(_PATIENCE)
         if failures and isinstance(error, TransportError):

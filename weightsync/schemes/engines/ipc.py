@@ -48,11 +48,11 @@ class VLLMIPCCarrier(Carrier):
     def done(self) -> None:
         """Free the copies: the version's calls are over."""
         self._shared.clear()
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def _exported(self, tensor: Tensor, device: torch.device) -> tuple[str, tuple[Any, ...]]:
         """The GPU's id, and what opens the copy in another process."""
         copy = tensor.to(device).contiguous()
         self._shared.append(copy)
-        _, handle = reduce_tensor(copy)
+        _, handle = reduce_tensor(copy)  # type: ignore[no-untyped-call]
         return str(torch.cuda.get_device_properties(device).uuid), handle

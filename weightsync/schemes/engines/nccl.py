@@ -111,9 +111,9 @@ class GroupCarrier(Carrier):
         if group is None:
             raise TransportError("The group that broadcasts to the engine was given up. Add the worker again.")
         with self._on_device():
-            for _, tensor in bucket:
-                self._broadcast(group, tensor.to(self._device).contiguous())
-            self._await(given_up)
+            staged = [tensor.to(self._device).contiguous() for _, tensor in bucket]
+            begun = [self._broadcast(group, tensor) for tensor in staged]
+            self._await([work for work in begun if work is not None], given_up)
 
     def give_up(self) -> None:
         """End the group, and a broadcast in progress."""
@@ -128,8 +128,8 @@ class GroupCarrier(Carrier):
         """The group, of which this process is rank 0. Blocks until all have joined."""
 
     @abc.abstractmethod
-    def _broadcast(self, group: Any, tensor: Tensor) -> None:
-        """Broadcast a tensor of the device from rank 0; it may only be queued when this returns."""
+    def _broadcast(self, group: Any, tensor: Tensor) -> Any:
+        """Begin to broadcast a tensor from rank 0. Returns torch's ``Work``; None: the stream shows when it is over."""
 
     @abc.abstractmethod
     def _end(self, group: Any) -> None:
@@ -139,20 +139,24 @@ class GroupCarrier(Carrier):
         """Tensors are copied and broadcast in a stream of the carrier's own, so that no kernel of the trainer waits."""
         if self._device.type != "cuda":
             return contextlib.nullcontext()
-        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         found: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return found
 
-    def _await(self, given_up: threading.Event) -> None:
-        """Wait until the stream is done, unless the group is given up: a lost peer would keep it busy for ever."""
+    def _await(self, begun: list[Any], given_up: threading.Event) -> None:
+        """Wait until all has left, unless the group is given up: with a peer that is lost it never would."""
+        completed = [work.is_completed for work in begun]
         if self._stream is not None:
-            done = torch.cuda.Event()
-            done.record(self._stream)
-            while not done.query():
-                if given_up.wait(_STEP):
-                    break
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            completed.append(event.query)
+        for each in completed:
+            while not each() and not given_up.is_set():
+                given_up.wait(_STEP)
         if given_up.is_set():
             raise TransportError("The engine gave up, or the link was closed, amid a broadcast.")
+        for work in begun:
+            work.wait()  # raises if it failed
 
 
 class VLLMNCCLCarrier(GroupCarrier):
@@ -180,7 +184,7 @@ class VLLMNCCLCarrier(GroupCarrier):
             raise ConfigurationError("vLLM's communicator is disabled here: it found no NCCL library. Install one.")
         return group
 
-    def _broadcast(self, group: Any, tensor: Tensor) -> None:
+    def _broadcast(self, group: Any, tensor: Tensor) -> Any:
         group.broadcast(tensor, src=0, stream=self._stream)
 
     def _end(self, group: Any) -> None:
@@ -235,8 +239,8 @@ class SGLangNCCLCarrier(GroupCarrier):
             group_name=self._name,
         )
 
-    def _broadcast(self, group: Any, tensor: Tensor) -> None:
-        group.broadcast([tensor]).wait()  # from rank 0; over NCCL only the stream waits
+    def _broadcast(self, group: Any, tensor: Tensor) -> Any:
+        return group.broadcast([tensor])  # from rank 0
 
     def _end(self, group: Any) -> None:
         group.abort()
