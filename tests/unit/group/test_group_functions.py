@@ -10,7 +10,7 @@ from typing import Any
 
 import group_workers as workers
 import pytest
-from conftest import PIPES, RANKS, RAY, SHARED, Make
+from group_worlds import PIPES, RANKS, RAY, SHARED, Make
 from torch import nn
 
 from weightsync import ConfigurationError, Worker, WorkerFailedError, WorkerGroup, run_worker

@@ -95,6 +95,9 @@ class SGLangEngine(Engine):
                 raise PartlyLoadedError(f"{self._stays()} {error}") from error
             self._continue()
             raise
+        finally:
+            if self._carrier is not None:
+                self._carrier.done()
         self._end()
 
     def open(self) -> None:
