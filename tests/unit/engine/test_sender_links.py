@@ -36,15 +36,15 @@ class Process(AwaitedProcess):
 
 def test_a_process_is_watched_once_it_has_started() -> None:
     fleet, process, link = plain(), Process(), Scripted()
-    assert not fleet.driver.awaits_processes
+    assert fleet.driver.awaited == 0
     fleet.driver.join(1, link, process)
     fleet.driver.pump()
-    assert (fleet.driver.awaits_processes, link.watched) == (True, [])
+    assert (fleet.driver.awaited, link.watched) == (1, [])
 
     process.known = (77, 88)
     fleet.driver.pump()
     fleet.driver.pump()
-    assert (fleet.driver.awaits_processes, link.watched) == (False, [(77, 88)])
+    assert (fleet.driver.awaited, link.watched) == (0, [(77, 88)])
 
 
 def test_a_process_whose_object_was_closed_before_it_could_be_watched_is_its_workers_loss() -> None:
@@ -70,7 +70,7 @@ def test_a_process_that_cannot_be_watched_or_has_ended_is_its_workers_loss() -> 
     fleet.driver.pump()
 
     assert (fleet.reason(1), fleet.reason(2)) == ("no descriptor", "it has ended")
-    assert not fleet.driver.awaits_processes
+    assert fleet.driver.awaited == 0
     assert fleet.driver.links() == [fleet.links[0]]
     assert links[1].watched == []
 
@@ -86,7 +86,7 @@ def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
     fleet.driver.join(1, Scripted())
     fleet.driver.join(0, Scripted())
 
-    assert not fleet.driver.awaits_processes
+    assert fleet.driver.awaited == 0
     assert (set(driver._links), set(driver.hearing.first)) == ({3, 4}, set())
 
 
