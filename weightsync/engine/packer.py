@@ -96,11 +96,9 @@ class Packed:
 
     def digest_to_send(self, shared: bool) -> bytes:
         """The digest that a worker is to compare; empty if it compares none."""
-        return self.digested() if _compares(self.verify, shared) else b""
-
-
-def _compares(verify: Verify, shared: bool) -> bool:
-    return verify is Verify.DIGEST or (verify is Verify.AUTO and not shared)
+        if self.verify is Verify.DIGEST or (self.verify is Verify.AUTO and not shared):
+            return self.digest or self.digested()
+        return b""
 
 
 class Packer:
@@ -134,18 +132,15 @@ class Packer:
         self._lock = threading.Lock()
         self._plan: SendPlan | None = None
 
-    def _planned(self, weights: Weights) -> SendPlan:
-        plan = self._plan
-        if plan is None or not plan.fits(weights):
-            plan = self._plan = SendPlan(weights, plan, self.wire_dtype)
-        return plan
-
     def layout_of(self, weights: Any) -> Layout:
         """The layout in which weights would be sent, without packing them.
 
         Raises ConfigurationError, LayoutError: they cannot be sent.
         """
-        return self._planned(self._read(weights)).sent
+        read, plan = self._read(weights), self._plan
+        if plan is None or not plan.fits(read):
+            plan = self._plan = SendPlan(read, plan, self.wire_dtype)
+        return plan.sent
 
     def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
@@ -160,8 +155,9 @@ class Packer:
             NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
-        read = self._read(weights)
-        plan = self._planned(read)
+        read, plan = self._read(weights), self._plan
+        if plan is None or not plan.fits(read):
+            plan = self._plan = SendPlan(read, plan, self.wire_dtype)
         layout = plan.sent
         extras = encode_extras(read.extras()) if read.slots else b""
         if len(plan.names) + len(extras) > MAX_NAMES_AND_EXTRAS_NBYTES:
@@ -205,16 +201,18 @@ class Packer:
 
 
 def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, device: Device | None) -> None:
-    layout, buffer = packed.layout, packed.buffer
+    layout, buffer, verify = packed.layout, packed.buffer, packed.verify
     if isinstance(buffer, DeviceBuffer):
         write_slot(buffer, read, layout, readers)
-    elif device is not None:
+        return
+    compared = verify is Verify.DIGEST or (verify is Verify.AUTO and not readers.all_share(buffer, layout.nbytes))
+    if device is not None:
         if buffer.segment is not None:
             buffer.segment.pin(partial(device.register, read_only=False))
         pack_from(device, read, layout, buffer.view)
-        if _compares(packed.verify, readers.all_share(buffer, layout.nbytes)):
+        if compared:
             packed.digested()
-    elif _compares(packed.verify, readers.all_share(buffer, layout.nbytes)):
+    elif compared:
         packed.digest = pack_digested(read, layout, buffer.view, packed.extras, plan.pieces(read))
     else:
         pack(read, layout, buffer.view, plan.pieces(read))

@@ -409,6 +409,8 @@ class Buffer:
 
     def __init__(self, nbytes: int, storage: Storage = Storage.HEAP) -> None:
         self.segment: Segment | None = None
+        #: Its capacity in bytes.
+        self.nbytes = nbytes
         self._heap: memoryview | None = None
         if storage is Storage.SEGMENTS and nbytes >= INLINE_BELOW_NBYTES:
             self.segment = Segment(nbytes)
@@ -426,11 +428,6 @@ class Buffer:
             return self._heap
         assert self.segment is not None
         return self.segment.view
-
-    @property
-    def nbytes(self) -> int:
-        """Its capacity in bytes."""
-        return self.segment.nbytes if self.segment is not None else len(self.view)
 
     def sealed(self) -> bytes:
         """The seal of what it holds, once it is filled: see `Segment.sealed`. Empty: no worker can map it."""
