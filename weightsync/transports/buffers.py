@@ -302,6 +302,8 @@ class Mapping:
         with contextlib.suppress(OSError):  # the kernel is older than this advice, or has no memory for the tables
             self._map.madvise(_MADV_POPULATE_READ)
         self.view = memoryview(self._map)[:-SEAL_NBYTES]
+        #: The size of the largest payload.
+        self.nbytes = nbytes - SEAL_NBYTES
         self._address = int(numpy.frombuffer(self._map, dtype=numpy.uint8).__array_interface__["data"][0])
         self._shared = None if shared is None else memoryview(shared)
         self._pinned: object | None = None
@@ -362,11 +364,6 @@ class Mapping:
     def _drop_own_pages(self) -> None:
         if _has_own_pages(self._address, len(self._map)):
             self._map.madvise(mmap.MADV_DONTNEED)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the largest payload."""
-        return len(self.view)
 
 
 class Slot(Protocol):
