@@ -146,6 +146,8 @@ _UNSEALED: Final = bytes(SEAL_NBYTES)
 #: Maps the pages of a mapping for reading, without a fault for each (Linux 5.14).
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
+#: The size of a segment whose pages are mapped again, whether or not this process has written some.
+FEW_PAGES_NBYTES: Final = 256 * 1024
 _PAGEMAP: Final = "/proc/self/pagemap"
 #: Bits of an entry in it.
 _PRESENT_OR_SWAPPED: Final = numpy.uint64(3 << 62)
@@ -355,14 +357,15 @@ class Mapping:
     def remap(self) -> None:
         """Drop the pages that this process has written, so that everything reads as the peer wrote it.
 
-        If it has written none, all stay mapped: mapping them again costs a fault for each.
+        If it has written none in a large segment, all stay mapped: mapping them again costs a fault for each.
         """
         if not self._untouched:
             self._drop_own_pages()
         self._untouched = False
 
     def _drop_own_pages(self) -> None:
-        if _has_own_pages(self._address, len(self._map)):
+        # To find out whether there are any takes longer than to map a few pages again.
+        if self.nbytes <= FEW_PAGES_NBYTES or _has_own_pages(self._address, len(self._map)):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 

@@ -42,8 +42,15 @@ CHUNK = 64 << 20
 #: Tensors of so many bytes are moved one by one as bytes, whatever their dtype. Smaller ones are copied many at a time
 #: by torch, which uses no threads of its own for them.
 LARGE: Final = 32 << 10
+#: Runs of up to so many small tensors are moved one by one all the same: torch's first call after other work takes as
+#: long as many moves.
+FEW: Final = 32
 
 _DEVICE: Final = attrgetter("device")
+#: `memmove` of a few bytes: unlike that of ctypes it keeps the interpreter's lock, which others might not give back.
+_move: Final = ctypes.PyDLL(None).memmove
+_move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move.restype = None
 #: Called with the bytes of a buffer that have just been written.
 Behind = Callable[[int, int], None]
 
@@ -109,7 +116,7 @@ class Move(Enum):
 
     #: One large tensor, as bytes.
     BYTES = "bytes"
-    #: A run of small tensors, as bytes, in one call. They are moved so if that was planned.
+    #: A run of small tensors, as bytes, in one call if they are many. They are moved so if that was planned.
     JOINED = "joined"
     #: One tensor or a run of them, by torch: what is no plain memory, is cast, or is a bool, which arrives as 0 or 1.
     BY_TORCH = "by torch"
@@ -194,7 +201,7 @@ class Pieces:
                 borrowed(places[index], layout.entries[index].nbytes) for index in range(step.first, step.last)
             ]
             for step in self._steps
-            if step.move is Move.JOINED
+            if step.move is Move.JOINED and step.last - step.first > FEW
         }
         self._parts = _parts(layout, chosen, torch.get_num_threads())
 
@@ -250,9 +257,14 @@ class Pieces:
                     ctypes.memmove(self._places[step.first] - step.start + low, base + low, high - low)
 
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
-        if step.move is Move.JOINED:
+        if step.first in self._joined:
             # Bytes without gradients: they are written in any mode.
             torch.cat(self._joined[step.first], out=borrowed(base + step.start, step.end - step.start))
+            return
+        if step.move is Move.JOINED:
+            for index in range(step.first, step.last):
+                entry = self._layout.entries[index]
+                _move(base + entry.offset, self._places[index], entry.nbytes)
             return
         into = kept_views(self._layout, base)[step.first : step.last]
         _copy(self._layout, step.first, into, tensors[step.first : step.last])

@@ -209,5 +209,7 @@ def borrowed(address: int, nbytes: int) -> Tensor:
 
 def address_of(view: memoryview) -> int:
     """The address of a contiguous `view`, read-only or not; 0 if it is empty."""
+    if view.nbytes and not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     # Its `ctypes.data` is the same number, two calls of Python later.
     return int(numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]) if view.nbytes else 0
