@@ -30,9 +30,8 @@ class Clock:
         """Nanoseconds since the epoch."""
         return time.time_ns()
 
-    def nap(self, left: float) -> float:
-        """How many real seconds to sleep before checking again, when ``left`` seconds of this clock remain."""
-        return left
+    #: How many real seconds to sleep before checking again, when so many seconds of this clock remain: all of them.
+    nap: Callable[[float], float] = staticmethod(float)
 
 
 _clock = Clock()
@@ -100,7 +99,10 @@ class Deadline:
 
     @property
     def nap(self) -> float | None:
-        """Seconds to sleep before checking this deadline again, capped for poll(2). None means no limit."""
+        """Seconds to sleep before checking this deadline again, capped for poll(2); 0 once it has passed.
+
+        None means no limit.
+        """
         if self._at is None:
             return None
         return min(_clock.nap(max(0.0, self._at - _clock.monotonic())), _DAY)

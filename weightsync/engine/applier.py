@@ -63,7 +63,7 @@ class Applier:
             self._driver.pump()
             if self._served.staged is not None and self._served.staged.pending is not self._driver.pending:
                 self._served.staged = None
-            if self._appliable() and not self._stage(target):
+            if self._served.staged is None and self._appliable() and not self._stage(target):
                 return False
         applied = self.swap_staged(0.0) if self._served.staged is not None else None
         with self._driver.lock:
@@ -122,17 +122,21 @@ class Applier:
             self._served.follow_path()
         except (ConfigurationError, LayoutError, ModelPathError) as error:
             return self._turn_down(error)
-        with self._served.serving.swapping(timeout) as free, self._driver.lock:
-            if not free or not self._appliable() or self._served.target is None:
-                return None
-            return self.apply(self._served.target)
+        serving = self._served.serving
+        if not serving.begin_swap(timeout):
+            return None
+        try:
+            with self._driver.lock:
+                if not self._appliable() or self._served.target is None:
+                    return None
+                return self.apply(self._served.target)
+        finally:
+            serving.end_swap()
 
     def _stage(self, target: Target) -> bool:
         """Verify and stage the pending version beside the weights served; False: it was refused."""
         pending = self._driver.pending
         assert pending is not None
-        if self._served.staged is not None and self._served.staged.pending is pending:
-            return True
         stopwatch = Stopwatch()
         try:
             digest = self.verified(pending)
@@ -155,10 +159,13 @@ class Applier:
         Raises:
             WeightSyncError: the swap failed half way and could not be undone; the receiver is closed.
         """
-        if not self._stage(target):
-            return False
-        ready, stopwatch = self._served.staged, Stopwatch()
+        ready = self._served.staged
+        if ready is None or ready.pending is not self._driver.pending:
+            if not self._stage(target):
+                return False
+            ready = self._served.staged
         assert ready is not None
+        stopwatch = Stopwatch()
         try:
             # Asked before the swap: no user code may run between the swap and APPLIED.
             reader = self._listening.background_reader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
-from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightsync.engine.delta import Travelling
 from weightsync.engine.driver import Shield
@@ -28,7 +26,7 @@ from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import SendPlan, pack, pack_digested
-from weightsync.weights.reading import Weights, read_weights
+from weightsync.weights.reading import Weights, is_module, read_weights
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import address_of, borrowed
@@ -37,7 +35,6 @@ from weightsync.weights.unpacking import form_of
 
 logger = logging.getLogger("weightsync")
 
-_UNSHIELDED: Final = contextlib.nullcontext()
 #: The room for names and extra state in an update: a message body, less the other fields.
 MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
 
@@ -99,11 +96,9 @@ class Packed:
 
     def digest_to_send(self, shared: bool) -> bytes:
         """The digest that a worker is to compare; empty if it compares none."""
-        return self.digested() if _compares(self.verify, shared) else b""
-
-
-def _compares(verify: Verify, shared: bool) -> bool:
-    return verify is Verify.DIGEST or (verify is Verify.AUTO and not shared)
+        if self.verify is Verify.DIGEST or (self.verify is Verify.AUTO and not shared):
+            return self.digest or self.digested()
+        return b""
 
 
 class Packer:
@@ -137,18 +132,15 @@ class Packer:
         self._lock = threading.Lock()
         self._plan: SendPlan | None = None
 
-    def _planned(self, weights: Weights) -> SendPlan:
-        plan = self._plan
-        if plan is None or not plan.fits(weights):
-            plan = self._plan = SendPlan(weights, plan, self.wire_dtype)
-        return plan
-
     def layout_of(self, weights: Any) -> Layout:
         """The layout in which weights would be sent, without packing them.
 
         Raises ConfigurationError, LayoutError: they cannot be sent.
         """
-        return self._planned(self._read(weights)).sent
+        read, plan = self._read(weights), self._plan
+        if plan is None or not plan.fits(read):
+            plan = self._plan = SendPlan(read, plan, self.wire_dtype)
+        return plan.sent
 
     def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
@@ -163,11 +155,13 @@ class Packer:
             NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
-        read = self._read(weights)
-        plan = self._planned(read)
+        read, plan = self._read(weights), self._plan
+        if plan is None or not plan.fits(read):
+            plan = self._plan = SendPlan(read, plan, self.wire_dtype)
         layout = plan.sent
-        extras = encode_extras(read.extras())
-        _require_room(layout, extras)
+        extras = encode_extras(read.extras()) if read.slots else b""
+        if len(plan.names) + len(extras) > MAX_NAMES_AND_EXTRAS_NBYTES:
+            raise _too_large(layout, extras)
         device = None
         if plan.place is None or plan.place.type in backends:
             device = device_of(read.tensors.values()) if plan.place is None else device_at(plan.place)
@@ -176,12 +170,15 @@ class Packer:
             if slot is not None:
                 self._pool.close()  # what the first version, before any handshake, was sent in
             buffer = slot or self._pool.acquire(layout.nbytes)
-            buffer.pin(self)
+            buffer.pins.add(self)
         try:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
-            # A thread or kernel that outlived an interrupted copy could write into a buffer that has since been reused.
-            with Shield(lambda: None) if device or layout.nbytes > LEAST else _UNSHIELDED:
+            if device or layout.nbytes > LEAST:
+                # A thread or kernel that outlived an interrupted copy could write into a buffer that has been reused.
+                with Shield(lambda: None):
+                    _copy(read, packed, readers, plan, device)
+            else:
                 _copy(read, packed, readers, plan, device)
             if self.wire_dtype is not None and layout is not plan.layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
@@ -189,12 +186,12 @@ class Packer:
                 refuse_non_finite(self._finite, layout, flat_of(buffer))
             return packed
         except BaseException:
-            buffer.unpin(self)
+            buffer.pins.discard(self)
             raise
 
     def handed_over(self, packed: Packed) -> None:
         """Release our pin: the readers of the packed weights have pinned them."""
-        packed.buffer.unpin(self)
+        packed.buffer.pins.discard(self)
 
     def close(self) -> None:
         """Release all buffers. Workers keep what they map."""
@@ -204,32 +201,30 @@ class Packer:
 
 
 def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, device: Device | None) -> None:
-    layout, buffer = packed.layout, packed.buffer
+    layout, buffer, verify = packed.layout, packed.buffer, packed.verify
     if isinstance(buffer, DeviceBuffer):
         write_slot(buffer, read, layout, readers)
-    elif device is not None:
+        return
+    compared = verify is Verify.DIGEST or (verify is Verify.AUTO and not readers.all_share(buffer, layout.nbytes))
+    if device is not None:
         if buffer.segment is not None:
             buffer.segment.pin(partial(device.register, read_only=False))
         pack_from(device, read, layout, buffer.view)
-        if _compares(packed.verify, readers.all_share(buffer, layout.nbytes)):
+        if compared:
             packed.digested()
-    elif _compares(packed.verify, readers.all_share(buffer, layout.nbytes)):
+    elif compared:
         packed.digest = pack_digested(read, layout, buffer.view, packed.extras, plan.pieces(read))
     else:
         pack(read, layout, buffer.view, plan.pieces(read))
 
 
-def _require_room(layout: Layout, extras: bytes) -> None:
-    """Refuse what no message can carry, before anything is dispatched.
-
-    Raises LayoutError: the names of the tensors and the extra state are too large.
-    """
+def _too_large(layout: Layout, extras: bytes) -> LayoutError:
+    """The error for what no message can carry."""
     nbytes = len(layout.encode()) + len(extras)
-    if nbytes > MAX_NAMES_AND_EXTRAS_NBYTES:
-        raise LayoutError(
-            f"The tensors' names and the extra state of {list(layout.extras)} take {nbytes} bytes, but one update "
-            f"carries {MAX_NAMES_AND_EXTRAS_NBYTES} beside the tensors: keep what is large in tensors."
-        )
+    return LayoutError(
+        f"The tensors' names and the extra state of {list(layout.extras)} take {nbytes} bytes, but one update carries "
+        f"{MAX_NAMES_AND_EXTRAS_NBYTES} beside the tensors: keep what is large in tensors."
+    )
 
 
 def open_slot(slot: SlotRef, fd: int) -> DeviceMemory:
@@ -345,7 +340,8 @@ class OutgoingWeights:
     def registered_layout(self) -> Layout | None:
         """The layout of the registered model; None if there is no such model yet, or it cannot be sent."""
         try:
-            return self._packer.layout_of(self._prepared(None, self._context()))
+            model = self._services.weights_to_send(None, self._driver.model_id, self._context())
+            return self._packer.layout_of(model)
         except (ConfigurationError, LayoutError):
             return None  # the first send says why
 
@@ -358,7 +354,7 @@ class OutgoingWeights:
         """
         # Only weights that are found on the context need it: otherwise it may have been collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
-        prepared = self._prepared(weights, context)
+        prepared = self._services.weights_to_send(weights, self._driver.model_id, context)
         packed = self._packer.pack(prepared, self._form(prepared), self._driver)
         try:
             if weights is not None:
@@ -369,12 +365,9 @@ class OutgoingWeights:
             raise
         return packed
 
-    def _prepared(self, weights: Any, context: Any) -> Any:
-        return self._services.weights_to_send(weights, self._driver.model_id, context)
-
     def _form(self, weights: Any) -> WeightsForm:
         """The type in which workers get weights: a module's are those that the strategy would extract."""
-        if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
+        if not is_module(type(weights)):  # type: ignore[arg-type]
             return form_of(weights)
         return WeightsForm.TENSORDICT if self._services.strategy.extract_as == "tensordict" else WeightsForm.FLAT
 

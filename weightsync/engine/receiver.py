@@ -138,11 +138,12 @@ class WeightReceiver(Participant):
                 applied = self._applier.receive_and_apply_here()
                 if applied is not None:
                     return applied
-                if deadline.passed:
+                nap = deadline.nap
+                if nap == 0.0:  # the deadline has passed
                     return False
                 if shield.recorded:
                     shield.deliver()
-                self._driver.wait(deadline.nap, seen)
+                self._driver.wait(nap, seen)
 
     def receive_and_apply(self, target: Target) -> bool | None:
         """Read the links and apply what is pending, without waiting for threads that serve the model.

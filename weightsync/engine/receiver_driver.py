@@ -384,7 +384,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:
             carried = Layout.decode(update.layout)
-            self._layouts = {carried.digest: carried}
+            # One object for equal layouts: they are then known to be equal at a glance.
+            own = self.layout
+            self._layouts = {carried.digest: own if own is not None and own == carried else carried}
         layout = self._layouts.get(update.layout_digest)
         is_delta = update.base is not None and update.base.version > 0
         if layout is None or (layout.nbytes != update.nbytes and not is_delta):

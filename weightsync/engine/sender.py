@@ -166,11 +166,13 @@ class WeightSender(Participant):
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did. If every target
                 was lost or had refused before, nothing was sent.
         """
-        deadline, failing, stopwatch = Deadline(timeout), _failing(on_failure), Stopwatch()
+        deadline, stopwatch = Deadline(timeout), Stopwatch()
+        failing = on_failure if isinstance(on_failure, OnFailure) else OnFailure(on_failure)
+        if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
         wanted = SendTargets(targets, expected_workers, allow_empty)
         try:
-            packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, _pending(on_pending))
+            packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, if_pending)
             if isinstance(packed, SyncReport):
                 return self._delivered(packed, failing)
             with Shield(self._driver.waker.fire) as shield:
@@ -213,10 +215,11 @@ class WeightSender(Participant):
                 for outcomes.
         """
         deadline, stopwatch = Deadline(timeout), Stopwatch()
+        if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
         wanted = SendTargets(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, _pending(on_pending))
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, if_pending)
         if isinstance(packed, SyncReport):
             return self._delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
@@ -243,7 +246,8 @@ class WeightSender(Participant):
             StateError: nothing is outstanding, or another thread waits already.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
-        deadline, failing = Deadline(timeout), _failing(on_failure)
+        deadline = Deadline(timeout)
+        failing = on_failure if isinstance(on_failure, OnFailure) else OnFailure(on_failure)
         return self._delivered(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:
@@ -451,13 +455,15 @@ class WeightSender(Participant):
         driver = self._driver
         try:
             seen = driver.waker.fired
-            while version not in driver.concluded and not deadline.passed:
+            # No time is left to sleep once the deadline has passed.
+            while version not in driver.concluded and (nap := self._nap(deadline)) != 0.0:
                 if shield.recorded:
                     shield.deliver()
-                ready = driver.wait(self._nap(deadline), seen)
+                ready = driver.wait(nap, seen)
                 seen = driver.waker.fired
                 driver.pump(ready or None)
-            shield.deliver()
+            if shield.recorded:
+                shield.deliver()
         except BaseException:
             with driver.lock:
                 driver.take(pure.Interrupted(version))
@@ -480,14 +486,7 @@ class WeightSender(Participant):
 
     def _nap(self, deadline: Deadline) -> float | None:
         """Seconds to sleep before the deadline, and processes that have not started yet, are checked again."""
-        if not self._driver.awaits_processes:
-            return deadline.nap
-        return STARTS if deadline.nap is None else min(deadline.nap, STARTS)
-
-
-def _failing(given: OnFailure | str) -> OnFailure:
-    return given if isinstance(given, OnFailure) else OnFailure(given)
-
-
-def _pending(given: OnPending | str) -> OnPending:
-    return given if isinstance(given, OnPending) else OnPending(given)
+        nap = deadline.nap
+        if not self._driver.awaited:
+            return nap
+        return STARTS if nap is None else min(nap, STARTS)

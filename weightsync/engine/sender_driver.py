@@ -153,8 +153,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: When the workers were last heard from.
         self.hearing = Hearing()
         self._links: dict[int, Lane] = {}
-        #: How many processes are awaited.
-        self._awaited = 0
+        #: How many processes to be watched have not started yet. Nothing wakes us when one starts.
+        self.awaited = 0
         self._packed: dict[int, Packed] = {}
         #: The update that was sent last; None if none was, or its version is no longer due.
         self._said: Said | None = None
@@ -169,7 +169,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             version = self.data.version + 1
             self._packed[version] = packed
-            packed.buffer.pin(self)
+            packed.buffer.pins.add(self)
             try:
                 self.take(event)
             except BaseException:
@@ -184,7 +184,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self._last_link += 1
             events = pure.joining(self.machine.state, self.data, worker, self._last_link)
             self._links[self._last_link] = Lane(worker, link, process)
-            self._awaited += process is not None
+            self.awaited += process is not None
             self._open = (*self._open, link)
             for event in events:
                 self.take(event)
@@ -301,7 +301,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if link not in self._links:
             return
         lane = self._links.pop(link)
-        closing, self._awaited = lane.link, self._awaited - (lane.awaited is not None)
+        closing, self.awaited = lane.link, self.awaited - (lane.awaited is not None)
         self._open = tuple(each.link for each in self._links.values())
         self.hearing.closed(link)
         ending, reason = self._parting
@@ -342,8 +342,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
         """The targets (None: all workers) whose links block until the worker has answered."""
         with self.lock:
-            held = [lane.worker for lane in self._links.values() if lane.blocks]
-            return [worker for worker in held if targets is None or worker in targets]
+            held: list[int] = []
+            for lane in self._links.values():
+                if lane.blocks and (targets is None or lane.worker in targets):
+                    held.append(lane.worker)
+            return held
 
     def pump(self, ready: Collection[Link] | None = None) -> None:
         """Write what is waiting to be written, read all that has arrived.
@@ -360,18 +363,15 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     self._look_after(number, lane, lane.awaited)
                 elif chosen is not None and id(lane.link) not in chosen:
                     continue
-                self._hear(number, lane)
+                # The events of the link; its loss is the last.
+                if (lane.outlet is not None and lane.outlet.idle) or self._flush(number, lane):
+                    self._heard(lane.worker, number, lane.link, self.take)
 
     def look(self) -> None:
         """Pump the links that have something to read or can be written. One poll finds them, and never blocks."""
         ready = self.wait(0.0, self.waker.fired)
-        if ready or self._awaited:
+        if ready or self.awaited:
             self.pump(ready)
-
-    @property
-    def awaits_processes(self) -> bool:
-        """Whether a process to be watched has not started yet. Nothing wakes us when it starts."""
-        return self._awaited > 0
 
     def _look_after(self, number: int, lane: Lane, process: AwaitedProcess) -> None:
         """Start to watch the worker's process once it has started. Takes its death if it is dead already."""
@@ -380,24 +380,22 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self._last_words(lane.worker, number, end, self.take)
         elif identity is not None:
             lane.awaited = None
-            self._awaited -= 1
+            self.awaited -= 1
             try:
                 lane.link.watch(*identity)
             except TransportError as error:
                 self.take(pure.LinkLost(lane.worker, number, str(error)))
             self._asked_again(lane.link)
 
-    def _hear(self, number: int, lane: Lane) -> None:
-        """Take the events that a link has now; the loss of the link is the last."""
-        link = lane.link
-        if lane.outlet is None or not lane.outlet.idle:
-            self._asked_again(link)
-            try:
-                flush(link)
-            except TransportError as error:
-                self._last_words(lane.worker, number, str(error), self.take)
-                return
-        self._heard(lane.worker, number, link, self.take)
+    def _flush(self, number: int, lane: Lane) -> bool:
+        """Write what is waiting to be written; False: the link is lost."""
+        self._asked_again(lane.link)
+        try:
+            flush(lane.link)
+        except TransportError as error:
+            self._last_words(lane.worker, number, str(error), self.take)
+            return False
+        return True
 
     def _heard(self, worker: int, number: int, link: Link, take: Taking) -> None:
         try:
@@ -477,7 +475,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""
-        return all(lane.shares(payload, nbytes) for lane in tuple(self._links.values()))
+        for lane in tuple(self._links.values()):  # noqa: SIM110 - each step of a generator is one more call
+            if not lane.shares(payload, nbytes):
+                return False
+        return True
 
     def _verify(self, link: int, message: Ack) -> None:
         """Check that an ack names what was sent over its link."""
@@ -511,7 +512,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self._said = None
         for lane in self._links.values():
             lane.named.pop(version, None)
-        self._packed.pop(version).buffer.unpin(self)
+        self._packed.pop(version).buffer.pins.discard(self)
 
     def travelling(self, packed: Packed) -> Travelling:
         """How the payload of the next version travels: as a delta to workers that have acked the version before."""

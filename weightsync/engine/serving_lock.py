@@ -84,15 +84,12 @@ class ServingLock:
         """Whether this thread serves the model."""
         return threading.get_ident() in self._serving
 
-    def swapping(self, timeout: float | None = 0.0) -> Swapping:
-        """Hold the lock exclusively for a block, once no thread serves the model, within ``timeout`` seconds.
-
-        The block gets whether that is so. A thread that serves the model itself does not get the lock.
-        """
-        return Swapping(self, timeout)
-
     def begin_swap(self, timeout: float | None) -> bool:
-        """Take the lock alone: see `swapping`; False: it was not to be had. Then `end_swap` is not called."""
+        """Take the lock alone, until `end_swap`, if nobody serves the model within ``timeout`` seconds.
+
+        Returns:
+            Whether it was taken. A thread that serves the model itself does not get it.
+        """
         own = threading.get_ident()
         with self._lock:
             if self._swapping == own or own in self._serving:
@@ -144,25 +141,6 @@ class ServingLock:
             if not entries:
                 del self._serving[thread]
         return all(thread == besides for thread in self._serving)
-
-
-class Swapping:
-    """A block that holds a serving lock alone, or learns that it cannot: see `ServingLock.swapping`."""
-
-    __slots__ = ("_got", "_lock", "_timeout")
-
-    def __init__(self, lock: ServingLock, timeout: float | None) -> None:
-        self._lock = lock
-        self._timeout = timeout
-        self._got = False
-
-    def __enter__(self) -> bool:
-        self._got = self._lock.begin_swap(self._timeout)
-        return self._got
-
-    def __exit__(self, *_: object) -> None:
-        if self._got:
-            self._lock.end_swap()
 
 
 def _over(frame: FrameType | None) -> bool:

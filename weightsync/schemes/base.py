@@ -464,14 +464,16 @@ class WeightSyncScheme(abc.ABC):
 
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
         """What `prepare_weights` takes the weights of."""
-        if is_weightless(weights) and any(
+        if weights is None:
+            found = self._found(model_id, self._context() if context is None else context)
+        elif isinstance(weights, str):
+            found = _resolve_model(self._context() if context is None else context, weights)
+        elif is_weightless(weights) and any(
             weights is known for known in (self._sender_side.given.get("model"), optional(self.context, "policy"))
         ):
-            return {}
-        found = weights
-        if weights is None or isinstance(weights, str):
-            context = context if context is not None else self._context()
-            found = self._found(model_id, context) if weights is None else _resolve_model(context, weights)
+            found = {}
+        else:
+            found = weights
         if found is None:
             raise ConfigurationError(
                 f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "

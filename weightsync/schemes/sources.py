@@ -105,13 +105,14 @@ def is_weightless(model: Any) -> bool:
 
 
 def registered(
-    given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] = lambda _: False
+    given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] | None = None
 ) -> Any:
     """What a send without weights sends: the first that is found of the sources below; None: nothing."""
     for source in _SOURCES if context is not None else _WITHOUT_CONTEXT:
         found = source(given, context, model_id)
-        if found is not None and found is not MISSING and not unfit(found):
-            return found if found is given.get("weights") else weights_of(found)
+        if found is None or found is MISSING or (unfit is not None and unfit(found)):
+            continue
+        return {} if is_weightless(found) and found is not given.get("weights") else found
     return None
 
 
@@ -132,7 +133,7 @@ def refuse_shards(given: Mapping[str, Any]) -> None:
 def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     if given.get("cached_weights") is not None:
         return given["cached_weights"]
-    get = optional(context, "get_cached_weights")
+    get = MISSING if context is None else optional(context, "get_cached_weights")
     return MISSING if get is MISSING else get(model_id)
 
 

@@ -91,22 +91,30 @@ class Pins:
         self._sent = max(self._sent, key)
         if buffer is not None:
             self._held.append((key, buffer))
-            buffer.pin((self._owner, key))
+            buffer.pins.add((self._owner, key))
 
     def answered(self, message: Message) -> None:
         """Release what the worker's answer shows to be free. An ack of a version that was never sent does nothing."""
         if isinstance(message, Ack):
             key = (message.incarnation, message.version)
-            self._acked = max(self._acked, key) if key <= self._sent else self._acked
-            self._release([held for held in self._held if held[0] < self._acked])
+            if self._acked < key <= self._sent:
+                self._acked = key
+            kept, acked = [], self._acked
+            for held in self._held:
+                if held[0] < acked:
+                    held[1].pins.discard((self._owner, held[0]))
+                else:
+                    kept.append(held)
+            self._held = kept
         elif isinstance(message, Refusal):
             key = (message.incarnation, message.version)
             if key != self._acked:
-                self._release([held for held in self._held if held[0] == key])
+                self._release(key)
 
     def release(self) -> None:
         """Release everything: the worker's process is dead."""
-        self._release(list(self._held))
+        for key, _ in tuple(self._held):
+            self._release(key)
 
     def retire(self) -> None:
         """Retire everything: the worker can no longer be asked, so these buffers must not be written again."""
@@ -114,12 +122,11 @@ class Pins:
             buffer.retire()
         self.release()
 
-    def _release(self, over: list[tuple[_Key, Buffer]]) -> None:
-        if not over:
-            return
-        self._held = [held for held in self._held if held not in over]
-        for key, buffer in over:
-            buffer.unpin((self._owner, key))
+    def _release(self, version: _Key) -> None:
+        for key, buffer in self._held:
+            if key == version:
+                buffer.pins.discard((self._owner, key))
+        self._held = [held for held in self._held if held[0] != version]
 
 
 #: Smaller payloads are cheaper to write into the pipe than to map from a segment.
@@ -139,6 +146,8 @@ _UNSEALED: Final = bytes(SEAL_NBYTES)
 #: Maps the pages of a mapping for reading, without a fault for each (Linux 5.14).
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
+#: The size of a segment whose pages are mapped again, whether or not this process has written some.
+FEW_PAGES_NBYTES: Final = 256 * 1024
 _PAGEMAP: Final = "/proc/self/pagemap"
 #: Bits of an entry in it.
 _PRESENT_OR_SWAPPED: Final = numpy.uint64(3 << 62)
@@ -221,20 +230,17 @@ class Segment:
             TransportError: in a forked child.
         """
         if self._seal == _UNSEALED:
-            self._put(os.urandom(SEAL_NBYTES))
+            self.seal_with(os.urandom(SEAL_NBYTES))
         return self._seal
 
     def seal_with(self, seal: bytes) -> None:
         """Give it the seal of the memory whose contents it has."""
-        self._put(seal)
+        self._whole[self.nbytes :] = seal
+        self._seal = seal
 
     def unseal(self) -> None:
         """It may be written from now on: who reads it sees that it has no seal."""
-        self._put(_UNSEALED)
-
-    def _put(self, seal: bytes) -> None:
-        self._whole[self.nbytes :] = seal
-        self._seal = seal
+        self.seal_with(_UNSEALED)
 
     def pin(self, register: Callable[[memoryview], object | None]) -> None:
         """Pin the memory for copies from a device, once; it stays so for as long as the segment lives.
@@ -298,6 +304,8 @@ class Mapping:
         with contextlib.suppress(OSError):  # the kernel is older than this advice, or has no memory for the tables
             self._map.madvise(_MADV_POPULATE_READ)
         self.view = memoryview(self._map)[:-SEAL_NBYTES]
+        #: The size of the largest payload.
+        self.nbytes = nbytes - SEAL_NBYTES
         self._address = int(numpy.frombuffer(self._map, dtype=numpy.uint8).__array_interface__["data"][0])
         self._shared = None if shared is None else memoryview(shared)
         self._pinned: object | None = None
@@ -349,20 +357,16 @@ class Mapping:
     def remap(self) -> None:
         """Drop the pages that this process has written, so that everything reads as the peer wrote it.
 
-        If it has written none, all stay mapped: mapping them again costs a fault for each.
+        If it has written none in a large segment, all stay mapped: mapping them again costs a fault for each.
         """
         if not self._untouched:
             self._drop_own_pages()
         self._untouched = False
 
     def _drop_own_pages(self) -> None:
-        if _has_own_pages(self._address, len(self._map)):
+        # To find out whether there are any takes longer than to map a few pages again.
+        if self.nbytes <= FEW_PAGES_NBYTES or _has_own_pages(self._address, len(self._map)):
             self._map.madvise(mmap.MADV_DONTNEED)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the largest payload."""
-        return len(self.view)
 
 
 class Slot(Protocol):
@@ -392,7 +396,7 @@ def _has_own_pages(address: int, nbytes: int) -> bool:
         return True
     # A page that is present or swapped out, and is not the file's.
     own = (entries & _PRESENT_OR_SWAPPED != 0) & (entries & _OF_FILE == 0)
-    return len(entries) < last - first or bool(numpy.count_nonzero(own))
+    return len(entries) < last - first or b"\x01" in own.tobytes()
 
 
 class Buffer:
@@ -405,12 +409,15 @@ class Buffer:
 
     def __init__(self, nbytes: int, storage: Storage = Storage.HEAP) -> None:
         self.segment: Segment | None = None
+        #: Its capacity in bytes.
+        self.nbytes = nbytes
         self._heap: memoryview | None = None
         if storage is Storage.SEGMENTS and nbytes >= INLINE_BELOW_NBYTES:
             self.segment = Segment(nbytes)
         else:
             self._heap = memoryview(anonymous(nbytes))[:nbytes]
-        self._pins: set[Hashable] = set()
+        #: Who may still be reading it: a token for each.
+        self.pins: set[Hashable] = set()
         #: Whether it must never be written again.
         self.retired = False
 
@@ -421,11 +428,6 @@ class Buffer:
             return self._heap
         assert self.segment is not None
         return self.segment.view
-
-    @property
-    def nbytes(self) -> int:
-        """Its capacity in bytes."""
-        return self.segment.nbytes if self.segment is not None else len(self.view)
 
     def sealed(self) -> bytes:
         """The seal of what it holds, once it is filled: see `Segment.sealed`. Empty: no worker can map it."""
@@ -439,15 +441,15 @@ class Buffer:
     @property
     def pinned(self) -> bool:
         """Whether it may still be read."""
-        return bool(self._pins)
+        return bool(self.pins)
 
     def pin(self, token: Hashable) -> None:
         """Keep it from being written; pinning twice with one token counts once."""
-        self._pins.add(token)
+        self.pins.add(token)
 
     def unpin(self, token: Hashable) -> None:
         """Undo `pin`; an unknown token is ignored."""
-        self._pins.discard(token)
+        self.pins.discard(token)
 
     def retire(self) -> None:
         """Never write it again: a worker that cannot be asked may be reading it."""
@@ -502,15 +504,17 @@ class Pool:
         Raises:
             TransportError: there is not enough memory. The pool is unchanged.
         """
-        self._buffers = [buffer for buffer in self._buffers if not buffer.retired]
         held: list[Buffer] = []
         fitting: list[Buffer] = []
         for buffer in self._buffers:
-            if buffer.pinned:
+            if buffer.retired:
+                continue
+            if buffer.pins:
                 held.append(buffer)
             elif buffer.nbytes >= nbytes:
                 fitting.append(buffer)
-        fitting.sort(key=_NBYTES)
+        if len(fitting) > 1:
+            fitting.sort(key=_NBYTES)
         chosen = fitting[0] if fitting else self._make(nbytes)
         self._buffers = [*held, chosen, *fitting[1 : 1 + SPARE_BUFFERS]]
         chosen.unseal()

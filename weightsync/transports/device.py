@@ -98,14 +98,10 @@ class DeviceBuffer(Buffer):
 
     def __init__(self, memory: OnDevice) -> None:
         super().__init__(0)
+        self.nbytes = memory.nbytes
         self.slot = DeviceSlot(memory)
         self._host: Buffer | None = None
         self._staged = False
-
-    @property
-    def nbytes(self) -> int:
-        """Its capacity in bytes."""
-        return self.slot.memory.nbytes
 
     @property
     def view(self) -> memoryview:

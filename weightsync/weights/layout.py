@@ -142,6 +142,17 @@ class Layout:
         return tuple(groups)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors, in the order of the buffer."""
+        return tuple(entry.name for entry in self.entries)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where the gaps between groups begin and end: bytes of no tensor, which the digest covers nevertheless."""
+        ends = [(group.offset + group.nbytes, after.offset) for group, after in pairwise(self.groups)]
+        return tuple((end, start) for end, start in ends if end < start)
+
+    @cached_property
     def digest(self) -> bytes:
         """xxh3-128 of the encoded layout, 16 bytes."""
         return xxhash.xxh3_128_digest(self.encode())

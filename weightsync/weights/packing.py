@@ -9,7 +9,7 @@ transferred once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -42,8 +42,15 @@ CHUNK = 64 << 20
 #: Tensors of so many bytes are moved one by one as bytes, whatever their dtype. Smaller ones are copied many at a time
 #: by torch, which uses no threads of its own for them.
 LARGE: Final = 32 << 10
+#: Runs of up to so many small tensors are moved one by one all the same: torch's first call after other work takes as
+#: long as many moves.
+FEW: Final = 32
 
 _DEVICE: Final = attrgetter("device")
+#: `memmove` of a few bytes: unlike that of ctypes it keeps the interpreter's lock, which others might not give back.
+_move: Final = ctypes.PyDLL(None).memmove
+_move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move.restype = None
 #: Called with the bytes of a buffer that have just been written.
 Behind = Callable[[int, int], None]
 
@@ -62,7 +69,7 @@ def pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | No
         LayoutError: a tensor, which the error names, cannot be copied (sparse, meta, a subclass that raises). The
             contents of the buffer are then undefined.
     """
-    _pack(weights, layout, view, pieces, _nothing)
+    _pack(weights, layout, view, pieces, None)
 
 
 def pack_digested(
@@ -74,15 +81,12 @@ def pack_digested(
     return hashes.combined(extras)
 
 
-def _nothing(_start: int, _end: int) -> None:
-    """What follows a copy if nothing is to be hashed."""
-
-
-def _pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None, behind: Behind) -> None:
+def _pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None, behind: Behind | None) -> None:
     if view.readonly or not view.c_contiguous or view.nbytes < layout.nbytes:
         raise ConfigurationError(f"Packing {layout!r} needs {layout.nbytes} contiguous, writable bytes.")
     tensors, base = ordered(weights, layout), address_of(view)
-    zero_gaps(layout, base)
+    if layout.gaps:
+        zero_gaps(layout, base)
     if pieces is None and _on_one_device(tensors):
         for first, last in _chunks(layout):
             _fill(layout, first, last, tensors, base)
@@ -112,7 +116,7 @@ class Move(Enum):
 
     #: One large tensor, as bytes.
     BYTES = "bytes"
-    #: A run of small tensors, as bytes, in one call. They are moved so if that was planned.
+    #: A run of small tensors, as bytes, in one call if they are many. They are moved so if that was planned.
     JOINED = "joined"
     #: One tensor or a run of them, by torch: what is no plain memory, is cast, or is a bool, which arrives as 0 or 1.
     BY_TORCH = "by torch"
@@ -197,14 +201,17 @@ class Pieces:
                 borrowed(places[index], layout.entries[index].nbytes) for index in range(step.first, step.last)
             ]
             for step in self._steps
-            if step.move is Move.JOINED
+            if step.move is Move.JOINED and step.last - step.first > FEW
         }
         self._parts = _parts(layout, chosen, torch.get_num_threads())
 
-    def fill(self, tensors: list[Tensor], base: int, behind: Behind) -> None:
+    def fill(self, tensors: list[Tensor], base: int, behind: Behind | None) -> None:
         """Copy all tensors into the buffer at `base`; call ``behind`` with each range of bytes once it is written."""
         for step in self._alone:
             self._fill_run(tensors, base, step)
+        if len(self._parts) == 1:
+            self._fill_part(tensors, base, behind, *self._parts[0])
+            return
         in_threads(partial(self._fill_part, tensors, base, behind), self._parts)
 
     def empty_into(self, tensors: list[Tensor], base: int, chosen: Sequence[int]) -> None:
@@ -221,18 +228,23 @@ class Pieces:
         entry = self._layout.entries[step.first]
         return step.move is Move.BY_TORCH and entry.nbytes >= LARGE and entry.dtype != "bool"
 
-    def _fill_part(self, tensors: list[Tensor], base: int, behind: Behind, start: int, end: int) -> None:
+    def _fill_part(self, tensors: list[Tensor], base: int, behind: Behind | None, start: int, end: int) -> None:
         followed = start
         for step in self._steps:
             if step.move is not Move.BYTES and start <= step.start < end:
                 self._fill_run(tensors, base, step)
-            for low, high in _cut(max(step.start, start), min(step.end, end), behind):
+            low, stop = max(step.start, start), min(step.end, end)
+            while low < stop:
+                # Where a digest follows the copy, chunk by chunk: what was just written is read from cache.
+                high = stop if behind is None else min(stop, low // DIGEST_CHUNK * DIGEST_CHUNK + DIGEST_CHUNK)
                 if step.move is Move.BYTES:
                     ctypes.memmove(base + low, self._places[step.first] - step.start + low, high - low)
-                if high - followed >= DIGEST_CHUNK:
+                if behind is not None and high - followed >= DIGEST_CHUNK:
                     behind(followed, high)
                     followed = high // DIGEST_CHUNK * DIGEST_CHUNK
-        behind(followed, end)
+                low = high
+        if behind is not None:
+            behind(followed, end)
 
     def _empty_part(self, tensors: list[Tensor], base: int, wanted: frozenset[int], start: int, end: int) -> None:
         for step in self._steps:
@@ -245,9 +257,14 @@ class Pieces:
                     ctypes.memmove(self._places[step.first] - step.start + low, base + low, high - low)
 
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
-        if step.move is Move.JOINED:
+        if step.first in self._joined:
             # Bytes without gradients: they are written in any mode.
             torch.cat(self._joined[step.first], out=borrowed(base + step.start, step.end - step.start))
+            return
+        if step.move is Move.JOINED:
+            for index in range(step.first, step.last):
+                entry = self._layout.entries[index]
+                _move(base + entry.offset, self._places[index], entry.nbytes)
             return
         into = kept_views(self._layout, base)[step.first : step.last]
         _copy(self._layout, step.first, into, tensors[step.first : step.last])
@@ -285,6 +302,8 @@ class SendPlan:
         self.layout: Layout = layout_of(weights, before.layout if before else None)
         #: The layout in which they are sent.
         self.sent: Layout = sent_layout(self.layout, wire_dtype)
+        #: The encoded layout, with the names of the tensors.
+        self.names: bytes = self.sent.encode()
         self._names = list(weights.tensors)
         self._slots = list(weights.slots)
         #: Where all of them are; None: in several places, or they are no plain tensors.
@@ -328,14 +347,6 @@ def _place_of(weights: Weights) -> torch.device | None:
 def _held(weights: Weights) -> list[int]:
     """The sizes of the tensors' storages, in bytes."""
     return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, weights.tensors.values())))
-
-
-def _cut(start: int, end: int, behind: Behind) -> Iterator[Part]:
-    """Cut bytes into the chunks of the digest, if it follows the copy."""
-    while start < end:
-        following = end if behind is _nothing else min(end, start // DIGEST_CHUNK * DIGEST_CHUNK + DIGEST_CHUNK)
-        yield start, following
-        start = following
 
 
 def digest_of_weights(weights: object) -> bytes:
@@ -433,16 +444,8 @@ def _on_one_device(tensors: list[Tensor]) -> bool:
 
 def zero_gaps(layout: Layout, base: int) -> None:
     """Write zeros into the gaps of the buffer at `base`."""
-    for start, end in _gaps(layout):
+    for start, end in layout.gaps:
         borrowed(base + start, end - start).zero_()
-
-
-def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yield the gaps between groups: bytes of no tensor, which the digest covers nevertheless."""
-    for group, following in zip(layout.groups, layout.groups[1:], strict=False):
-        end = group.offset + group.nbytes
-        if end < following.offset:
-            yield end, following.offset
 
 
 @lru_cache(maxsize=8)

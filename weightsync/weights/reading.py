@@ -63,14 +63,12 @@ def read_weights(source: object) -> Weights:
         LayoutError: a module's state dict has an entry that is neither a parameter, a persistent buffer nor extra
             state.
     """
-    if isinstance(source, nn.Module) and _may_merge(source) and isinstance(source, _Mergeable):
+    kind: Any = type(source)
+    # It is asked only where it is worthwhile: that takes a dozen calls in Python.
+    may_merge = isinstance(source, nn.Module) and ("merge_and_unload" in vars(source) or _kind_may_merge(kind))
+    if may_merge and isinstance(source, _Mergeable):
         source = copy.deepcopy(source).merge_and_unload()
     return read_live(source)
-
-
-def _may_merge(module: nn.Module) -> bool:
-    """Whether it is worth asking if a module can be merged: that takes a dozen calls in Python."""
-    return "merge_and_unload" in vars(module) or _kind_may_merge(type(module))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
@@ -106,18 +104,26 @@ def read_unchecked(source: object) -> tuple[Weights, dict[str, nn.Module]]:
     """The weights, and the modules that customise their state dict, by name: they may keep more than that."""
     weights, peculiar = Weights({}, {}), dict[str, nn.Module]()
     try:
-        _read_into(source, weights, peculiar)
+        if is_module(type(source)):  # type: ignore[arg-type]
+            assert isinstance(source, nn.Module)
+            _read_module(source, "", weights, peculiar)
+        else:
+            _read_other(source, weights)
     except RecursionError:
         raise ConfigurationError(f"The {_type_name(source)} contains itself or is nested too deep.") from None
     return weights, peculiar
 
 
-def _read_into(source: object, weights: Weights, peculiar: dict[str, nn.Module]) -> None:
+@lru_cache(maxsize=1024)
+def is_module(kind: type) -> bool:
+    """Whether weights of a type are read as those of a module."""
     # TensorDictParams is a module too, but its names are those of the TensorDict.
+    return issubclass(kind, nn.Module) and not issubclass(kind, TensorDictBase)
+
+
+def _read_other(source: object, weights: Weights) -> None:
     if isinstance(source, TensorDictBase):
         _read_tensordict(source, "", weights)
-    elif isinstance(source, nn.Module):
-        _read_module(source, "", weights, peculiar)
     elif isinstance(source, Mapping):
         _read_mapping(source, "", weights)
     else:
@@ -227,7 +233,6 @@ def _type_name(value: object) -> str:
 class _Plan:
     """The names, shapes and dtypes of a layout, prepared for fast comparison with tensors."""
 
-    names: tuple[str, ...]
     known: frozenset[str]
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
@@ -236,15 +241,14 @@ class _Plan:
 
 @lru_cache(maxsize=64)
 def _plan(layout: Layout) -> _Plan:
-    names = tuple(entry.name for entry in layout.entries)
     shapes = [entry.shape for entry in layout.entries]
     dtypes = [DTYPES[entry.dtype] for entry in layout.entries]
-    return _Plan(names, frozenset(names), shapes, dtypes, [entry.nbytes for entry in layout.entries])
+    return _Plan(frozenset(layout.names), shapes, dtypes, [entry.nbytes for entry in layout.entries])
 
 
 def ordered(weights: Weights, layout: Layout) -> list[Tensor]:
     """Return the tensors in the order of the layout, which must be their layout."""
-    return list(map(weights.tensors.__getitem__, _plan(layout).names))
+    return list(map(weights.tensors.__getitem__, layout.names))
 
 
 def layout_of(weights: Weights, known: Layout | None = None) -> Layout:

@@ -80,6 +80,7 @@ class DestinationPlan:
         sharing: which tensors share memory.
         mappable: parameters that may become views of other memory, each with the index of the entry that it is to
             view: its own, or that of the first parameter it is tied to.
+        parameters: the mappable ones, in their order.
         devices: the devices whose kernels read or write the tensors; empty if they are on the host.
         mapped: the memory of the mapped parameters, if a swap has mapped them.
         family: the same for all plans of tensors that have not changed but by swaps.
@@ -91,6 +92,7 @@ class DestinationPlan:
     form: Form
     sharing: Sharing
     mappable: dict[int, int]
+    parameters: list[Tensor]
     devices: tuple[Device, ...] = ()
     mapped: _Mapped | None = None
     family: object = field(default_factory=object)
@@ -105,17 +107,17 @@ class DestinationPlan:
     def moved(self, form: Form, mapped: _Mapped | None = None) -> DestinationPlan:
         """The plan once parameters have other memory, of this form: that of ``mapped``, or their own."""
         kept = self.weights, self.layout, self.tensors
-        return DestinationPlan(*kept, form, self.sharing, self.mappable, self.devices, mapped, self.family)
+        sharing, parameters = self.sharing, self.parameters
+        return DestinationPlan(*kept, form, sharing, self.mappable, parameters, self.devices, mapped, self.family)
 
-    def refuse_unwritable(self) -> None:
-        """Raise LayoutError for a tensor in which several elements share one place in memory."""
-        for index in self.sharing.expanded:
-            name = self.layout.entries[index].name
-            raise LayoutError(
-                f"'{name}' of the destination is expanded: several of its elements share one place in memory, so it "
-                "cannot be written. Replace it by its .clone().",
-                mismatched={name: "expanded"},
-            )
+    def unwritable(self, expanded: int) -> LayoutError:
+        """The error for a tensor in which several elements share one place in memory."""
+        name = self.layout.entries[expanded].name
+        return LayoutError(
+            f"'{name}' of the destination is expanded: several of its elements share one place in memory, so it cannot "
+            "be written. Replace it by its .clone().",
+            mismatched={name: "expanded"},
+        )
 
     def refuse_disagreement(self, values: list[Tensor]) -> None:
         """Raise LayoutError if tensors that share memory would get different values."""
@@ -158,7 +160,8 @@ def plan_for(destination: object, before: DestinationPlan | None = None, read: R
     _refuse_shared_with_others(weights, layout, tensors)
     may_be_mapped = mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
     form = Form(weights.tensors.values())
-    return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, devices_of(tensors))
+    parameters = [tensors[index] for index in may_be_mapped]
+    return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, parameters, devices_of(tensors))
 
 
 def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
@@ -314,7 +317,9 @@ class Target:
             ProtocolError: payload or extras do not match the layout.
         """
         decoded = self._decoded(layout, payload, extras)
-        plan = self._plan if self._plan.layout == layout else self._refreshed_plan()
+        plan = self._plan
+        if plan.layout is not layout and plan.layout != layout:
+            plan = self._refreshed_plan()
         return Staged(layout, payload, decoded, self._validated(plan, layout, payload))
 
     def swap(self, staged: Staged) -> None:
@@ -387,7 +392,7 @@ class Target:
             fits = payload.nbytes == layout.nbytes and payload.c_contiguous
         if not fits:
             raise ProtocolError(f"A payload of {payload.nbytes} bytes arrived for {layout!r}.")
-        decoded = decode_extras(extras)
+        decoded = decode_extras(extras) if extras else {}
         if tuple(sorted(decoded)) != layout.extras:
             raise ProtocolError(
                 f"Extra state arrived for {sorted(decoded)}, but the layout lists {list(layout.extras)}."
@@ -400,10 +405,11 @@ class Target:
 
     @staticmethod
     def _validated(plan: DestinationPlan, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
-        misfit = plan.layout.misfit(layout)
+        misfit = None if plan.layout is layout else plan.layout.misfit(layout)
         if misfit is not None:
             raise misfit
-        plan.refuse_unwritable()
+        if plan.sharing.expanded:
+            raise plan.unwritable(plan.sharing.expanded[0])
         if plan.sharing.ties or plan.sharing.overlaps:
             with torch.inference_mode():
                 if isinstance(payload, DeviceMemory):
@@ -424,15 +430,19 @@ class Target:
         if not self._may_map(plan, staged.payload):
             self._leave_slot(plan, undo)
             return None
-        parameters = [plan.tensors[index] for index in plan.mappable]
-        # In inference mode, which the caller may be in, a parameter's data cannot be replaced by a normal tensor.
-        with torch.inference_mode(False):
-            mapped = self._kept(plan.layout, staged.payload)
-            mapped.prepare(plan)
-            undo.remember(parameters, plan.mapped.memory if plan.mapped else None)
-            for parameter, data in zip(parameters, mapped.memory, strict=True):
-                parameter.data = data
-            torch.autograd.graph.increment_version(parameters)
+        if torch.is_inference_mode_enabled():
+            # There, a parameter's data cannot be replaced by a normal tensor.
+            with torch.inference_mode(False):
+                return self._point(plan, staged, undo)
+        return self._point(plan, staged, undo)
+
+    def _point(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> _Mapped:
+        mapped = self._kept(plan.layout, staged.payload)
+        mapped.prepare(plan)
+        undo.remember(plan.parameters, plan.mapped.memory if plan.mapped else None)
+        for parameter, data in zip(plan.parameters, mapped.memory, strict=True):
+            parameter.data = data
+        torch.autograd.graph.increment_version(plan.parameters)
         return mapped
 
     def _leave_slot(self, plan: DestinationPlan, undo: _Undo) -> None:

@@ -17,6 +17,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.weights.layout import ITEMSIZES
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # a torch without them: `Form` reads each trait
+    TensorGuards = None  # type: ignore[assignment, misc]
+
 #: Name to torch dtype, for the dtypes that this version of torch has.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {name: getattr(torch, name) for name in ITEMSIZES if name in vars(torch)}
@@ -41,13 +46,32 @@ class Form:
     def __init__(self, tensors: Collection[Tensor]) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors))
         self._traits = _traits(tensors)
+        self._guards = _guards_of(tensors)
 
     def fits(self, tensors: Collection[Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same form."""
         try:
-            return list(map(Tensor.data_ptr, tensors)) == self._addresses and _traits(tensors) == self._traits
+            if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+                return False
+            if self._guards is not None and self._guards.check(*tensors):
+                return True
+            fits = _traits(tensors) == self._traits
         except RuntimeError:  # one of them is sparse by now
             return False
+        if fits and self._guards is not None:  # other tensors need a gradient by now, or this is another mode
+            self._guards = _guards_of(tensors)
+        return fits
+
+
+def _guards_of(tensors: Collection[Tensor]) -> TensorGuards | None:
+    """What torch's compiler knows tensors by: it checks in one call what `_traits` reads one by one. It refers to none.
+
+    It also checks which of them need a gradient, and torch's modes: if it fails, nothing follows. None: this torch has
+    no such guards, or a tensor is given twice, which they never pass.
+    """
+    if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
+        return None
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def _traits(tensors: Collection[Tensor]) -> tuple[object, ...]:
@@ -185,5 +209,7 @@ def borrowed(address: int, nbytes: int) -> Tensor:
 
 def address_of(view: memoryview) -> int:
     """The address of a contiguous `view`, read-only or not; 0 if it is empty."""
+    if view.nbytes and not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     # Its `ctypes.data` is the same number, two calls of Python later.
     return int(numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]) if view.nbytes else 0

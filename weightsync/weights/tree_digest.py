@@ -54,8 +54,11 @@ class ChunkHashes:
     def combined(self, extras: bytes) -> bytes:
         """The digest, once the whole buffer is filled. Hashes what `reach` has left, such as chunks of two threads."""
         left = [index for index, found in enumerate(self._found) if not found]
-        parts = shares(len(left) * CHUNK, CHUNK, torch.get_num_threads())
-        in_threads(lambda start, end: self._hash(left[start // CHUNK : end // CHUNK]), parts)
+        if len(left) * CHUNK < 2 * LEAST:
+            self._hash(left)
+        else:
+            parts = shares(len(left) * CHUNK, CHUNK, torch.get_num_threads())
+            in_threads(lambda start, end: self._hash(left[start // CHUNK : end // CHUNK]), parts)
         return combined(self._nbytes, self._found, extras)
 
 

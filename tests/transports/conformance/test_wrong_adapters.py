@@ -317,15 +317,11 @@ class NeverPins(Wrong):
 class _Unpinned(Buffer):
     def __init__(self, real: Buffer) -> None:
         super().__init__(0)
-        self.real = real
+        self.real, self.nbytes = real, real.nbytes
 
     @property
     def view(self) -> memoryview:
         return self.real.view
-
-    @property
-    def nbytes(self) -> int:
-        return self.real.nbytes
 
 
 class Silent(Wrong):

@@ -38,15 +38,15 @@ class Process(AwaitedProcess):
 
 def test_a_process_is_watched_once_it_has_started() -> None:
     fleet, process, link = plain(), Process(), Scripted()
-    assert not fleet.driver.awaits_processes
+    assert fleet.driver.awaited == 0
     fleet.driver.join(1, link, process)
     fleet.driver.pump()
-    assert (fleet.driver.awaits_processes, link.watched) == (True, [])
+    assert (fleet.driver.awaited, link.watched) == (1, [])
 
     process.known = (77, 88)
     fleet.driver.pump()
     fleet.driver.pump()
-    assert (fleet.driver.awaits_processes, link.watched) == (False, [(77, 88)])
+    assert (fleet.driver.awaited, link.watched) == (0, [(77, 88)])
 
 
 def test_processes_are_awaited_until_the_last_has_started() -> None:
@@ -113,7 +113,7 @@ def test_a_process_that_cannot_be_watched_or_has_ended_is_its_workers_loss() -> 
     fleet.driver.pump()
 
     assert (fleet.reason(1), fleet.reason(2)) == ("no descriptor", "it has ended")
-    assert not fleet.driver.awaits_processes
+    assert fleet.driver.awaited == 0
     assert fleet.driver.links() == [fleet.links[0]]
     assert links[1].watched == []
 
@@ -134,7 +134,7 @@ def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
     assert driver.awaits_processes
     fleet.driver.remove(2, "not needed")
 
-    assert not fleet.driver.awaits_processes
+    assert fleet.driver.awaited == 0
     assert (set(driver._links), set(driver.hearing.first)) == ({3, 4}, set())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,9 +67,20 @@ def called(call: Callable[[], Any]) -> list[str]:
     return names
 
 
+@contextlib.contextmanager
+def swapping(lock: ServingLock, timeout: float = 0.0) -> Iterator[bool]:
+    """Hold the lock as a swap does, if it is to be had."""
+    got = lock.begin_swap(timeout)
+    try:
+        yield got
+    finally:
+        if got:
+            lock.end_swap()
+
+
 def free(lock: ServingLock) -> bool:
     """Whether a swap could have the model now."""
-    with lock.swapping() as got:
+    with swapping(lock) as got:
         return got
 
 
@@ -86,15 +98,15 @@ def test_a_swap_waits_for_no_forward_unless_it_is_told_to(lock: ServingLock, bes
 
 def test_a_swap_that_may_wait_goes_on_when_the_last_forward_ends(lock: ServingLock, beside: Beside) -> None:
     def swap() -> bool:
-        with lock.swapping(PATIENCE) as got:
+        with swapping(lock, PATIENCE) as got:
             return got
 
     lock.enter()
-    swapping = beside.begin(swap)
+    waiting = beside.begin(swap)
     with pytest.raises(StillWaiting):
-        swapping.result(WHILE)
+        waiting.result(WHILE)
     lock.leave()
-    assert swapping.result(PATIENCE) is True
+    assert waiting.result(PATIENCE) is True
 
 
 def test_who_serves_a_model_does_not_get_it_for_a_swap(lock: ServingLock) -> None:
@@ -104,7 +116,7 @@ def test_who_serves_a_model_does_not_get_it_for_a_swap(lock: ServingLock) -> Non
     assert free(lock) is True
 
 
-@pytest.mark.parametrize("hold", [lambda lock: lock.swapping(), lambda lock: lock.alone(Deadline(0), "ask")])
+@pytest.mark.parametrize("hold", [swapping, lambda lock: lock.alone(Deadline(0), "ask")])
 def test_a_forward_waits_for_whoever_has_the_model_alone(lock: ServingLock, beside: Beside, hold: Any) -> None:
     with hold(lock):
         assert (free(lock), beside.does(lambda: free(lock))) == (False, False)
@@ -153,7 +165,7 @@ def test_alone_waits_for_a_swap_and_for_others_that_serve(lock: ServingLock, bes
         asking.result(WHILE)
     lock.leave()
     assert asking.result(PATIENCE) is True
-    with lock.swapping() as got:
+    with swapping(lock) as got:
         assert got
         asking = beside.begin(alone)
         with pytest.raises(StillWaiting):
@@ -192,7 +204,7 @@ def test_a_swap_that_gives_up_waiting_does_not_keep_another_from_being_woken() -
     lock, (first, second) = ServingLock(), (Beside(), Beside())
 
     def swap(timeout: float) -> bool:
-        with lock.swapping(timeout) as alone:
+        with swapping(lock, timeout) as alone:
             return alone
 
     lock.enter()

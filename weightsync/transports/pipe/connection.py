@@ -217,7 +217,10 @@ class Channel:
         """
         with self._lock:
             self._read(box)
-            frames = box.collect() if box.frames or box.signalled else []
+            if box.signalled:
+                box.unsignal()
+            frames = list(box.frames)
+            box.frames.clear()
             if self._deaf is None:
                 if self._sorter.unmet:
                     self._answer_unmet()

@@ -109,9 +109,9 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
             _require_whole(message, payload)
             control = framed_updates.make(message)
         token = object()
-        done = partial(payload.unpin, token)
+        done = partial(payload.pins.discard, token)
         frame = Outgoing(control, payload.view[: message.nbytes], done=done)
-        payload.pin(token)
+        payload.pins.add(token)
         self._pins.hold(message, None)
         self._channel.write(self._peer, frame)
 

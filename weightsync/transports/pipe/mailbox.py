@@ -38,14 +38,10 @@ class Mailbox:
             self.signalled = True
             self.waker.fire()
 
-    def collect(self) -> list[Frame]:
-        """Take out everything."""
-        if self.signalled:
-            self.signalled = False
-            self.waker.clear()
-        frames = list(self.frames)
-        self.frames.clear()
-        return frames
+    def unsignal(self) -> None:
+        """Its owner takes out everything now."""
+        self.signalled = False
+        self.waker.clear()
 
 
 class Sorter:

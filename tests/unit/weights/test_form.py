@@ -1,0 +1,146 @@
+"""A form knows tensors again, and whatever about them is another by now: with torch's guards and without."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weightsync.weights import tensors as module
+from weightsync.weights.tensors import Form
+
+
+@pytest.fixture(params=["with torch's guards", "without"], autouse=True)
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether this torch has guards of tensors."""
+    if request.param == "without":
+        monkeypatch.setattr(module, "TensorGuards", None)
+    return request.param != "without"
+
+
+def some() -> list[Tensor]:
+    return [
+        nn.Parameter(torch.randn(4, 4)),
+        nn.Parameter(torch.randn(2, 6)[:, :3], requires_grad=False),
+        torch.arange(8.0),
+        torch.randn(3, dtype=torch.complex64),
+        torch.empty(0, 2),
+    ]
+
+
+def moved(tensors: list[Tensor]) -> None:
+    tensors[0].data = tensors[0].data + 1
+
+
+def reshaped(tensors: list[Tensor]) -> None:
+    tensors[0].data = tensors[0].data.view(2, 8)
+
+
+def transposed(tensors: list[Tensor]) -> None:
+    tensors[0].data = tensors[0].data.t()
+
+
+def cast(tensors: list[Tensor]) -> None:
+    tensors[2].data = tensors[2].data.view(torch.int32)
+
+
+def negated(tensors: list[Tensor]) -> None:
+    tensors[2].data = torch._neg_view(tensors[2].data)
+
+
+def conjugated(tensors: list[Tensor]) -> None:
+    tensors[3].data = tensors[3].data.conj()
+
+
+def freed(tensors: list[Tensor]) -> None:
+    tensors[2].untyped_storage().resize_(0)
+
+
+def made_sparse(tensors: list[Tensor]) -> None:
+    tensors[2] = tensors[2].to_sparse()
+
+
+def one_less(tensors: list[Tensor]) -> None:
+    tensors.pop()
+
+
+def one_more(tensors: list[Tensor]) -> None:
+    tensors.append(torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [moved, reshaped, transposed, cast, negated, conjugated, freed, made_sparse, one_less, one_more],
+    ids=lambda each: each.__name__,
+)
+def test_what_is_another_by_now_does_not_fit(change: Callable[[list[Tensor]], None]) -> None:
+    tensors = some()
+    form = Form(tensors)
+    assert form.fits(tensors)
+    change(tensors)
+
+    assert not form.fits(tensors)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        contextlib.nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ],
+    ids=["usual", "no_grad", "inference_mode", "autocast"],
+)
+def test_other_values_fit_in_any_mode(mode: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    tensors = some()
+    form = Form(tensors)
+    for tensor in tensors:
+        tensor.data.mul_(2)
+
+    with mode():
+        assert form.fits(tensors)
+    assert form.fits(tensors)
+
+
+def test_a_tensor_that_needs_a_gradient_by_now_fits_and_is_known_by_that(guards: bool) -> None:
+    tensors = some()
+    form = Form(tensors)
+    tensors[2].requires_grad_()
+
+    assert form.fits(tensors)
+    assert guards == (form._guards is not None and form._guards.check(*tensors))
+
+
+def test_a_tensor_that_is_listed_twice_fits_as_long_as_it_stays() -> None:
+    tensors = some()
+    tensors.append(tensors[0])
+    form = Form(tensors)
+
+    assert form.fits(tensors)
+    reshaped(tensors)
+    assert not form.fits(tensors)
+
+
+def test_a_tensor_that_takes_the_place_of_another_in_the_list_does_not_fit() -> None:
+    tensors = some()
+    form = Form(tensors)
+    tensors[0], tensors[1] = tensors[1], tensors[0]
+
+    assert not form.fits(tensors)
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    tensors = some()
+    form = Form(tensors)
+    assert form.fits(tensors)
+    held = [weakref.ref(tensor) for tensor in tensors]
+    del tensors
+    gc.collect()
+
+    assert [each() for each in held] == [None] * 5
