@@ -119,14 +119,3 @@ def test_memory_that_is_not_mapped_for_it_is_not_pinned() -> None:
     mapping = Mapping(segment.fd)
 
     assert (mapping.pinnable, mapping.pinned(8, read), read.asked) == (False, None, [])
-
-
-def test_what_the_kernel_knows_of_pages_is_read_through_a_descriptor_that_no_other_program_inherits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    segment, read, inherited = Segment(LARGE), os.pread, []
-    mapping = Mapping(segment.fd)
-    monkeypatch.setattr(os, "pread", lambda fd, *where: (inherited.append(os.get_inheritable(fd)), read(fd, *where))[1])
-    mapping.remap()
-
-    assert inherited == [False]
