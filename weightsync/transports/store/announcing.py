@@ -28,6 +28,10 @@ _NO_RECEIVER: Final = (
     "rank {rank} has a receiver of {known} in this store, and none of {model_id!r} so far: "
     "give both sides the same model_id"
 )
+_UNTAKEN: Final = (
+    "nobody has taken the link at rank {rank} of this store: is its process running, has it called "
+    "init_on_worker(..., rank={rank}) with the same store, and does it call receive()?"
+)
 #: Identifies a worker: the store's host and port, and the worker's key there.
 Where = tuple[str, int, str]
 
@@ -107,7 +111,8 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
         return known and _NO_RECEIVER.format(rank=rendezvous.rank, known=known, model_id=model_id)
 
     guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, identity, peer)
-    side = Side(0, "down", "up", peer, announce, withdraw, wait_for_others, remark=remark)
+    untaken = _UNTAKEN.format(rank=rendezvous.rank)
+    side = Side(0, "down", "up", peer, announce, withdraw, wait_for_others, remark=remark, untaken=untaken)
     try:
         return StoreLink(rendezvous, name, side, guard)
     except BaseException:
