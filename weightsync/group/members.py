@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
+from weightsync.protocol.sender import Entry
 from weightsync.transports.base import SLICE, Link
 
 logger = logging.getLogger("weightsync")
@@ -267,6 +268,10 @@ class Member:
 
 class Feed(Protocol):
     """What sends the workers their weights."""
+
+    @property
+    def workers(self) -> Mapping[int, Entry]:
+        """What is known of each worker."""
 
     def transports(self) -> Mapping[int, Link]:
         """The links that are open, by worker."""

@@ -214,7 +214,7 @@ def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
     """Take the trainer's link.
 
     Raises:
-        ConfigurationError: the trainer's weights do not fit this worker's model.
+        ConfigurationError: this worker refused the trainer's weights.
         TransportError: the trainer cannot be reached, or is gone.
     """
     try:
@@ -223,9 +223,9 @@ def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
         if not receiver.last_refusal:
             raise
         raise ConfigurationError(
-            f"the trainer's weights do not fit the model of this worker, which serves none of them. "
-            f"{receiver.last_refusal} Have make_model= make the trainer's model, with the same names and shapes; a rank "
-            "gives run_worker() such a model."
+            f"this worker refused the trainer's weights before its first version: {receiver.last_refusal} If they do "
+            "not fit, have make_model= make a model with the same names and shapes as the trainer's; a rank gives "
+            "run_worker() such a model."
         ) from error
 
 

@@ -176,7 +176,10 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
     made.sends()
     unread = "it has not read all that was sent to it"
     never = ["never connected", "no version of ours is known to be served", "it was never heard from", unread]
-    never.append("is its process running, has it a receiver (init_on_worker() or init_on_receiver()), and does it call receive()?")
+    never.append(
+        "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), "
+        "and does it call receive()?"
+    )
     assert reason_of(made, 0) == never
     made.fleet.receives(0, hello())
     made.fleet.receives(1, ack(1))

@@ -783,7 +783,8 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
     assert never == (
         "never connected; no version of ours is known to be served; it was never heard from; "
         "it has not read all that was sent to it; "
-        "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), and does it call receive()?"
+        "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), "
+        "and does it call receive()?"
     )
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"

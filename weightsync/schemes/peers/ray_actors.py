@@ -121,7 +121,9 @@ def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
     if optional(method, "remote") is not MISSING:
         return
     kind = endpoint if isinstance(endpoint, type) else type(endpoint)
-    made = "its remote(...)" if optional(endpoint, "remote") is not MISSING else f"ray.remote({kind.__name__}).remote(...)"
+    made = (
+        "its remote(...)" if optional(endpoint, "remote") is not MISSING else f"ray.remote({kind.__name__}).remote(...)"
+    )
     raise ConfigurationError(
         f"{peer} is {'the class' if isinstance(endpoint, type) else 'an object of the class'} {kind.__name__}, and no "
         f"running actor: give the handle that {made} returns. Nothing was sent."
