@@ -182,6 +182,8 @@ class WorkerFailedError(WeightSyncError):
     ) -> None:
         served = "" if version is None else f" while it served version {version}"
         advice = "The other workers keep running. Give the group max_restarts= to have failed workers restarted."
+        if reason.endswith("SIGKILL"):
+            advice = f"If you did not kill it, the machine may have run out of memory: see the kernel's log. {advice}"
         lines = [
             f"worker {worker} failed{served}, after {restarts} restarts: {reason}",
             remote_traceback.rstrip(),

@@ -382,8 +382,8 @@ class WeightReceiver(Participant):
 
     @property
     def last_refusal(self) -> str:
-        """Why the last refused version could not be applied; empty if none was refused."""
-        return self._applier.last_refusal
+        """Why the last refused version could not be applied, or else a handshake was refused; empty if neither was."""
+        return self._applier.last_refusal or self._driver.turned_away
 
     @property
     def broken(self) -> WeightSyncError | None:

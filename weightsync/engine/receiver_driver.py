@@ -56,6 +56,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.ended = ""
         #: The error that a caller gets then.
         self.ended_as: type[TransportError] = TransportError
+        #: Why the last handshake that was refused was; empty if none was.
+        self.turned_away = ""
         #: The link that failed most recently when it was written to.
         self._unwritable = 0
         #: The Hello of the sender whose handshake was accepted last; None if none was.
@@ -150,6 +152,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended, self.ended_as = f"its handshake was refused: {reason}", TransportError
+                self.turned_away = reason
                 self._write(link, self._refusal((incarnation, 0), kind, reason))
             case pure.Disown(link, incarnation, kind, reason, trace):
                 said = self._refusal((incarnation, 0), kind, reason)

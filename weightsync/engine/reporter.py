@@ -158,9 +158,11 @@ class Reporter:
 
 _APPLY_S = attrgetter("apply_s")
 #: What a caller looks at first if a worker has never connected.
-_ABSENT = "is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?"
+_ABSENT = (
+    "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), and does it call receive()?"
+)
 _READ = {
-    True: "it has read the update",
+    True: "it has read the update, and applies it when no step is in progress",
     False: "it has not read all that was sent to it",
     None: "whether it has read the update is unknown",
 }

@@ -19,7 +19,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from weightsync.errors import SenderClosed
+from weightsync.errors import ConfigurationError, SenderClosed
 from weightsync.transports.process import forget_after_fork
 
 _LENGTH: Final = struct.Struct(">Q")
@@ -232,8 +232,9 @@ class WorkerEnd:
 
         Raises:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
+            ConfigurationError: the value cannot be pickled. Nothing was sent.
         """
-        frame = Put(versions, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        frame = Put(versions, _pickled(value))
         self._listen(wait=0)
         while not self._room and not self._ended:
             self._listen(wait=_LOOK)
@@ -279,6 +280,17 @@ class WorkerEnd:
     def close(self) -> None:
         """Close it."""
         self._sock.close()
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # pickle raises several kinds, and a value's own methods any
+        raise ConfigurationError(
+            f"put() was given a {type(value).__name__} that cannot be pickled ({type(error).__name__}: {error}): put "
+            "tensors, arrays, numbers, and containers and classes that a module defines at its top level. Nothing was "
+            "sent."
+        ) from error
 
 
 def _received(sock: socket.socket) -> bytes:

@@ -435,7 +435,13 @@ class WorkerGroup:
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:
             allowed = {State.UNINITIALIZED: ["start"], State.READY: ["send", "results", "close"]}.get(self._state, [])
-            raise StateError("worker group", self._state.value, asked, allowed)
+            raise StateError("worker group", self._state.value, asked, allowed, _HINTS.get(self._state, ""))
+
+
+_HINTS = {
+    State.UNINITIALIZED: "no worker runs yet. Enter the group by `with`, or call start(), first.",
+    State.CLOSED: "the group has ended its workers, and starts no others. Make a new WorkerGroup.",
+}
 
 
 def _too_late(members: Mapping[int, Member]) -> str:

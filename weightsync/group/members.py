@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
+from weightsync.protocol.sender import Entry
 from weightsync.transports.base import SLICE, Link
 
 logger = logging.getLogger("weightsync")
@@ -223,15 +224,19 @@ class Member:
         """Whether its process is dead, which is not yet judged."""
         return self.running is not None and self.running.process.dead
 
-    def died(self) -> WorkerFailedError | None:
-        """Its process is dead, and its last words were read. Returns the error of that life, if it failed."""
+    def died(self, served: int | None = None) -> WorkerFailedError | None:
+        """Its process is dead, and its last words were read. Returns the error of that life, if it failed.
+
+        Args:
+            served: the version that it last served, as far as the sender knows; None: none, or unknown.
+        """
         word, how = self._last_word, self._reason
         if self.running is not None and not how:
             how = self.running.process.how_it_ended(self.life is not MemberState.STARTING)
         self.release()
         if isinstance(word, Finished):
             return None
-        trace, version = ("", None) if word is None else (word.remote_traceback, word.version)
+        trace, version = ("", served) if word is None else (word.remote_traceback, word.version)
         error = WorkerFailedError(self.index, how if word is None else word.reason, trace, version, self.restarts)
         if self.restarts < self._rules.max_restarts:
             delay = min(self._rules.restart_delay * 2**self.restarts, _LONGEST_DELAY)
@@ -263,6 +268,10 @@ class Member:
 
 class Feed(Protocol):
     """What sends the workers their weights."""
+
+    @property
+    def workers(self) -> Mapping[int, Entry]:
+        """What is known of each worker."""
 
     def transports(self) -> Mapping[int, Link]:
         """The links that are open, by worker."""
@@ -312,9 +321,14 @@ class Members:
             dead = member.dead  # looked up first: what a dead worker has said is then read to its end
             self.results += member.read()
             if dead:
-                self._failed(member, member.died())
+                self._failed(member, member.died(self._served(member.index)))
             else:
                 member.judge(member.untaken >= self._capacity or self._is_stale(member.index))
+
+    def _served(self, index: int) -> int | None:
+        feed = self._feed()
+        entry = None if feed is None else feed.workers.get(index)
+        return None if entry is None else entry.served or None
 
     def _failed(self, member: Member, error: WorkerFailedError | None) -> None:
         if error is not None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.errors import SenderClosed, TransportError, WeightSyncError
+from weightsync.errors import ConfigurationError, SenderClosed, TransportError, WeightSyncError
 from weightsync.group.channel import Failed, Finished, Started, WorkerEnd
 from weightsync.group.function import require_made, require_ran
 from weightsync.group.steps import LOOK_SECONDS, Announced, Staleness, Steps
@@ -82,6 +82,7 @@ class Worker:
 
         Raises:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
+            ConfigurationError: the item cannot be pickled. Nothing was sent.
         """
         self._channel.put(item, self._steps.versions())
 
@@ -200,13 +201,32 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
     chosen = {} if plan.names is None else {"names": plan.names}
     scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **chosen, **job.reach)
     listening()
-    scheme.connect()
     receiver = scheme.get_receiver()
+    _connect(scheme, receiver)
     _await_weights(receiver, channel)
     steps = Steps(receiver, channel if announced is None else announced, plan.staleness, lambda: channel.stopped)
     steps.guard(model)
     channel.say(Started())
     require_ran(plan.run, plan.run(Worker(job, receiver, steps, channel)))
+
+
+def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
+    """Take the trainer's link.
+
+    Raises:
+        ConfigurationError: this worker refused the trainer's weights.
+        TransportError: the trainer cannot be reached, or is gone.
+    """
+    try:
+        scheme.connect()
+    except TransportError as error:
+        if not receiver.last_refusal:
+            raise
+        raise ConfigurationError(
+            f"this worker refused the trainer's weights before its first version: {receiver.last_refusal} If they do "
+            "not fit, have make_model= make a model with the same names and shapes as the trainer's; a rank gives "
+            "run_worker() such a model."
+        ) from error
 
 
 def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:

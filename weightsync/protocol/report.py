@@ -325,6 +325,8 @@ _ADVICE = {
     OutcomeKind.LOST: (
         "Lost workers remain among the workers: add_worker() reconnects one on a new link, remove_worker() removes it."
     ),
-    OutcomeKind.REFUSED: "Workers that refused still serve their previous version.",
+    OutcomeKind.REFUSED: (
+        "Workers that refused still serve their previous version. Correct what they refused, and send again."
+    ),
     OutcomeKind.ABANDONED: "Workers may still apply an abandoned update; the next send replaces it.",
 }

@@ -48,7 +48,11 @@ def _step(parent: Any, part: str, path: str, before: str) -> Any:
     except Exception as error:  # a property of the user's may raise anything
         where = f"'{before}'" if before else "the context"
         kind = type(parent).__name__
-        message = f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): {_text(error)}"
+        message = (
+            f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): "
+            f"{_text(error).rstrip('.')}. Set it before weights are sent, or give both sides the model_id that is the "
+            "model's path there."
+        )
         raise ModelPathError(message, path, part) from error
 
 

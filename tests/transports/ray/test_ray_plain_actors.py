@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray_fleet import PATIENCE, Collector, Stranger, init_by_hand, ray, small
 
-from weightsync import Evidence, RayTransport, RayWeightSyncScheme, WorkerLostError
+from weightsync import ConfigurationError, Evidence, RayTransport, RayWeightSyncScheme, WorkerLostError
 
 
 def get(ref: Any) -> Any:
@@ -30,6 +30,17 @@ def collector(actors: dict[str, Any]) -> Any:
 def stranger(actors: dict[str, Any]) -> Any:
     get(actors["Stranger"].start_over.remote())
     return actors["Stranger"]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(Collector, "the class Collector"), (Collector(), "an object of the class Collector")]
+)
+def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, kind: str) -> None:
+    with (
+        RayWeightSyncScheme() as scheme,
+        pytest.raises(ConfigurationError, match=rf"worker 0 is {kind}, and no running actor: .*remote\(Collector\)"),
+    ):
+        scheme.init_on_sender("policy", remote_collectors=[given], model=small(1.0))
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])

@@ -111,6 +111,14 @@ def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:
     gives_up(waiting)
 
 
+def test_a_rank_that_nobody_takes_is_named_with_what_to_look_at(store: Any) -> None:
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
+        report = scheme.get_sender().send(timeout=0, on_failure="report")
+    assert "nobody has taken the link at rank 1 of this store: is its process running" in report[0].reason
+    assert "init_on_worker(..., rank=1)" in report[0].reason
+
+
 def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
     store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,7 +128,9 @@ def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
         theirs.init_on_worker("critic", store=store, rank=1, model=nn.Linear(2, 2))
         sender = ours.get_sender()
         sender.send_async()
-        while "model 'critic': a sender of 'policy' waits" not in caplog.text or not sender._driver.remark(0):
+        while "model 'critic': a sender of 'policy' waits" not in caplog.text or "critic" not in sender._driver.remark(
+            0
+        ):
             sender.poll()
         report = sender.wait_async(timeout=0, on_failure="report")
 

@@ -176,7 +176,10 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
     made.sends()
     unread = "it has not read all that was sent to it"
     never = ["never connected", "it is not known to serve a version", "it was never heard from", unread]
-    never.append("is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?")
+    never.append(
+        "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), "
+        "and does it call receive()?"
+    )
     assert reason_of(made, 0) == never
     made.fleet.receives(0, hello())
     made.fleet.receives(1, ack(1))
@@ -191,7 +194,7 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
         connected,
         "it last served version 1",
         silent,
-        "it has read the update",
+        "it has read the update, and applies it when no step is in progress",
         "it is asleep",
     ]
     assert made.reporter.so_far(TIMED_OUT)[0].kind is TIMED_OUT

@@ -83,6 +83,10 @@ def put_pids_and_hang(worker: Worker) -> None:
         time.sleep(600)
 
 
+def put_what_cannot_be_pickled(worker: Worker) -> None:
+    worker.put(lambda: 3)
+
+
 def put_for_ever(worker: Worker) -> None:
     """Fill the channel with large results, and look at nothing else."""
     while True:

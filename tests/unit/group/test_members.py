@@ -101,6 +101,7 @@ class Feed:
 
     def __init__(self, link: Link) -> None:
         self.link: Any = link
+        self.workers: dict[int, Any] = {}
         self.drives = 0
 
     def transports(self) -> dict[int, Any]:

@@ -783,11 +783,12 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
     assert never == (
         "never connected; it is not known to serve a version; it was never heard from; "
         "it has not read all that was sent to it; "
-        "is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?"
+        "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), "
+        "and does it call receive()?"
     )
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"
-    assert read == answered + "it has read the update"
+    assert read == answered + "it has read the update, and applies it when no step is in progress"
 
 
 def test_a_worker_whose_process_was_never_started_is_named_with_what_to_do(scheme_class: Any) -> None:

@@ -105,14 +105,29 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
 
     An actor that has none of them may have initialised one of our schemes: it is called by Ray's ``__ray_call__``.
 
-    Raises ConfigurationError: it is no actor, and has none of them.
+    Raises ConfigurationError: it is no actor.
     """
     for name in (*methods, RUN):
         for actor in (endpoint, optional(endpoint, "_actor")):
             method = MISSING if actor is MISSING else optional(actor, name)
             if method is not MISSING:
+                _require_remote(endpoint, method, peer)
                 return name, method
     raise ConfigurationError(f"{_no_method(endpoint, methods, peer)} Nothing was sent.")
+
+
+def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
+    """Refuse a class, or an object of this process, whose methods are no calls of an actor."""
+    if optional(method, "remote") is not MISSING:
+        return
+    kind = endpoint if isinstance(endpoint, type) else type(endpoint)
+    made = (
+        "its remote(...)" if optional(endpoint, "remote") is not MISSING else f"ray.remote({kind.__name__}).remote(...)"
+    )
+    raise ConfigurationError(
+        f"{peer} is {'the class' if isinstance(endpoint, type) else 'an object of the class'} {kind.__name__}, and no "
+        f"running actor: give the handle that {made} returns. Nothing was sent."
+    )
 
 
 def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:

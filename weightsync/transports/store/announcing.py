@@ -28,6 +28,10 @@ _NO_RECEIVER: Final = (
     "rank {rank} has a receiver of {known} in this store, and none of {model_id!r} so far: "
     "give both sides the same model_id"
 )
+_UNTAKEN: Final = (
+    "nobody has taken the link at rank {rank} of this store: is its process running, has it called "
+    "init_on_worker(..., rank={rank}) with the same store, and does it call receive()?"
+)
 #: Identifies a worker: the store's host and port, and the worker's key there.
 Where = tuple[str, int, str]
 
@@ -122,7 +126,8 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     made = _Announcement(rendezvous, model_id)
     key = rendezvous.key
     guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, made.identity, peer)
-    side = Side(0, "down", "up", peer, made.announce, made.withdraw, made.wait_for_others, remark=made.remark)
+    doing = made.announce, made.withdraw, made.wait_for_others
+    side = Side(0, "down", "up", peer, *doing, remark=made.remark, untaken=_UNTAKEN.format(rank=rendezvous.rank))
     try:
         return StoreLink(rendezvous, made.name, side, guard)
     except BaseException:

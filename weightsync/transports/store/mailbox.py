@@ -62,6 +62,8 @@ class Side:
     before_end: Callable[[Client], None] = _nothing_there
     #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say.
     remark: Callable[[Client], str] = _no_remark
+    #: What to look at if nobody has taken the link.
+    untaken: str = ""
 
     @property
     def listens(self) -> bool:

@@ -129,7 +129,7 @@ class StoreWorker:
     @property
     def remark(self) -> str:
         """Why the peer may never connect; empty if nothing is known, or it has."""
-        return self._remark if self._stream is None else ""
+        return (self._remark or self._side.untaken) if self._stream is None else ""
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
