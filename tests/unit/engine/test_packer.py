@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from weightsync.options import Verify
 from weightsync.protocol.messages import WeightsForm
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of_weights
-from weightsync.weights.tree_digest import digest
+from weightsync.weights.tree_digest import LEAST, digest
 
 
 def weights(fill: float = 1.0) -> dict[str, Tensor]:
@@ -179,3 +181,26 @@ def test_a_packer_checks_for_finite_weights_if_it_is_told_to_and_sends_no_deltas
     with pytest.raises(NonFiniteError, match="policy"):
         Packer(finite="policy").pack({"a": torch.tensor([1.0, torch.nan])})
     assert (Packer().sends_deltas, Packer(sends_deltas=True).sends_deltas) == (False, True)
+
+
+@pytest.mark.parametrize(("nbytes", "order"), [(LEAST, ["handled", "copied"]), (LEAST + 4, ["copied", "handled"])])
+def test_a_signal_waits_until_threads_have_ended_a_large_copy(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, order: list[str]
+) -> None:
+    seen: list[str] = []
+    copy = packing._copy
+
+    def interrupted(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        copy(*arguments)
+        seen.append("copied")
+
+    monkeypatch.setattr(packing, "_copy", interrupted)
+    packer, before = Packer(), signal.signal(signal.SIGUSR1, lambda *_: seen.append("handled"))
+    try:
+        packer.pack({"a": torch.zeros(nbytes, dtype=torch.uint8)})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        packer.close()
+
+    assert seen == order

@@ -11,6 +11,8 @@ from weightsync.clock import Stopwatch
 from weightsync.engine.driver import Hearing
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.testing import FakeClock
+from weightsync.transports.base import SharesMemory
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.wakeup import AwaitedProcess
 
@@ -84,6 +86,7 @@ def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
     driver = fleet.driver
     assert (set(driver._links), set(driver.hearing.first)) == ({1, 2}, {1})
     fleet.driver.join(1, Scripted())
+    assert fleet.driver.awaited == 0
     fleet.driver.join(0, Scripted())
 
     assert fleet.driver.awaited == 0
@@ -119,6 +122,34 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     fleet.links[1].raises["receive"] = TransportError("cut")
     fleet.driver.pump()
     assert fleet.driver.remark(1) == ""
+
+
+class Sharing(Scripted, SharesMemory):
+    """A link whose worker maps payloads of up to 8 bytes."""
+
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        return payload.nbytes == 16 and nbytes <= 8
+
+
+def test_a_payload_is_shared_if_every_worker_maps_it() -> None:
+    buffer = Buffer(16)
+    alike, mixed = Fleet(Sharing(), Sharing()), [Fleet(Sharing(), Scripted()), Fleet(Scripted(), Sharing())]
+
+    assert Fleet().driver.all_share(buffer, 9)
+    assert alike.driver.all_share(buffer, 8)
+    assert not alike.driver.all_share(buffer, 9)
+    assert [fleet.driver.all_share(buffer, 8) for fleet in mixed] == [False, False]
+
+
+def test_a_link_that_cannot_be_written_is_read_once_more_and_never_again() -> None:
+    fleet = both()
+    link = fleet.links[0]
+    link.raises["flush"] = link.raises["receive"] = TransportError("cut")
+    fleet.driver.pump()
+
+    assert fleet.reason(0) == "cut"
+    # Once by what was read last, and once by what could not be written.
+    assert fleet.driver.data.late == 1
 
 
 def test_workers_that_need_a_waiting_caller_are_reported() -> None:
