@@ -305,6 +305,7 @@ def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
     third = fleet.sends()
     assert [fleet.driver.packed(version) for version in (1, 2, 3)] == [None, None, third]
     assert [each.buffer.pinned for each in (first, second, third)] == [False, False, True]
+    assert [set(lane.named) for lane in fleet.driver._links.values()] == [{3}, {3}]
     fleet.driver.close()
     assert fleet.driver.packed(3) is None
     assert not third.buffer.pinned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 
 from scripted import Fleet, Scripted, Telling, both, hello, plain
 
@@ -122,6 +123,39 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     fleet.links[1].raises["receive"] = TransportError("cut")
     fleet.driver.pump()
     assert fleet.driver.remark(1) == ""
+
+
+class Readable(Scripted):
+    """A link with something to read."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self.fd = fd
+
+    def waitables(self) -> list[int]:
+        return [self.fd]
+
+
+def test_a_look_reads_the_links_that_can_be_read_and_no_others() -> None:
+    fd = os.eventfd(1)
+    try:
+        fleet = Fleet(Readable(fd), Scripted())
+        for link in fleet.links:
+            link.receives(hello())
+        fleet.driver.look()
+    finally:
+        os.close(fd)
+
+    assert [len(link.heard) for link in fleet.links] == [0, 1]
+
+
+def test_a_link_that_had_something_to_write_is_asked_again_what_to_wait_for() -> None:
+    fleet = plain()
+    driver = fleet.driver
+    driver.wait(0.0, driver.waker.fired)
+    driver.pump()
+
+    assert [waits.changed for waits in driver._waits] == [{id(fleet.links[0])}]
 
 
 class Sharing(Scripted, SharesMemory):
