@@ -5,7 +5,7 @@ DEMO ?= --scheme shared --workers 2
 # The short set: ten minutes, also on two cores.
 BENCH ?= --payloads E,S,M,L,T --workers 2 --verify default,layout --seconds 15
 # What is measured on a GPU, and where the results are kept: `make docs` renders them.
-GPU_BENCH ?= --payloads S,M,L,T,G --workers 1,2,8 --schemes shared,pipe,torchrl-multiprocess,torchrl-shared --verify default --seconds 5
+GPU_BENCH ?= --payloads S,M,L,T,G --workers 1,2,8 --schemes shared,process,torchrl-multiprocess,torchrl-shared --verify default --seconds 5
 GPU_RESULTS ?= docs/performance/one-gpu.json
 # How many processes share the tests. Each starts processes of its own, a Ray cluster among them: more is not faster on two cores.
 WORKERS ?= 2

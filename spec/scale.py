@@ -39,7 +39,7 @@ from weightsync.protocol.messages import Ack
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/cluster.md"
 RESULTS = "docs/scale"
-_PROCESSES = (SchemeName.SHARED, SchemeName.PIPE, SchemeName.DISTRIBUTED)
+_PROCESSES = (SchemeName.SHARED, SchemeName.PROCESS, SchemeName.DISTRIBUTED)
 #: Workers that share one host, in what is calculated.
 _A_HOST = 8
 _GB = 1e9

@@ -126,15 +126,19 @@ _LONG = (
 
 
 class _ByWhatTheyShare(LoadScopeScheduling):
-    """Tests that share something run in one worker: Ray's cluster, graphs, the rows that were taken, a file's own."""
+    """Tests that share something run in one worker: Ray's cluster, graphs, the rows that were taken, a file's own.
+
+    Of the strikes and cuts each transport's are a unit of their own: together they take minutes.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         if re.search(r"(?<![a-z])(ray|actor)(?![a-z])", nodeid.lower()):
             return "ray"
-        return (
-            str(Path(path).parent) if path.startswith(("tests/protocol/graph/", "tests/protocol/stateful/")) else path
-        )
+        if path.startswith(("tests/protocol/graph/", "tests/protocol/stateful/")):
+            return str(Path(path).parent)
+        over = re.search(r"\[([a-z]+)-", nodeid) if path.startswith("tests/transports/strikes/") else None
+        return f"{path}, {over[1]}" if over else path
 
     def _assign_work_unit(self, node: Any) -> None:
         long = next((scope for scope in _LONG if scope in self.workqueue), None)

@@ -22,6 +22,8 @@ from weightsync.schemes.engines.client import Bucket
 
 #: Seconds after which a stalled call ends by itself; reached only by a failure.
 PATIENCE = 60.0
+#: The routes of vLLM's weight transfer.
+_PHASES = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
 class EngineServer:
@@ -36,7 +38,7 @@ class EngineServer:
         self.paused = False
         #: Tensors of each update call.
         self.sizes: list[int] = []
-        #: What the server does at a route, instead of what it should: statuses, "stall", or "die"; one per call.
+        #: What the server does at a route, instead of what it should: statuses, "stall", "die", or both; one per call.
         self.plan: dict[str, list[int | str]] = defaultdict(list)
         self.stalled = threading.Event()
         self._released = threading.Event()
@@ -44,6 +46,8 @@ class EngineServer:
         self.hung_up = threading.Event()
         #: Where a carrier's tensors arrive.
         self.carried: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
+        #: The engine's half of a transfer; None: the tensors come as `Inline` and `Beside` send them.
+        self.half: Any = None
         self._server = self._serve(0)
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -74,9 +78,12 @@ class EngineServer:
         if planned == "die":
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
-        if planned == "stall":
+        if planned in ("stall", "stall and die"):
             self._stall(handler.connection)
-        status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._do(route, body)
+        if planned == "stall and die":
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            return
+        status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._tried(route, body)
         with contextlib.suppress(OSError):
             handler.send_response(status)
             handler.end_headers()
@@ -94,6 +101,12 @@ class EngineServer:
                     return
             connection.setblocking(True)
 
+    def _tried(self, route: str, body: Any) -> tuple[int, Any]:
+        try:
+            return self._do(route, body)
+        except Exception as error:  # noqa: BLE001 - as a server does
+            return 500, {"error": repr(error)}
+
     def _do(self, route: str, body: Any) -> tuple[int, Any]:
         route, _, _ = route.partition("?")
         match route:
@@ -101,31 +114,53 @@ class EngineServer:
                 self.paused = True
             case "resume" | "continue_generation":
                 self.paused = False
-            case "update_weights":
-                self._load(self._vllm(body["update_info"]))
-            case "finish_weight_update":
-                self.version = body["weight_version"]
-            case "update_weights_from_tensor":
-                (serialized,) = body["serialized_named_tensors"]
-                self._load(pickle.loads(base64.b64decode(serialized)))
-                self.version = body["weight_version"]
-                return 200, {"success": True, "message": "Succeeded"}
-            case "update_weights_from_distributed":
-                bucket = self.carried.get()
-                assert [name for name, _ in bucket] == body["names"]
-                assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == body["dtypes"]
-                self._load(bucket)
-                return 200, {"success": True, "message": "Succeeded"}
-            case "init_weights_update_group":
-                return 200, {"success": body["group_name"] == "weight_update_group"}
-            case "init_weight_transfer_engine" | "start_weight_update" | "flush_cache":
+            case "flush_cache":
                 pass
+            case "update_weights_from_tensor" | "update_weights_from_distributed" | "init_weights_update_group":
+                return 200, {"success": self._sglang(route, body), "message": "Succeeded"}
+            case _ if route in _PHASES:
+                self._phase(route, body)
             case _:
                 return 404, {"error": f"no {route}"}
         return 200, {"message": "done"}
 
+    def _sglang(self, route: str, body: Any) -> bool:
+        if route == "init_weights_update_group":
+            if self.half is None:
+                return bool(body["group_name"] == "weight_update_group")
+            self.half.init(body)
+            return True
+        if route == "update_weights_from_tensor":
+            (serialized,) = body["serialized_named_tensors"]
+            bucket = pickle.loads(base64.b64decode(serialized))
+        else:
+            bucket = self.carried.get() if self.half is None else self.half.receive(body)
+            assert [name for name, _ in bucket] == body["names"]
+            assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == body["dtypes"]
+        self._load(bucket)
+        self.version = body["weight_version"]
+        return True
+
+    def _phase(self, phase: str, body: Any) -> None:
+        if phase == "update_weights":
+            self._load(self._vllm(body["update_info"]))
+        if phase == "finish_weight_update":
+            self.version = body["weight_version"]
+        if self.half is None:
+            return
+        match phase:
+            case "init_weight_transfer_engine":
+                self.half.init(body["init_info"])
+            case "start_weight_update":
+                self.half.start()
+            case "finish_weight_update":
+                self.weights |= dict(self.half.finish())
+
     def _vllm(self, info: dict[str, Any]) -> Bucket:
-        bucket = pickle.loads(base64.b64decode(info["inline"])) if "inline" in info else self.carried.get()
+        if self.half is not None:
+            bucket = self.half.receive(info)
+        else:
+            bucket = pickle.loads(base64.b64decode(info["inline"])) if "inline" in info else self.carried.get()
         assert [name for name, _ in bucket] == info["names"]
         assert [list(tensor.shape) for _, tensor in bucket] == info["shapes"]
         assert [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket] == info["dtype_names"]

@@ -101,7 +101,7 @@ Prove(s, n) ==
   /\ UNCHANGED <<met, heard, link, read, kept, proven, answered>>
 
 \* A challenge arrives.
-Meet(s, w) ==
+ReadChallenge(s, w) ==
   /\ Envelope("CHALLENGE", s, 0, 0, Nonce(w)) \in wire
   /\ met[s] = 0 \/ ~Follows("FirstStays")
   /\ met' = [met EXCEPT ![s] = w]
@@ -165,7 +165,7 @@ SealAnswer(w) ==
 Next ==
   \/ \E s \in Senders : Say(s)
   \/ \E s \in Senders, n \in Numbers : Prove(s, n)
-  \/ \E s \in Senders, w \in Workers : Meet(s, w)
+  \/ \E s \in Senders, w \in Workers : ReadChallenge(s, w)
   \/ \E s \in Senders, n \in Numbers, content \in Contents : Hear(s, n, content)
   \/ \E w \in Workers, s \in Senders : Take(w, s)
   \/ \E w \in Workers, n \in Numbers, content \in Contents : ReadEarly(w, n, content)

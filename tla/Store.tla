@@ -1,6 +1,6 @@
 ------------------------------- MODULE Store -------------------------------
 (***************************************************************************)
-(* Links that meet at a store: transports/store.                           *)
+(* Links that are set up through a store: transports/store.                *)
 (*                                                                         *)
 (* The two ends of a link find each other in a store.  Then the link has a *)
 (* connection of its own, which carries messages, answers and payloads.  A *)

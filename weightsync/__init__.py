@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.engines.carrier import Carrier as Carrier
     from weightsync.schemes.engines.client import Engine as Engine
+    from weightsync.schemes.engines.ipc import VLLMIPCCarrier as VLLMIPCCarrier
+    from weightsync.schemes.engines.nccl import SGLangNCCLCarrier as SGLangNCCLCarrier
+    from weightsync.schemes.engines.nccl import VLLMNCCLCarrier as VLLMNCCLCarrier
     from weightsync.schemes.engines.scheme import EngineWeightSyncScheme as EngineWeightSyncScheme
     from weightsync.schemes.engines.sglang import SGLangEngine as SGLangEngine
     from weightsync.schemes.engines.vllm import VLLMEngine as VLLMEngine
@@ -170,6 +173,9 @@ _HOMES = {
     "SGLangEngine": "schemes.engines.sglang",
     "Carrier": "schemes.engines.carrier",
     "VLLMEngine": "schemes.engines.vllm",
+    "VLLMIPCCarrier": "schemes.engines.ipc",
+    "VLLMNCCLCarrier": "schemes.engines.nccl",
+    "SGLangNCCLCarrier": "schemes.engines.nccl",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",

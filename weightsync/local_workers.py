@@ -162,7 +162,7 @@ def failures_sent(channel: connection.Connection) -> Iterator[None]:
     """Report an error of a worker to the trainer, if that is still there."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported to the trainer
         with contextlib.suppress(OSError):
             channel.send(Failure(f"{type(error).__name__}: {error}", traceback.format_exc().rstrip()))
 

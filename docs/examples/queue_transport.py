@@ -1,4 +1,4 @@
-"""A transport of one's own: both ends in one process, joined by two queues. Held to the contract by the kit."""
+"""Your own transport: both ends in one process, joined by two queues. The conformance kit checks it."""
 
 from collections import deque
 from dataclasses import dataclass, field

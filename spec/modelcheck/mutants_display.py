@@ -53,7 +53,7 @@ def hunt_mutants(
     baselines = session.measure()
     progress = _Progress(console, len(whole))
     try:
-        session.hunt(baselines, whole, afresh, progress.told)
+        session.hunt(baselines, whole, afresh, progress.report)
     finally:
         seen = progress.seen
         after = ledger.after(seen, [mutant.name for mutant in whole])
@@ -77,7 +77,7 @@ class _Progress:
         self._total = total
         self.seen: list[Entry] = []
 
-    def told(self, hunted: Hunted) -> None:
+    def report(self, hunted: Hunted) -> None:
         """Record one result."""
         self.seen.append(hunted.entry)
         done = len(self.seen)

@@ -46,7 +46,19 @@ REFERENCE = {
             "InitialSyncTransport",
         ),
     ),
-    "engines": ("Engines", ("EngineWeightSyncScheme", "VLLMEngine", "SGLangEngine", "Engine", "Carrier")),
+    "engines": (
+        "Engines",
+        (
+            "EngineWeightSyncScheme",
+            "VLLMEngine",
+            "VLLMNCCLCarrier",
+            "VLLMIPCCarrier",
+            "SGLangEngine",
+            "SGLangNCCLCarrier",
+            "Engine",
+            "Carrier",
+        ),
+    ),
     "sender": (
         "The trainer's side",
         ("WeightSender", "send_sharded", "OnFailure", "OnPending", "Verify", "WireDtype", "Timeout"),

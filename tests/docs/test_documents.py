@@ -283,11 +283,11 @@ def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
 
     assert {name for name, _ in rows} == COMMANDS.keys()
     for name, codes in rows:
-        _, _, told = (
+        _, _, described = (
             (ROOT / "weightsync" / "cli" / f"{name}.py").read_text(encoding="utf-8").partition("exit code is 0")
         )
-        missing = [code for code in re.findall(r"\b(\d+):? ?", codes) if not re.search(rf"\b{code}\b", told)]
-        assert (told != "", missing) == (True, []), name
+        missing = [code for code in re.findall(r"\b(\d+):? ?", codes) if not re.search(rf"\b{code}\b", described)]
+        assert (described != "", missing) == (True, []), name
 
 
 # ------------------------------------------------------------------------------------------------- identifiers

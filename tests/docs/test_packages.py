@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +38,10 @@ def test_a_python_that_cannot_be_had_is_named_and_fails_in_ci(
 
     monkeypatch.setattr(packages, "_tested", lambda *_: "FAILED")
     assert packages.matrix([]) == 1
+
+
+def test_no_test_imports_a_conftest() -> None:
+    """Several modules have that name: which one is imported depends on the folders that the run was given."""
+    importing = re.compile(r"^\s*(?:from|import) conftest\b", re.MULTILINE)
+    found = [path.name for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))]
+    assert found == []

@@ -62,7 +62,7 @@ def floor_of(case: Case, label: Label) -> Measured | None:
             floor = Floor.MEMCPY
         case _ if case.device in _ON_A_DEVICE:
             floor = _ON_A_DEVICE[case.device]
-        case SchemeName.PIPE.value | SchemeName.TORCHRL_PIPE.value:
+        case SchemeName.PROCESS.value | SchemeName.TORCHRL_PIPE.value:
             floor = Floor.PING if small else Floor.COPY_OUT
         case _:
             floor = Floor.PING if small else Floor.MEMCPY
@@ -136,8 +136,8 @@ TARGETS = (
     Target("shared", "M", 1.35, Floor.MEMCPY.value),
     Target("shared", "S", 2.0, Floor.PING.value),
     Target("shared", "T", 4.0, Floor.MEMCPY.value),
-    Target("pipe", "M", 1.3, Floor.COPY_OUT.value),
-    Target("pipe", "L", 1.3, Floor.COPY_OUT.value),
+    Target("process", "M", 1.3, Floor.COPY_OUT.value),
+    Target("process", "L", 1.3, Floor.COPY_OUT.value),
     Target("shared", "L", 1.1, Floor.MEMCPY.value, kind=Kind.ASYNC),
     Target("distributed", "S", 1.5, Floor.GLOO_PING.value),
     Target("distributed", "M", 1.15, Floor.GLOO.value),
@@ -147,9 +147,9 @@ TARGETS = (
     Target("shared", "L", 0.6, _MS, "cuda"),
     Target("shared", "T", 2.5, _MS, "cuda"),
     Target("shared", "G", 2.0, _MS, "cuda"),
-    Target("pipe", "G", 4.5, _MS, "cuda"),
-    Target("pipe", "L", 1.5, _MS, "cuda"),
-    Target("pipe", "T", 3.0, _MS, "cuda"),
+    Target("process", "G", 4.5, _MS, "cuda"),
+    Target("process", "L", 1.5, _MS, "cuda"),
+    Target("process", "T", 3.0, _MS, "cuda"),
     Target("shared", "L", 1.15, Floor.D2H.value, "cuda-to-cpu"),
     Target("shared", "L", 1.15, Floor.H2D.value, "cpu-to-cuda"),
 )
@@ -177,7 +177,7 @@ def _lines(case: Case, noise_limit: float) -> Iterator[Line]:
         plain = case.find(name, Kind.SCHEME, "layout")
         if verify == "digest" and plain is not None:
             yield _judged(case, measured, plain, (_DIGEST_LIMIT, _OTHER_VERIFY), noise_limit)
-        if case.payload == "E" and verify == case.default_verify and name in ("shared", "pipe"):
+        if case.payload == "E" and verify == case.default_verify and name in ("shared", "process"):
             yield from _calls(case, measured)
 
 

@@ -101,7 +101,7 @@ class Case:
         threads: torch's threads in the trainer.
         default_verify: the library's default for ``verify=`` in that run.
         command: repeats the run.
-        measured: one record a contender.
+        measured: one record per contender.
         left_out: what was not measured, and why.
     """
 

@@ -114,7 +114,7 @@ def make_scheme(name: SchemeName, verify: str, device: Device = Device.CPU) -> W
     match name:
         case SchemeName.SHARED:
             return weightsync.SharedMemWeightSyncScheme(verify=verify, map_on_device=device is Device.CUDA)
-        case SchemeName.PIPE:
+        case SchemeName.PROCESS:
             return weightsync.MultiProcessWeightSyncScheme(verify=verify)
         case SchemeName.RPC:
             return weightsync.RPCWeightSyncScheme(verify=verify)
@@ -139,7 +139,7 @@ def variants(situation: Situation) -> list[str]:
 
 def process_schemes(situation: Situation) -> Iterator[Contender]:
     """The chosen schemes whose workers are processes, with each verification; and `send_async` over shared memory."""
-    for name in (SchemeName.SHARED, SchemeName.PIPE, SchemeName.DISTRIBUTED):
+    for name in (SchemeName.SHARED, SchemeName.PROCESS, SchemeName.DISTRIBUTED):
         for verify in variants(situation) if situation.chosen(name) else ():
             scheme = ProcessScheme(name, verify, situation)
             yield scheme

@@ -26,7 +26,7 @@ class SchemeName(enum.Enum):
     """What can be measured: the schemes of weightsync, and two of TorchRL's."""
 
     SHARED = "shared"
-    PIPE = "pipe"
+    PROCESS = "process"
     DISTRIBUTED = "distributed"
     RPC = "rpc"
     RAY = "ray"
@@ -106,7 +106,7 @@ class Settings:
         device: where the models are.
         threads: torch's threads in the trainer, and those of the memcpy that it is compared with. Workers have one.
         seconds: how long to measure one payload with one number of workers, without setting up.
-        rounds: the most rounds of one such case; each contender sends once a round. There are at least three.
+        rounds: the most rounds of one such case; each contender sends once per round. There are at least three.
         noise_limit: the relative interquartile range of a floor above which a ratio to it says nothing.
 
     Raises:

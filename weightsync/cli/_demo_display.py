@@ -37,7 +37,7 @@ _STYLES = {
 }
 _MEDIA = {
     SchemeName.SHARED: "shared memory",
-    SchemeName.PIPE: "pipes",
+    SchemeName.PROCESS: "pipes",
     SchemeName.RAY: "Ray",
     SchemeName.RPC: "torch.distributed.rpc",
     SchemeName.DISTRIBUTED: "torch.distributed",

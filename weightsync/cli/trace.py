@@ -50,7 +50,7 @@ def show(
     limit: Annotated[int, typer.Option("--limit", help="How many rows to show; 0 shows all.")] = _MOST_ROWS,
     report: Report = None,
 ) -> None:
-    """Show a run as a sequence chart: time in milliseconds, one lane a machine, arrows for messages.
+    """Show a run as a sequence chart: time in milliseconds, one lane per machine, arrows for messages.
 
     With --json, all rows are data. The exit code is 0, or 2 if a trace cannot be read or has no such run. `weightsync
     verify` says whether the run conforms.

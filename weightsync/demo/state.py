@@ -220,7 +220,7 @@ class SchemeName(enum.Enum):
     """The schemes that the demo runs over."""
 
     SHARED = "shared"
-    PIPE = "pipe"
+    PROCESS = "process"
     RAY = "ray"
     RPC = "rpc"
     DISTRIBUTED = "distributed"

@@ -74,8 +74,8 @@ def workers(settings: Settings, policy: Policy) -> Iterator[WorkerGroup | Joined
         if settings.scheme in (SchemeName.RPC, SchemeName.DISTRIBUTED):
             yield cleanup.enter_context(JoinedWorkers(run, policy, settings))
             return
-        backend = "process" if settings.scheme is SchemeName.PIPE else settings.scheme.value
-        group = WorkerGroup(run, policy, settings.workers, scheme=backend, model_id=MODEL_ID, capacity=1, ctx=context)
+        scheme = settings.scheme.value
+        group = WorkerGroup(run, policy, settings.workers, scheme=scheme, model_id=MODEL_ID, capacity=1, ctx=context)
         yield cleanup.enter_context(group)
 
 
@@ -245,7 +245,7 @@ class Trainer:
             state.curve.append((state.steps, state.last_mean))
 
     def _listen(self, until: float) -> bool:
-        """Take a worker's next result or failure. Return False if none came in time, or all workers have ended."""
+        """Take a worker's next result or failure. Return False if none arrived in time, or all workers have ended."""
         try:
             result = next(self._group.results(max(0.0, until - time.monotonic())), None)
         except ResultTimeoutError:

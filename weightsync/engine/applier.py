@@ -251,7 +251,7 @@ class Applier:
             raise LayoutError(
                 f"version {update.version} is said to lie in shared memory{number}, but what this worker has mapped "
                 "there is not sealed for it: it is other memory, or is being written again. The old weights stay. "
-                "Send the weights again: the memory is then passed anew."
+                "Send the weights again: the memory is then passed again."
             )
         return slot_digest(seal, update.incarnation, update.version, update.layout_digest, update.extras)
 

@@ -171,7 +171,7 @@ class Background:
             if not self._over():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
                 self._end(raised)
-                if not isinstance(raised, WeightSyncError):  # those name what to do, and reading goes on after that
+                if not isinstance(raised, WeightSyncError):  # those say what to do, and reading continues after that
                     self._receiver.fail_links(raised)
                 return False
         return self._end(self._receiver.broken) if self._over() else True

@@ -74,7 +74,7 @@ def read(link: Link) -> list[Received]:
 
     Raises:
         TransportError, ProtocolError: as `Link.receive`.
-        AdapterFault: it raised anything else.
+        AdapterFault: the link raised any other exception.
     """
     try:
         return link.receive()
@@ -89,7 +89,7 @@ def flush(link: Link) -> bool:
 
     Raises:
         TransportError: as `Link.flush`.
-        AdapterFault: it raised anything else.
+        AdapterFault: the link raised any other exception.
     """
     try:
         return link.flush()
@@ -104,7 +104,7 @@ def watch(link: Link, hello: Hello) -> None:
 
     Raises:
         TransportError: it cannot be watched.
-        AdapterFault: it raised anything else.
+        AdapterFault: the link raised any other exception.
     """
     if hello.host != own_host():
         return
@@ -216,8 +216,8 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             hint: what prevents it, and what to do; empty: the hint that the data gives.
         """
         machine = self.machine
-        told = hint or self._hint(asked)
-        return refusal(machine.rows, machine.state, machine.inputs, asked, hint=told, steps=machine.steps)
+        advice = hint or self._hint(asked)
+        return refusal(machine.rows, machine.state, machine.inputs, asked, hint=advice, steps=machine.steps)
 
     @abstractmethod
     def _hint(self, asked: str) -> str:

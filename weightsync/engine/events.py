@@ -141,7 +141,7 @@ class Subscription:
         return self._events.dropped
 
     def cancel(self) -> None:
-        """Call the callback no more, once a call that runs now has returned. Calling this again does nothing."""
+        """Stop calling the callback. A call that is running returns first. Calling this again does nothing."""
         self._events.cancel(self)
 
 

@@ -41,7 +41,7 @@ class Listening:
         self._listeners: list[Callable[[], None]] = []
         #: Where the receiver listens, as it was registered last; None: nowhere yet.
         self.endpoint: Any = None
-        #: The only reader of the links; None: whoever calls `receive` reads them.
+        #: The only reader of the links; None: the threads that call `receive` read them.
         self.background_reader: BackgroundReader | None = None
 
     def listen(self, endpoint: Any) -> None:
@@ -76,7 +76,7 @@ class Listening:
         if not driver.ended:
             raise driver.refused(asked)
         served = driver.data.served
-        kept = f"keeps version {served[1]}" if served else "serves no version of ours"
+        kept = f"keeps version {served[1]}" if served else "serves no version"
         raise driver.ended_as(
             f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}; "
             "register_worker_transport() gives it a new link."

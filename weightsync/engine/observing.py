@@ -64,7 +64,7 @@ class SenderObserver:
             return
         try:
             context = tracer.begin(self._driver.model_id, version, packed.pack_s)
-        except Exception:  # a tracer is the user's: whatever it raises, the sync goes on
+        except Exception:  # a tracer is user code: whatever it raises, the sync continues
             logger.exception("version %d of %r is sent without a trace context", version, self._driver.model_id)
             return
         packed.trace_context = context if is_trace_context(context) else ""

@@ -251,7 +251,7 @@ class DevicePools:
     def acquire(self, device: Device, layout: Layout, readers: Readers) -> DeviceBuffer | None:
         """A slot on a device that nobody reads.
 
-        None if the weights are to go by way of the host: no worker can open a slot there, or there is no memory left.
+        None if the weights are copied through host memory: no worker can open a slot there, or no memory is left.
         """
         if device.identity in self._full:
             return None
@@ -266,7 +266,7 @@ class DevicePools:
             buffer = pool.acquire(layout.nbytes)
         except DeviceError as error:
             self._full.add(device.identity)
-            logger.warning("weights on a device are sent by way of the host from now on: %s", str(error))
+            logger.warning("weights on a device are copied through host memory from now on: %s", str(error))
             return None
         assert isinstance(buffer, DeviceBuffer)
         return buffer

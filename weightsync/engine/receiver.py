@@ -259,7 +259,7 @@ class WeightReceiver(Participant):
         self._manual.ack(message, timeout)
 
     def nack(self, error: BaseException, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
-        """Answer that the update that was taken could not be applied. Does nothing if none is pending.
+        """Refuse the update that was taken: it could not be applied. Does nothing if none is pending.
 
         Args:
             error: why; the sender gets its text and its traceback.
@@ -322,13 +322,13 @@ class WeightReceiver(Participant):
         served.serving.enter(frame)
 
     def end_serving(self) -> None:
-        """End what was begun last in this thread, and wake whoever waits to swap."""
+        """End what was begun last in this thread, and wake a thread that waits to swap."""
         self._served.serving.leave()
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 
     def end_forward(self) -> None:
-        """End the forward begun last in this thread, if it was guarded, and wake whoever waits to swap."""
+        """End the forward begun last in this thread, if it was guarded, and wake a thread that waits to swap."""
         self._served.serving.leave_forward()
         if self._driver.data.pending is not None:
             self._driver.waker.fire()

@@ -290,7 +290,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     if self._todo:
                         self._finish()
                 elif number == self._unwritable and isinstance(received.message, Bye):
-                    # Its goodbye was on its way already when our answer could not be written.
+                    # Its goodbye had been sent before our answer failed to be written.
                     self.ended, self.ended_as = _goodbye(received.message)
         except TransportError as error:
             self._down(number, str(error))
@@ -311,8 +311,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _waits_for_whole(self, number: int, link: Link, received: Received) -> bool:
         """Whether an update is the delta of a version that is wanted, against a base that is not held.
 
-        Its sender is told, and sends the version whole. To the protocol the update arrives then, or when a newer one
-        supersedes it: until then nothing of it is recorded.
+        Its sender gets a NoBase, and sends the version whole. For the protocol the update arrives then, or when a newer
+        one supersedes it: until then nothing of it is recorded.
         """
         update, waiting, self._baseless = received.message, self._baseless, None
         assert isinstance(update, Update)
@@ -326,8 +326,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             return False
         self._layout_of(update)
         self._baseless = number, received
-        told = NoBase(model_id=self.model_id, incarnation=update.incarnation, version=update.version)
-        ReceiverDriver._write(self, number, told)
+        answer = NoBase(model_id=self.model_id, incarnation=update.incarnation, version=update.version)
+        ReceiverDriver._write(self, number, answer)
         return True
 
     def _forget(self) -> None:
@@ -383,10 +383,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:
-            told = Layout.decode(update.layout)
+            carried = Layout.decode(update.layout)
             # One object for equal layouts: they are then known to be equal at a glance.
             own = self.layout
-            self._layouts = {told.digest: own if own is not None and own == told else told}
+            self._layouts = {carried.digest: own if own is not None and own == carried else carried}
         layout = self._layouts.get(update.layout_digest)
         is_delta = update.base is not None and update.base.version > 0
         if layout is None or (layout.nbytes != update.nbytes and not is_delta):

@@ -47,7 +47,7 @@ class TracedSenderDriver(SenderDriver):
         """Record what happened."""
         self._life.tell(what, self.model_id, **said)
 
-    def told(self, report: SyncReport) -> None:
+    def reported(self, report: SyncReport) -> None:
         """Record a report that was returned to a caller, or raised."""
         with self.lock:
             costs: dict[str, Any] = {"nbytes": 0, "payload_nbytes": {}, "previous": None}
@@ -55,9 +55,9 @@ class TracedSenderDriver(SenderDriver):
             if spoken == self._last_report:
                 return
             self._last_report = spoken
-            told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
+            fields = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
             beside = {"not_caught_up": report.not_caught_up, "left": report.left}
-            self.tell(What.TOLD, **told, superseded=report.superseded, **beside)
+            self.tell(What.REPORTED, **fields, superseded=report.superseded, **beside)
 
     def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
         self._last_report = None

@@ -1,4 +1,4 @@
-"""The trace recorder: every step of every machine and every message, as JSON lines, one file a process.
+"""The trace recorder: every step of every machine and every message, as JSON lines, one file per process.
 
     with weightsync.engine.recorder.record("traces"):
         ...                                     # senders and receivers made here are recorded, children's too
@@ -75,7 +75,7 @@ class What(enum.Enum):
     #: A link is closed, with a goodbye if it can still be sent.
     CLOSED = "closed"
     #: A report, of a version or of its state so far, was returned to a caller or raised with an error.
-    TOLD = "told"
+    REPORTED = "told"
 
 
 def plain(value: object) -> Any:
@@ -97,8 +97,8 @@ def plain(value: object) -> Any:
             return [plain(each) for each in value]
     kind: type[Any] = type(value)
     fields = ((name, getattr(value, name), default) for name, default in _fields(kind))
-    told = {name: plain(held) for name, held, default in fields if default is _MISSING or held != default}
-    return {"is": kind.__name__, **told}
+    shown = {name: plain(held) for name, held, default in fields if default is _MISSING or held != default}
+    return {"is": kind.__name__, **shown}
 
 
 _known: dict[type, tuple[tuple[str, object], ...]] = {}
@@ -225,8 +225,8 @@ class Recorder:
         return self.folder / PATTERN.replace("*", f"{self._pid}-{self._token}")
 
     def _header(self) -> Mapping[str, Any]:
-        told = {"format": FORMAT, "protocol": PROTOCOL_VERSION, "clock": clock_id(), "pid": self._pid}
-        return {"t": now_ns(), "what": What.HEADER.value, **told, "parent": self._parent}
+        head = {"format": FORMAT, "protocol": PROTOCOL_VERSION, "clock": clock_id(), "pid": self._pid}
+        return {"t": now_ns(), "what": What.HEADER.value, **head, "parent": self._parent}
 
     def _append(self, line: Mapping[str, Any]) -> None:
         assert self._fd is not None
@@ -253,7 +253,7 @@ class Recorder:
                 os.write(self._fd, end.encode())
         self._stop()
         logger.error(
-            "Recording to %s ended after %s lines: %s. The run goes on and is no longer recorded in this process; "
+            "Recording to %s ended after %s lines: %s. The run continues, and is no longer recorded in this process; "
             "what was written can be verified. Free disk space, and record again.",
             self._path(),
             mark.lines,

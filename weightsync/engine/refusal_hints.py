@@ -35,7 +35,7 @@ def sender_hint(state: State, data: SenderData, asked: str) -> str:
 def receiver_hint(state: State, data: ReceiverData) -> str:
     """Why a receiver refuses a method, as far as its data shows."""
     if state is State.CLOSED:
-        kept = f"keeps version {data.served[1]}" if data.served else "serves no version of ours"
+        kept = f"keeps version {data.served[1]}" if data.served else "serves no version"
         return f"this receiver is closed for good; its model {kept}. Make a new scheme and call its init_on_worker()."
     if state is State.UNINITIALIZED:
         return (

@@ -60,8 +60,8 @@ class Reporter:
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         if self._given_up:
-            told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
-            self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
+            reported = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
+            self._given_up = {w: versions for w, versions in self._given_up.items() if w not in reported}
         self._previous = report
         return report
 
@@ -95,11 +95,11 @@ class Reporter:
 
     def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
         """``error``, raised because every target is lost or has refused the handshake, with its report added."""
-        workers, told = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
-        outcomes = {worker: ended(workers[worker]) for worker in told if worker in workers}
+        workers, named = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
+        outcomes = {worker: ended(workers[worker]) for worker in named if worker in workers}
         error.report = replace(self.empty(), outcomes=outcomes)
         self.delivered()
-        self._driver.told(error.report)
+        self._driver.reported(error.report)
         return error
 
     def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
@@ -109,7 +109,7 @@ class Reporter:
         silent = self._driver.hearing.silent_for(worker)
         parts = [
             "never connected" if entry.link_state is LinkState.EXPECTED else "connected, but has not answered",
-            f"it last served version {entry.served}" if entry.served else "no version of ours is known to be served",
+            f"it last served version {entry.served}" if entry.served else "it is not known to serve a version",
             "it was never heard from" if silent is None else f"it was last heard from {silent:.1f} s ago",
             _READ[self._driver.has_read(worker)],
         ]
@@ -142,7 +142,7 @@ class Reporter:
             previous=self._previous,
             left=left,
         )
-        self._driver.told(report)
+        self._driver.reported(report)
         return report
 
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:

@@ -92,7 +92,7 @@ class Said(NamedTuple):
 
     update: Update
     #: Whether it leaves out its layout, which the worker knows.
-    told: bool
+    layout_known: bool
     #: Whether the worker maps its payload.
     shared: bool
     #: What an ack of it must name: the digest that was sent, or the slot. Empty: neither was.
@@ -112,7 +112,7 @@ class Lane:
 
     __slots__ = (
         *("awaited", "backlog", "blocks", "link", "loses", "named"),
-        *("orders", "outlet", "shares", "told", "worker"),
+        *("orders", "outlet", "shares", "known_layout", "worker"),
     )
 
     def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
@@ -121,7 +121,7 @@ class Lane:
         self.awaited = process
         self.backlog = Backlog()
         #: The digest of the layout that the worker knows; empty if it knows none.
-        self.told = b""
+        self.known_layout = b""
         #: What an ack of each version must name; empty: nothing.
         self.named: dict[int, bytes] = {}
         #: Whether the worker maps a payload: see `SharesMemory.shares`.
@@ -207,7 +207,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self._parting = (Ending.FAILED, reason)
             self.close()
 
-    def told(self, report: SyncReport) -> None:
+    def reported(self, report: SyncReport) -> None:
         """A report was returned to a caller, or raised. Does nothing; a recorded driver writes it to the trace."""
 
     def _hint(self, asked: str) -> str:
@@ -250,21 +250,21 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return
         packed = self._packed[version]
         # Where updates may be reordered or lost, each carries its layout.
-        told = lane.orders and lane.told == packed.layout.digest
+        layout_known = lane.orders and lane.known_layout == packed.layout.digest
         # Asked now: what its worker can map may have changed when its ack arrives.
         shared = lane.shares(packed.buffer, packed.layout.nbytes)
         said = self._said
-        if said is None or (said.update.version, said.told, said.shared) != (version, told, shared):
+        if said is None or (said.update.version, said.layout_known, said.shared) != (version, layout_known, shared):
             # One message for all workers that get the same: a link may keep how it is encoded.
-            said = self._said = self._message_of(version, packed, told, shared)
+            said = self._said = self._message_of(version, packed, layout_known, shared)
         lane.named[version] = said.named
         update, payload = said.update, packed.buffer
         if packed.travelling is not None and _carries_deltas(lane.link):
             update, payload = packed.travelling.to(worker, link, self.data.workers[worker].served, update, payload)
         self._write(worker, link, update, payload)
-        lane.told = packed.layout.digest
+        lane.known_layout = packed.layout.digest
 
-    def _message_of(self, version: int, packed: Packed, told: bool, shared: bool) -> Said:
+    def _message_of(self, version: int, packed: Packed, layout_known: bool, shared: bool) -> Said:
         """The message with a version, and what an ack of it must name."""
         layout, digest = packed.layout, packed.digest_to_send(shared)
         update = Update(
@@ -272,7 +272,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             incarnation=self.data.incarnation,
             version=version,
             layout_digest=layout.digest,
-            layout=b"" if told else layout.encode(),
+            layout=b"" if layout_known else layout.encode(),
             digest=digest,
             nbytes=layout.nbytes,
             extras=packed.extras,
@@ -280,10 +280,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             trace_context=packed.trace_context,
         )
         if digest or not shared:
-            return Said(update, told, shared, digest)
+            return Said(update, layout_known, shared, digest)
         seal = packed.buffer.sealed()
         named = slot_digest(seal, update.incarnation, version, layout.digest, packed.extras)
-        return Said(update, told, shared, named)
+        return Said(update, layout_known, shared, named)
 
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
         lane = self._links.get(link)

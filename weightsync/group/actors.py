@@ -102,7 +102,7 @@ class ActorProcess:
     def kill(self) -> None:
         """Have Ray kill the actor, and the processes that it has started."""
         ray = require_ray("WorkerGroup")
-        if ray.is_initialized():  # else Ray has ended all its actors; and would start anew to end this one
+        if ray.is_initialized():  # otherwise Ray has ended all its actors, and would start again just to end this one
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(self.handle, no_restart=True)
 

@@ -1,6 +1,6 @@
 """The result channel of one worker: bounded, with back-pressure, and separate from the weights' pipe.
 
-A worker may have `capacity` results on their way. Each result that the trainer has taken makes room for one more. The
+A worker may have `capacity` results in flight. Each result that the trainer has taken makes room for one more. The
 trainer's end never blocks; the worker's end blocks in `put`, and wakes when the trainer closes its end or dies.
 
 It is a socket pair, or for a worker of another parent a TCP connection (`weightsync.group.reception`). Results are
@@ -73,10 +73,10 @@ class Arrival(Protocol):
     """Where the connection of a worker that is not there yet will come in."""
 
     def fileno(self) -> int:
-        """Readable when somebody has come."""
+        """Readable when a connection waits to be accepted."""
 
     def admit(self) -> None:
-        """Give each connection that has come to the end that expects it. Never waits."""
+        """Accept waiting connections and hand each to the end that expects it. Never blocks."""
 
 
 class TrainerEnd:
@@ -111,7 +111,7 @@ class TrainerEnd:
         return self._sock is not None
 
     def fileno(self) -> int:
-        """Readable when something has come; -1 once it is closed."""
+        """Readable when something has arrived; -1 once it is closed."""
         if self._sock is not None:
             return self._sock.fileno()
         return -1 if self.ended or self._arrival is None else self._arrival.fileno()
@@ -122,7 +122,7 @@ class TrainerEnd:
         return select.POLLIN | (select.POLLOUT if self._outbox and self.attached else 0)
 
     def read(self) -> list[Frame]:
-        """Everything that has come since the last call."""
+        """Everything that has arrived since the last call."""
         if self._arrival is not None and not self.attached:
             self._arrival.admit()
         self._flush()
@@ -184,7 +184,7 @@ class TrainerEnd:
                     self._outbox.clear()
 
     def close(self) -> None:
-        """Close both directions, whoever else holds this end. A worker that waits in `put` wakes."""
+        """Close both directions, even if another process holds this end. A worker that waits in `put` wakes."""
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -202,7 +202,7 @@ class WorkerEnd:
 
     Args:
         sock: the other end of the pair, or of the connection.
-        capacity: how many results may be on their way.
+        capacity: how many results may be in flight.
     """
 
     def __init__(self, sock: socket.socket, capacity: int) -> None:
@@ -228,7 +228,7 @@ class WorkerEnd:
         return self._announced
 
     def put(self, value: Any, versions: tuple[int, ...]) -> None:
-        """Send a result; waits while `capacity` of them are on their way.
+        """Send a result. Blocks while `capacity` results are in flight.
 
         Raises:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
@@ -282,7 +282,7 @@ class WorkerEnd:
 
 
 def _received(sock: socket.socket) -> bytes:
-    """What has come; empty if the other end is gone. Raises BlockingIOError: nothing has come."""
+    """What has arrived; empty if the other end is gone. Raises BlockingIOError: nothing has arrived."""
     try:
         return sock.recv(_CHUNK, socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -310,7 +310,7 @@ class WorkerGroup:
         report = self.sender.send_async(weights, on_pending=pending, timeout=timeout, allow_empty=True)
         if report.version is not None:
             self._version = max(report.version, self._version)
-            self._members.announce(self._version)  # once it is on its way: a worker may wait for it from now on
+            self._members.announce(self._version)  # once it is sent: from now on a worker may wait for it
         return report
 
     def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
@@ -339,16 +339,16 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------- results
 
     def results(self, timeout: float | Timeout | None = Timeout.START) -> Iterator[WorkerResult]:
-        """Take the workers' results, in the order in which they come. Ends when all workers are finished.
+        """Take the workers' results in order of arrival. Ends when all workers are finished.
 
         Args:
             timeout: seconds to wait for each; None: for ever; default: five times `WEIGHTSYNC_TIMEOUT` or 60, since
                 workers may still be starting.
 
         Raises:
-            ResultTimeoutError: none came in time. The workers keep running; `results` may be called again.
-            WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had come
-                by then; the others go on.
+            ResultTimeoutError: no result arrived in time. The workers keep running; `results` may be called again.
+            WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had
+                arrived by then. The other workers keep running.
             StateError: the group is not started, or closed.
         """
         while (result := self._next(Deadline(timeout))) is not None:

@@ -45,10 +45,10 @@ class Rules:
     """What a group knows about its workers.
 
     Attributes:
-        capacity: how many results of a worker may be on their way.
-        max_restarts: how often each is restarted.
+        capacity: how many results of one worker may be in flight.
+        max_restarts: how often each worker may be restarted.
         restart_delay: seconds before its first restart; doubled each time.
-        deadline: seconds that it may go without giving a result; None: as long as it likes.
+        deadline: seconds that a worker may take for one result; None: no limit.
     """
 
     capacity: int
@@ -292,7 +292,7 @@ class Members:
         self._capacity = capacity
         self._is_stale = is_stale
         self._feed = feed
-        #: Results that have come and were not taken.
+        #: Results that have arrived and were not taken.
         self.results: deque[Waiting] = deque()
         #: Each life that failed, in the order in which they did.
         self.failures: list[WorkerFailedError] = []
@@ -306,7 +306,7 @@ class Members:
                 member.running.announce(version)
 
     def pump(self) -> None:
-        """Go on with sending weights, read all that has come, notice who died, and restart who is due."""
+        """Advance the send, read what has arrived, detect dead workers, and restart those that are due."""
         self._drive()
         for member in self.by_index.values():
             dead = member.dead  # looked up first: what a dead worker has said is then read to its end
@@ -337,7 +337,7 @@ class Members:
             feed.progress()
 
     def wait(self, deadline: Deadline) -> None:
-        """Sleep until something has come, also to the sender, a process is dead, or a deadline has passed."""
+        """Sleep until something arrives, here or at the sender, a process dies, or a deadline passes."""
         if any(member.dead for member in self.by_index.values()):
             return
         feed = self._feed()
@@ -355,7 +355,7 @@ class Members:
 
 
 def _descriptors(links: Iterable[Link]) -> tuple[dict[int, int], bool]:
-    """What to poll links for, and whether each of them has told."""
+    """What to poll links for, and whether each of them has reported."""
     wanted: dict[int, int] = {}
     all_tell = True
     for link in links:

@@ -92,7 +92,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)  # its session, if it has come so far as to have one
+            os.killpg(self._pid, signal.SIGKILL)  # its session, if it got as far as to have one
 
     def close(self) -> None:
         """Kill what is left, and let go of everything."""

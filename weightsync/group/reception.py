@@ -125,7 +125,7 @@ class ChannelListener:
         return invitation, end
 
     def fileno(self) -> int:
-        """Readable when somebody has come, or shows a token."""
+        """Readable when a connection waits to be accepted, or a token has arrived."""
         return self._poll.fileno()
 
     def admit(self) -> None:

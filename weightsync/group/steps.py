@@ -23,8 +23,8 @@ LOOK_SECONDS: Final = 0.1
 class Announcements(Protocol):
     """What a worker knows of what the trainer has announced.
 
-    A version is announced once it has been dispatched, so that a worker which waits for it waits for something on its
-    way, or for something that the trainer sends once an answer has come: it reads answers while it waits for results.
+    A version is announced once it has been dispatched, so a worker that waits for it waits for a version in flight, or
+    for one that the trainer sends once an answer has arrived: it reads answers while it waits for results.
     """
 
     @property

@@ -112,7 +112,7 @@ class Plan:
         run: the user's function.
         make_model: makes a worker's model.
         model_id: the name of the model.
-        capacity: how many results of a worker may be on their way.
+        capacity: how many results of one worker may be in flight.
         staleness: how old a version may be at a step.
         names: the weights that are sent; None: all.
     """

@@ -213,9 +213,9 @@ def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, 
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
             return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
-            told = name, message.layout_digest, message.layout, message.host, message.devices
-            fixed = _HELLO.pack(*map(len, told), message.pid, message.started, _wide(message.fence), message.link)
-            return 1, message.version, b"", b"".join((fixed, *told))
+            fields = name, message.layout_digest, message.layout, message.host, message.devices
+            fixed = _HELLO.pack(*map(len, fields), message.pid, message.started, _wide(message.fence), message.link)
+            return 1, message.version, b"", b"".join((fixed, *fields))
         case Refusal():
             said = _prose(message.reason), _prose(message.remote_traceback)
             kind = _REFUSALS.index(message.kind), _EVIDENCE.index(message.evidence)

@@ -423,8 +423,8 @@ def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     if data.link == event.link:
         deferred = _reply(data, data.answer.ack) if isinstance(data.answer, Deferred) else ()
         return (*deferred, Tell(data.link, data.pending, RefusalKind.STALE)) if data.pending else deferred
-    told = (Disown(data.link, data.fence, RefusalKind.FENCED, _NEWER),) if data.fence < event.incarnation else ()
-    return (*told, CloseLink(data.link))
+    disowned = (Disown(data.link, data.fence, RefusalKind.FENCED, _NEWER),) if data.fence < event.incarnation else ()
+    return (*disowned, CloseLink(data.link))
 
 
 _NEWER = "this worker has seen a newer sender"

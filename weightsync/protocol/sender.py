@@ -343,20 +343,21 @@ def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationE
 
 
 def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
-    told = {worker: entry.reason for worker, entry in ended.items()}
+    reasons = {worker: entry.reason for worker, entry in ended.items()}
     if all(entry.link_state is LinkState.REFUSED for entry in ended.values()):
         return RefusedError(
-            f"every target has refused the handshake: {told}. Nothing was sent and no version was used. Send weights "
-            "with the layout of the workers' models, or give the workers the right model and add_worker() them again.",
+            f"every target has refused the handshake: {reasons}. Nothing was sent and no version was used. "
+            "Send weights with the layout of the workers' models, or give the workers the right model and add_worker() "
+            "them again.",
             None,
-            told,
+            reasons,
         )
     fence = max(entry.fence for entry in ended.values())
     return WorkerLostError(
-        f"every target is lost already: {told}. Nothing was sent and no version was used. add_worker() reconnects a "
+        f"every target is lost already: {reasons}. Nothing was sent and no version was used. add_worker() reconnects a "
         "worker on a new link, remove_worker() removes it.",
         None,
-        told,
+        reasons,
         fence or None,
     )
 

@@ -99,7 +99,7 @@ class WeightSyncScheme(abc.ABC):
     sync = True
     #: Whether a send may name weights for some workers only: the others keep theirs.
     per_worker_weights = False
-    #: Whether ``delta=True`` is possible: the bytes of each payload travel, to receivers of ours.
+    #: Whether ``delta=True`` is possible: the bytes of each payload travel, to weightsync receivers.
     _carries_deltas = False
     #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
     _sender_arguments: tuple[str, ...] = ()

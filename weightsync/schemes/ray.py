@@ -99,7 +99,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
         """For a TorchRL collector, which initialises the scheme in its actors between `init_on_sender` and `connect`.
 
-        At `init_on_sender` no receiver of ours would listen in them yet.
+        At `init_on_sender` no weightsync receiver listens in them yet.
         """
         return is_torchrls(context)
 

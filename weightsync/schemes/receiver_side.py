@@ -56,7 +56,7 @@ class ReceiverSide:
         """Wait until the first version is live, was refused, or the sender's handshake says that it has none.
 
         Raises:
-            AckTimeoutError: none of these came in time.
+            AckTimeoutError: none of these happened in time.
             WeightSyncError: the first version was refused.
             ConfigurationError: the model came without weights, and the trainer has sent none. The receiver is closed,
                 and the trainer notified why.

@@ -32,7 +32,7 @@ _registered: dict[str, type[Any]] = {}
 def register_weight_sync_backend(backend: str) -> Callable[[Scheme], Scheme]:
     """A class decorator: `WeightSyncScheme.from_backend` then makes this class for ``backend``.
 
-    It may replace one of ours.
+    It may replace a built-in one.
 
     Raises:
         ConfigurationError: the name is empty, or no str.

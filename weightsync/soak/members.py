@@ -103,7 +103,7 @@ class PipeMembers:
         return {"pipes": list(endpoints), "processes": list(processes)}
 
     def watched(self, member: Member) -> Any:
-        """The process whose death the sender shall notice by itself; None: its link notices."""
+        """The process to watch for the sender. None: the link reports its death."""
         assert isinstance(member.worker, LocalWorker)
         return member.worker.process
 

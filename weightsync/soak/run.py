@@ -312,7 +312,7 @@ class Soak:
     def _refuse(self) -> None:
         """Let a worker refuse: it serves what it served before, and says why."""
         index = self._one()
-        self._send()  # an update that was given up may still be on its way
+        self._send()  # an update that was given up may still be in flight
         self._ask(index, Request.REFUSE_NEXT)
         report = self._send(may={index: _REFUSED})
         if "asked to refuse" not in report[index].reason:

@@ -113,7 +113,7 @@ class SoakModel(nn.Module):
         return {"fill": self.fill}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take the value; raise if the next update shall be refused."""
+        """Take the value. Raises if the next update is to be refused."""
         if self.refusals:
             self.refusals -= 1
             self.refused += 1

@@ -175,7 +175,7 @@ class Spans:
             return
         outcome = _OUTCOMES.get(event.kind, OutcomeKind.ABANDONED)
         own = event.kind in _ENDINGS and event.version == ended.version
-        # Giving up a version for a newer one is how an asynchronous trainer goes on, unless the worker was too late.
+        # Giving up a version for a newer one is normal for an asynchronous trainer, unless the worker was too late.
         failed = ended.overdue if outcome is OutcomeKind.ABANDONED else outcome is not OutcomeKind.APPLIED
         _finish(ended.span, event.time, outcome, reason, event.seconds if own else {}, failed=failed)
 

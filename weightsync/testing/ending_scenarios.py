@@ -141,7 +141,7 @@ def a_cut(link_setup: LinkSetup) -> None:
     line.ends.cut()
     for recorder in (line.sender, line.receiver):
         line.ends_at(recorder)
-        must_raise("send() on a link that reported its death", partial(_unheard, line, recorder), Rule.DEATH_TOLD)
+        must_raise("send() on a link that reported its death", partial(_unheard, line, recorder), Rule.DEATH_REPORTED)
 
 
 ENDING_SCENARIOS = (

@@ -140,7 +140,7 @@ class Line:
         """Require that this end reports the death of the link."""
         self.link_setup.watch.steps.append(f"{recorder.end.value} must report that the link is dead")
         self.link_setup.until_dead(recorder, lambda: _swallow(recorder.receive))
-        must_raise("receive() on a link that reported its death", recorder.receive, Rule.DEATH_TOLD)
+        must_raise("receive() on a link that reported its death", recorder.receive, Rule.DEATH_REPORTED)
 
 
 def _swallow(receive: Callable[[], list[Received]]) -> None:

@@ -34,32 +34,12 @@ def messages(link_setup: LinkSetup) -> None:
 def fields(link_setup: LinkSetup) -> None:
     """Every field of every message is transmitted."""
     line = Line(link_setup)
-    hello = Hello(
-        model_id=line.model_id,
-        incarnation=2**128 - 1,
-        version=2**63,
-        layout_digest=b"d" * 16,
-        layout=bytes(range(256)) * 300,
-        host=b"h" * 16,
-        fence=2**127,
-    )
+    hello = _hello_with_every_field(line)
     line.tell(hello)
     line.receive(line.receiver)
     line.answer(hello)
     line.receive(line.sender)
-    nested = SyncReport(model_id="ö", version=3, incarnation=1, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)})
-    ack = replace(line.ack(1), digest=b"x" * 16, seconds=0.125, evidence=Evidence.CALL, nested=nested)
-    refusal = Refusal(
-        model_id=line.model_id,
-        incarnation=INCARNATION,
-        version=2,
-        kind=RefusalKind.REFUSED,
-        reason="ä\n" * 900,
-        remote_traceback="at ♞",
-        fence=9,
-    )
-    answers: tuple[Ack | Refusal, ...] = (ack, refusal)
-    for answer in answers:
+    for answer in _answers_with_every_field(line):
         line.tell(line.update(answer.version)[0])
         line.receive(line.receiver)
         line.answer(answer)
@@ -72,6 +52,33 @@ def fields(link_setup: LinkSetup) -> None:
     line.receive(line.sender)
     line.tell(line.bye())
     line.receive(line.receiver)
+
+
+def _hello_with_every_field(line: Line) -> Hello:
+    return Hello(
+        model_id=line.model_id,
+        incarnation=2**128 - 1,
+        version=2**63,
+        layout_digest=b"d" * 16,
+        layout=bytes(range(256)) * 300,
+        host=b"h" * 16,
+        fence=2**127,
+    )
+
+
+def _answers_with_every_field(line: Line) -> tuple[Ack | Refusal, ...]:
+    nested = SyncReport(model_id="ö", version=3, incarnation=1, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)})
+    ack = replace(line.ack(1), digest=b"x" * 16, seconds=0.125, evidence=Evidence.CALL, nested=nested)
+    refusal = Refusal(
+        model_id=line.model_id,
+        incarnation=INCARNATION,
+        version=2,
+        kind=RefusalKind.REFUSED,
+        reason="ä\n" * 900,
+        remote_traceback="at ♞",
+        fence=9,
+    )
+    return ack, refusal
 
 
 def payloads(link_setup: LinkSetup, sizes: tuple[int, ...], storage: Storage) -> None:

@@ -167,13 +167,13 @@ class LinkSetup:
                 if recorder.dead:
                     raise RuleViolation(Rule.WAKES, f"{recorder.end.value} was dead, but no waitable became readable")
                 raise RuleViolation(
-                    Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
+                    Rule.DEATH_REPORTED, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
                 )
             pump()
             self.watch.check()
             if deadline.passed and not recorder.dead:
                 raise RuleViolation(
-                    Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
+                    Rule.DEATH_REPORTED, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
                 )
 
     def until_written(self, recorder: LinkRecorder, read: Callable[[], object]) -> None:

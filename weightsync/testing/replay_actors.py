@@ -89,7 +89,7 @@ class ReplayActors:
                 return bye
             if deadline.passed:
                 raise RuleViolation(
-                    Rule.DEATH_TOLD,
+                    Rule.DEATH_REPORTED,
                     f"{step_gate.link_pair.name}, {step_gate.end.value}: it did not report the link's end",
                 )
             self._wait(step_gate, other)

@@ -23,7 +23,7 @@ class Rule(Enum):
     NEVER_BLOCKS = "no method of a link blocks"
     WAKES = "a waitable is readable while there is something to receive, or the link is dead"
     QUIET = "no waitable stays readable when there is nothing to receive"
-    DEATH_TOLD = "the end of the peer, or of the link, makes `receive` raise TransportError"
+    DEATH_REPORTED = "the end of the peer, or of the link, makes `receive` raise TransportError"
     LAST_WORDS = "what was readable before a death is delivered first"
     LIVES = "a link lives until one of its ends is given up, or it is cut"
     CLOSED = "a closed link raises TransportError, has no waitables, and may be closed again"

@@ -86,8 +86,8 @@ class Link(Protocol):
 
         Raises:
             TransportError: the link is dead or closed. Earlier calls have delivered everything that was readable.
-            ProtocolError: the peer sent malformed bytes of ours, or speaks another version of the protocol. Nothing
-                more can be read; `send` still works, for a last message before `close`.
+            ProtocolError: the peer sent a malformed weightsync message, or speaks another version of the protocol.
+                Nothing more can be read; `send` still works, for a last message before `close`.
         """
 
     def waitables(self) -> list[int]:
@@ -130,7 +130,7 @@ class SharesMemory(ABC):
 
 
 class CarriesDeltas(ABC):
-    """A link whose worker has a receiver of ours, which may be sent deltas."""
+    """A link whose worker has a weightsync receiver, which may be sent deltas."""
 
     @property
     @abstractmethod

@@ -109,7 +109,7 @@ class DeviceBuffer(Buffer):
         return self.stage()
 
     def stage(self) -> memoryview:
-        """Copy it to the host, once a version: into shared memory, which `segment` is from then on."""
+        """Copy it to the host, once per version: into shared memory, which `segment` is from then on."""
         if self._host is None:
             self._host = Buffer(self.nbytes, Storage.SEGMENTS)
             self.segment = self._host.segment

@@ -249,7 +249,7 @@ def begin(
                 answers.set_exception(error)
             else:
                 _follow(answers, peer, again, said)
-        except Exception as error:  # noqa: BLE001 - reported to whoever waits for the answers
+        except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
             answers.set_exception(error)
         else:
             answers.set_result(messages)
@@ -379,7 +379,7 @@ def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequen
     def said(over: torch.futures.Future[list[str]]) -> Sequence[Message]:
         try:
             found.set_result(over.value())
-        except Exception as error:  # noqa: BLE001 - reported to whoever waits
+        except Exception as error:  # noqa: BLE001 - reported to the call that waits
             found.set_result(()) if raised_there(error) else found.set_exception(lost(peer, error))
         return ()
 

@@ -68,7 +68,7 @@ class Reason(enum.IntEnum):
 
 _SAME: Final = f"Give both ends the same key= or {VARIABLE}"
 #: For the sender, about the worker.
-_TOLD: Final = {
+_MESSAGES: Final = {
     Reason.OTHER_KEY: f"{{}} has another key and accepted nothing from this process. {_SAME}.",
     Reason.SENDER_HAS_NONE: f"{{}} has a key and this process has none: it accepted nothing. {_SAME}.",
     Reason.WORKER_HAS_NONE: f"{{}} has no key, and this process has one: it accepted nothing. {_SAME}.",
@@ -150,7 +150,7 @@ def refused(envelope: Envelope, peer: str) -> AuthenticationError:
     """The sender's error for such an envelope."""
     reason = bytes(envelope.content[:1])
     known = reason and reason[0] in list(Reason)
-    return AuthenticationError(_TOLD[Reason(reason[0]) if known else Reason.OTHER_KEY].format(peer))
+    return AuthenticationError(_MESSAGES[Reason(reason[0]) if known else Reason.OTHER_KEY].format(peer))
 
 
 def without_key(text: Readable, peer: str) -> AuthenticationError:

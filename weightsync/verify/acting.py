@@ -40,6 +40,7 @@ class SenderActs:
             case sending.Connect(incarnation):
                 if not moment.before.workers:  # type: ignore[union-attr]
                     raise BeyondTheModelError("a sender connects without workers")
+                self._require_above_known_fences(moment, incarnation)
                 return {"a": Action.CONNECT, "s": s, "c": self._names.ranks[incarnation]}
             case sending.Send(targets):
                 return self._dispatch("Send", s, targets)
@@ -59,6 +60,17 @@ class SenderActs:
             case sending.Answer():
                 return self._answer(machine, s, moment.event)
         raise BeyondTheModelError(f"{moment.event}")
+
+    def _require_above_known_fences(self, moment: Moment, incarnation: int) -> None:
+        """In the model, whoever closes a fenced sender passes the fence to the next one's `connect(fence=)`."""
+        for name in self._names.senders:
+            earlier = [each for each in self._names.network.by_name[name].moments if each.line.time < moment.line.time]
+            if not earlier or earlier[-1].state is not State.CLOSED:
+                continue
+            data = earlier[-1].after
+            assert isinstance(data, sending.SenderData)
+            if any(entry.fence >= incarnation for entry in data.workers.values()):
+                raise BeyondTheModelError("a sender does not rise above a fence that a closed sender was told")
 
     def _require_lost(self, moment: Moment, worker: int) -> None:
         data = moment.before
@@ -80,7 +92,7 @@ class SenderActs:
         w, k = self._names.links[machine.name, event.link]
         message = event.message
         if not self._names.network.hello_receivers[machine.name, event.link]:
-            raise BeyondTheModelError("a worker is not recorded, or has no receiver of ours")
+            raise BeyondTheModelError("a worker is not recorded, or has no weightsync receiver")
         if message.incarnation != machine.incarnation:
             raise BeyondTheModelError("an answer was meant for another sender")
         where = {"s": s, "w": w, "k": k}

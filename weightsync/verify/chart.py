@@ -1,4 +1,4 @@
-"""A run as a sequence chart: one lane a machine, its steps and the messages between the lanes, in order of time."""
+"""A run as a sequence chart: one lane per machine, its steps and the messages between the lanes, in order of time."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _shown(moment: Moment) -> tuple[Kind, str] | None:
             return Kind.STEP, f"{moment.line.fields.get('input') or 'LATE'}{moved}"
         case What.REFUSED:
             return Kind.REFUSED, f"{moment.line.fields['event']['is']} refused"
-        case What.TOLD:
+        case What.REPORTED:
             return Kind.REPORT, f"report of version {moment.line.fields.get('version')}"
         case _:
             return None

@@ -144,7 +144,7 @@ def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[
 
 def _reports(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     """A report must name each target, and no other worker."""
-    version = moment.line.fields.get("version") if moment.line.what is What.TOLD else None
+    version = moment.line.fields.get("version") if moment.line.what is What.REPORTED else None
     reported = {int(worker) for worker in moment.line.fields["outcomes"]} if version else set()
     if version and reported != set(targets.get(version, ())):
         what = f"the report of version {version} names workers {sorted(reported)}, but its targets are others"

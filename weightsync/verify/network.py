@@ -190,14 +190,14 @@ class Network:
         return again or later
 
     def _nowhere(self, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
-        # An adapter without a receiver of ours answers in its place, and records that.
+        # An adapter without a weightsync receiver answers in its place, and records that.
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             return None
         if any(self.by_name[end[0]].finding is not None for end in ends):
             return None
         waiting = [_described(each.message) for end in ends for each in self.sent[end] if not each.taken]
         on_its_way = f"in flight there: {', '.join(waiting) or 'nothing'}"
-        return Finding(moment.line, f"{_described(message)} arrived, but nobody sent it", (on_its_way,), RULE)
+        return Finding(moment.line, f"{_described(message)} arrived, but was never sent", (on_its_way,), RULE)
 
     def _order(self, machine: Machine, moment: Moment, newest: dict[Place, int], end: Place, at: int) -> Finding | None:
         place = (machine.name, moment.link)

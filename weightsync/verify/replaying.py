@@ -156,7 +156,7 @@ class _Player:
         self._time = line.time
         _require_fields(line)
         self._number_links(line)
-        if self._reports.due is not None and line.what is not What.TOLD:
+        if self._reports.due is not None and line.what is not What.REPORTED:
             raise _Broken(f"the caller got no report after {type(self._reports.due).__name__}", ("first its report",))
         state, data = self._state, self._data
         event, step = self._advance(line)
@@ -183,7 +183,7 @@ class _Player:
                 event = decoded(self._half.event, line.fields["event"])
                 self._refused(line, event)
                 return event, None
-            case What.TOLD:
+            case What.REPORTED:
                 self._reported(line)
         return None, None
 
@@ -230,7 +230,7 @@ _FIELDS: dict[What, dict[str, type]] = {
     What.RECEIVED: {"link": int, "message": dict},
     What.FAILED: {"link": int},
     What.CLOSED: {"link": int},
-    What.TOLD: {"outcomes": dict, "superseded": dict, "not_caught_up": dict, "left": dict},
+    What.REPORTED: {"outcomes": dict, "superseded": dict, "not_caught_up": dict, "left": dict},
 }
 
 

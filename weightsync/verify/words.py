@@ -29,7 +29,7 @@ def story(line: Line) -> str:
         case What.LINK:
             to = f" to worker {fields['worker']}" if "worker" in fields else ""
             return f"{who} lays link {fields.get('link')}{to}, which promises {fields.get('delivery')}"
-        case What.TOLD:
+        case What.REPORTED:
             return f"{who} reports version {fields.get('version')}: {value(fields.get('outcomes'))}"
         case What.HEADER | What.NOTE | What.END:
             return f"{line.what.value}: {fields.get('text', '')}"

@@ -1,4 +1,4 @@
-"""Casting weights to a narrower floating dtype on their way to the workers, and checks of the values that are sent.
+"""Casting weights to a narrower floating dtype before they are sent, and checks of the values that are sent.
 
 A cast (the option ``wire_dtype``) is a layout: packing copies each tensor into the place that the layout of what is
 sent has for it, and torch converts it there, on the device of the weights.

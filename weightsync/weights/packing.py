@@ -47,7 +47,7 @@ LARGE: Final = 32 << 10
 FEW: Final = 32
 
 _DEVICE: Final = attrgetter("device")
-#: `memmove` of a few bytes: unlike that of ctypes it keeps the interpreter's lock, which others might not give back.
+#: `memmove` that holds the GIL: for a few bytes, to release it and wait for it again would take longer than the copy.
 _move: Final = ctypes.PyDLL(None).memmove
 _move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move.restype = None

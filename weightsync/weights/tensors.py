@@ -67,11 +67,14 @@ def _guards_of(tensors: Collection[Tensor]) -> TensorGuards | None:
     """What torch's compiler knows tensors by: it checks in one call what `_traits` reads one by one. It refers to none.
 
     It also checks which of them need a gradient, and torch's modes: if it fails, nothing follows. None: this torch has
-    no such guards, or a tensor is given twice, which they never pass.
+    none that can be made so, or a tensor is given twice, which they never pass.
     """
     if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
         return None
-    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    try:
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except TypeError:  # no public interface: another torch may take other arguments
+        return None
 
 
 def _traits(tensors: Collection[Tensor]) -> tuple[object, ...]:

@@ -138,7 +138,7 @@ class Session:
         baselines: Sequence[Baseline],
         wanted: Iterable[Mutant],
         afresh: Collection[Mutant],
-        told: Callable[[Hunted], None],
+        report: Callable[[Hunted], None],
     ) -> tuple[Hunted, ...]:
         """Run mutants and return their results, in their order.
 
@@ -146,7 +146,7 @@ class Session:
             baselines: the results of the unchanged model.
             wanted: the mutants. The ledger's result is confirmed; a mutant that cannot be confirmed is hunted.
             afresh: the mutants that are hunted whatever the ledger says.
-            told: is called with each result, in the caller's thread.
+            report: is called with each result, in the caller's thread.
 
         Raises:
             ConfigurationError: confirmed results are not reliable.
@@ -161,7 +161,7 @@ class Session:
             return Hunted(mutant, confirmed or self._hunted(hunter, mutant))
 
         try:
-            found = _side_by_side([hunter.stop, confirmer.close], run, wanted, told)
+            found = _side_by_side([hunter.stop, confirmer.close], run, wanted, report)
             confirmer.vouch()
         finally:
             confirmer.close()
@@ -183,7 +183,7 @@ def _side_by_side(
     ends: Sequence[Callable[[], None]],
     task: Callable[[_Given], _Made],
     given: Iterable[_Given],
-    told: Callable[[_Made], None],
+    report: Callable[[_Made], None],
 ) -> tuple[_Made, ...]:
     """Run a task for each item; if this ends early, `ends` is called first, to end the JVMs."""
     pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()), thread_name_prefix="mutants")
@@ -193,7 +193,7 @@ def _side_by_side(
         while waiting:
             done, waiting = wait(waiting, timeout=_WAKE_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
-                told(future.result())
+                report(future.result())
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for end in ends:

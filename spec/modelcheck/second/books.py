@@ -149,14 +149,14 @@ def _said(step: Step, w: int) -> bool:
     if heard and new.link != old.link:
         due.append(step.new.is_gone(s, w))
     if new.link not in (old.link, NO_LINK):
-        due.append(_met(step, w))
+        due.append(_accepted(step, w))
         if heard and old.fence < new.fence:
             due.append(("FENCED", old.fence) in {(kind, key[0]) for kind, key in words})
     return all(due) and (new.fence >= old.fence or new == NEW_RECEIVER)
 
 
 def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
-    """The sender of a link in force is told why it ends, unless the worker's process died or the link broke."""
+    """The sender of a link in force learns why it ends, unless the worker's process died or the link broke."""
     old, new = step.old.receiver(w), step.new.receiver(w)
     if new == NEW_RECEIVER:
         return []
@@ -170,7 +170,7 @@ def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
     return due
 
 
-def _met(step: Step, w: int) -> bool:
+def _accepted(step: Step, w: int) -> bool:
     """A handshake was accepted: the fence is that sender's incarnation, nothing is pending, and a Hello answers it."""
     old, new = step.old.receiver(w), step.new.receiver(w)
     s, k = new.link

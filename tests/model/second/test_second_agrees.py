@@ -63,14 +63,14 @@ def _run(toolchain: Toolchain, model: Manifest, name: str, most: int = 10_000) -
 
 def test_both_find_the_same(toolchain: Toolchain, model: Manifest) -> None:
     chosen = model.select([*FOUND, "MCCheckerAssume"])
-    told: list[str] = []
+    calls: list[str] = []
     first = Suite(toolchain, model, Unobserved()).run(chosen)
-    second = SecondSuite(toolchain, model, lambda verdict: told.append(verdict.first.configuration.name)).run(first)
+    second = SecondSuite(toolchain, model, lambda verdict: calls.append(verdict.first.configuration.name)).run(first)
 
     assert [verdict.complaints for verdict in second] == [()] * len(chosen)
     found = {verdict.first.configuration.name: verdict.found for verdict in second if not verdict.left_out}
     assert found == FOUND
-    assert sorted(told) == sorted(configuration.name for configuration in chosen)
+    assert sorted(calls) == sorted(configuration.name for configuration in chosen)
     assert all(verdict.counts for verdict in second if verdict.first.configuration.expected is Expected.PASS)
 
 

@@ -84,9 +84,9 @@ def examined(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_second_checker_looks_at_those_of_its_tier(
     runner: CliRunner, manifest: Manifest, examined: list[str], tier: Tier
 ) -> None:
-    told = runner.invoke(check.app, ["model", "--all", "--second", tier.value, "--model", str(SPECS)])
+    result = runner.invoke(check.app, ["model", "--all", "--second", tier.value, "--model", str(SPECS)])
 
-    assert told.exit_code == 0, told.output
+    assert result.exit_code == 0, result.output
     assert examined == [found.name for found in manifest.tier(tier)]
 
 
@@ -95,8 +95,8 @@ def test_a_second_checker_that_would_look_at_nothing_is_refused(
 ) -> None:
     larger = next(found.name for found in manifest.configurations if found.tier is Tier.ALL)
 
-    told = runner.invoke(check.app, ["model", larger, "--second", "quick", "--model", str(SPECS)])
+    result = runner.invoke(check.app, ["model", larger, "--second", "quick", "--model", str(SPECS)])
 
-    assert told.exit_code == 2
-    assert "none of these configurations is a quick one: use --second all" in told.stderr
+    assert result.exit_code == 2
+    assert "none of these configurations is a quick one: use --second all" in result.stderr
     assert examined == []

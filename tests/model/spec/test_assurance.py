@@ -40,7 +40,7 @@ def _spoilt(path: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "told"),
+    ("file", "old", "new", "message"),
     [
         ("spec/assurance.toml", "::test_fault_1_", "::test_fault_0_", "G1: there is no test .*test_fault_0_"),
         (
@@ -59,9 +59,9 @@ def _spoilt(path: Path, old: str, new: str) -> None:
         ),
     ],
 )
-def test_a_name_that_does_not_exist_is_refused(copy: Path, file: str, old: str, new: str, told: str) -> None:
+def test_a_name_that_does_not_exist_is_refused(copy: Path, file: str, old: str, new: str, message: str) -> None:
     _spoilt(copy / file, old, new)
-    with pytest.raises(sources.SourceError, match=told):
+    with pytest.raises(sources.SourceError, match=message):
         assurance.render(copy)
 
 

@@ -60,11 +60,11 @@ def found(outcome: Outcome) -> tuple[object, ...]:
 def test_run_after_run_says_what_a_jvm_of_its_own_says(kept: KeptTlc, specs: Path, toolchain: Toolchain) -> None:
     names = ["Safe", "TooSmall", "Safe", "WrongWay", "Safe", "Stuck", "Safe"]
 
-    told = [(found(kept.run(job(specs, name))), machine(kept)) for name in names]
+    ran = [(found(kept.run(job(specs, name))), machine(kept)) for name in names]
 
     alone = {name: found(TlcRun(toolchain, job(specs, name)).run(lambda _: None)) for name in names}
-    assert [what for what, _ in told] == [alone[name] for name in names]
-    assert len({process for _, process in told}) == 1
+    assert [what for what, _ in ran] == [alone[name] for name in names]
+    assert len({process for _, process in ran}) == 1
 
 
 def test_after_a_temporal_property_was_violated_comes_another_jvm(kept: KeptTlc, specs: Path) -> None:

@@ -399,9 +399,11 @@ class _InterruptedSession:
     def measure(self) -> tuple[Baseline, ...]:
         return (BASELINE,)
 
-    def hunt(self, baselines: object, wanted: Sequence[Mutant], afresh: object, told: Callable[[Hunted], None]) -> None:
+    def hunt(
+        self, baselines: object, wanted: Sequence[Mutant], afresh: object, report: Callable[[Hunted], None]
+    ) -> None:
         del baselines, afresh
-        told(Hunted(wanted[0], Finding(Fate.PROPERTY, "Counts", "Lamp")))
+        report(Hunted(wanted[0], Finding(Fate.PROPERTY, "Counts", "Lamp")))
         raise KeyboardInterrupt
 
 

@@ -36,8 +36,8 @@ def test_all_is_as_expected(toolchain: Toolchain, manifest: Manifest, recorder: 
     assert [(found.name, ()) for found in chosen] == [
         (verdict.configuration.name, verdict.complaints) for verdict in verdicts
     ]
-    assert {("started", found.name) for found in chosen} <= set(recorder.told)
-    assert {("ended", found.name) for found in chosen} <= set(recorder.told)
+    assert {("started", found.name) for found in chosen} <= set(recorder.seen)
+    assert {("ended", found.name) for found in chosen} <= set(recorder.seen)
 
 
 def test_a_wrong_pinned_count_fails(toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder) -> None:

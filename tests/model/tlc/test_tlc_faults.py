@@ -42,10 +42,10 @@ def test_a_violated_temporal_property_is_missed_under_symmetry_and_view(
 
 def test_with_continue_a_violation_is_printed_and_then_called_no_error(by_hand: ManualAck) -> None:
     assert by_hand("-config", "Continued.cfg", "Continued.tla").returncode == 12
-    told = by_hand("-continue", "-config", "Continued.cfg", "Continued.tla")
-    assert "Invariant Small is violated" in told.stdout
+    result = by_hand("-continue", "-config", "Continued.cfg", "Continued.tla")
+    assert "Invariant Small is violated" in result.stdout
     mended = "TLC has mended #1385: its exit code means something under -continue"
-    assert (told.returncode, "No error has been found" in told.stdout) == (0, True), mended
+    assert (result.returncode, "No error has been found" in result.stdout) == (0, True), mended
 
 
 def test_a_property_that_cannot_be_evaluated_ends_with_0_and_is_no_verdict_for_us(

@@ -147,12 +147,12 @@ def test_temporal_properties_checked_by_two_workers_do_not_count(court: Court) -
 
 
 def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court) -> None:
-    told = "\n".join(explain(court.judge(court.configuration("Holds"), "invariant", 12)))
+    explained = "\n".join(explain(court.judge(court.configuration("Holds"), "invariant", 12)))
 
-    assert "3. Up\n         n = 2" in told
-    assert "weightsync check Holds" in told
-    assert "weightsync check --model . --write-cfg $T Holds" in told
-    assert "-workers 1 -metadir $T -config $T/Holds.cfg Counter.tla" in told
+    assert "3. Up\n         n = 2" in explained
+    assert "weightsync check Holds" in explained
+    assert "weightsync check --model . --write-cfg $T Holds" in explained
+    assert "-workers 1 -metadir $T -config $T/Holds.cfg Counter.tla" in explained
 
 
 def test_an_action_that_nobody_takes_is_reported(court: Court) -> None:

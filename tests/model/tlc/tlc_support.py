@@ -11,13 +11,13 @@ class Recorder:
     """An observer that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.seen: list[tuple[str, str]] = []
 
     def started(self, configuration: Configuration) -> None:
-        self.told.append(("started", configuration.name))
+        self.seen.append(("started", configuration.name))
 
     def progressed(self, configuration: Configuration, progress: Progress) -> None:
-        self.told.append(("progressed", configuration.name))
+        self.seen.append(("progressed", configuration.name))
 
     def ended(self, verdict: Verdict) -> None:
-        self.told.append(("ended", verdict.configuration.name))
+        self.seen.append(("ended", verdict.configuration.name))

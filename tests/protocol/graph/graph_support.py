@@ -49,5 +49,5 @@ def printed(name: str) -> Dump:
 
 def as_committed(name: str, graph: Graph) -> dict[str, object]:
     """What would be committed of a graph of that name, beside what is."""
-    told = committed()[name]
-    return told | {"bounds": in_words(CONFIGURATIONS[name])} | digest(graph)
+    pinned = committed()[name]
+    return pinned | {"bounds": in_words(CONFIGURATIONS[name])} | digest(graph)

@@ -66,18 +66,18 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
         new = trainer.data.outstanding is None
         last = _noted(step.data.outstanding, frozenset() if new else last.did, len(trainer.laid))
     blocked = step.to is State.AWAITING_ACK
-    return replace(trainer, state=step.to, data=_told(step.data), last=last, blocked=blocked), step
+    return replace(trainer, state=step.to, data=_compared(step.data), last=last, blocked=blocked), step
 
 
-def _told(data: sending.SenderData) -> sending.SenderData:
+def _compared(data: sending.SenderData) -> sending.SenderData:
     """The data without what is only told to people: counters, reasons, who did not catch up."""
     workers = {w: replace(entry, reason="", remote_traceback="") for w, entry in sorted(data.workers.items())}
     outstanding = data.outstanding
     if outstanding is not None:
         outcomes = {w: Outcome(kind=outcome.kind) for w, outcome in sorted(outstanding.outcomes.items())}
         outstanding = replace(outstanding, owed=Frozen(sorted(outstanding.owed.items())), outcomes=Frozen(outcomes))
-    told = {"not_caught_up": Frozen(), "left": Frozen(), "stale": 0, "late": 0}
-    return replace(data, workers=Frozen(workers), outstanding=outstanding, **told)
+    dropped = {"not_caught_up": Frozen(), "left": Frozen(), "stale": 0, "late": 0}
+    return replace(data, workers=Frozen(workers), outstanding=outstanding, **dropped)
 
 
 def _noted(outstanding: sending.Outstanding, did: frozenset[int], workers: int) -> Out:

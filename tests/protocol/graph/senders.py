@@ -107,8 +107,8 @@ def _silenced(world: World, s: int) -> World:
 
 
 def _connect(world: World, s: int, clock: int) -> World | None:
-    told = [entry.fence for t in world.trainers if t.state is State.CLOSED for entry in t.data.workers.values()]
-    incarnation = max(clock, max(told, default=0) + 1)
+    fences = [entry.fence for t in world.trainers if t.state is State.CLOSED for entry in t.data.workers.values()]
+    incarnation = max(clock, max(fences, default=0) + 1)
     used = {trainer.data.incarnation for trainer in world.trainers}
     if not world.trainer(s).data.workers or incarnation in used:
         return None
@@ -167,22 +167,22 @@ def _answer(world: World, m: Word) -> Iterator[Attempt]:
     match m.kind:
         case "HELLO":
             message = Hello(model_id=MODEL, incarnation=m.inc)
-            yield (Action.ANSWER_HELLO, *place), lambda: _told(world, m, message)
+            yield (Action.ANSWER_HELLO, *place), lambda: _answered(world, m, message)
         case "ACK":
             ack = Ack(model_id=MODEL, incarnation=m.inc, version=m.v)
-            yield (Action.ANSWER_ACK, *place, m.v), lambda: _told(world, m, ack)
+            yield (Action.ANSWER_ACK, *place, m.v), lambda: _answered(world, m, ack)
         case "BYE":
             if is_open(world, *place):
                 bye = Bye(model_id=MODEL, incarnation=m.inc)
-                yield (Action.ANSWER_BYE, *place), lambda: _told(world, m, bye)
+                yield (Action.ANSWER_BYE, *place), lambda: _answered(world, m, bye)
         case kind:
             refusal = Refusal(model_id=MODEL, incarnation=m.inc, version=m.v, kind=RefusalKind[kind], fence=m.fence)
             refused = "SharedRefusal" if is_shared(world.bounds) else Action.ANSWER_REFUSAL
             label = (refused, *place, m.v, kind) if m.v else (Action.ANSWER_REJECTED, *place, kind)
-            yield label, lambda: _told(world, m, refusal)
+            yield label, lambda: _answered(world, m, refusal)
 
 
-def _told(world: World, m: Word, message: Hello | Ack | Refusal | Bye) -> World:
+def _answered(world: World, m: Word, message: Hello | Ack | Refusal | Bye) -> World:
     open_before = is_open(world, m.s, m.w, m.k)
     world = did(taken(world, m), m.s, sending.Answer(m.w, m.k, message))
     ended = open_before and not is_open(world, m.s, m.w, m.k)

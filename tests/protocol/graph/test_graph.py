@@ -68,7 +68,7 @@ def test_a_large_graph_is_the_committed_one_and_the_models(name):
 
 
 def test_a_digest_is_committed_of_each_configuration_and_of_no_other():
-    assert {name: told["bounds"] for name, told in committed().items()} == {
+    assert {name: pinned["bounds"] for name, pinned in committed().items()} == {
         name: in_words(bounds) for name, bounds in CONFIGURATIONS.items()
     }
 

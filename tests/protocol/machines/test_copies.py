@@ -48,13 +48,13 @@ def test_a_copy_and_its_original_move_apart(role, duplicate):
 
 
 def test_listeners_stay_with_the_original(role, duplicate):
-    told = []
+    steps = []
     original = role.machine()
-    original.observe(lambda *step: told.append(step))
+    original.observe(lambda *step: steps.append(step))
 
     duplicate(original).fire(role.inputs.CLOSE)
 
-    assert told == []
+    assert steps == []
 
 
 def test_a_machine_can_be_copied_while_its_lock_is_held(role, duplicate):

@@ -71,10 +71,10 @@ def test_the_lock_is_free_after_a_listener_raised(machine):
 
 
 def test_a_listener_cannot_fire(machine):
-    told = []
+    steps = []
 
     def meddle(before, step, after):
-        told.append(step)
+        steps.append(step)
         machine.fire(SenderInput.CLOSE)
 
     machine.observe(meddle)
@@ -82,7 +82,7 @@ def test_a_listener_cannot_fire(machine):
     with pytest.raises(RuntimeError, match="a listener fired CLOSE"):
         machine.fire(SenderInput.CONNECT)
     assert machine.state is State.READY
-    assert told == [SenderInput.CONNECT]
+    assert steps == [SenderInput.CONNECT]
 
 
 def test_a_listener_may_look_and_may_be_refused(machine):

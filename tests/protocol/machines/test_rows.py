@@ -27,7 +27,7 @@ def test_a_row_leads_where_the_file_says(row):
     role, state, step = row
     machine = role.at(state)
     steps = []
-    machine.observe(lambda *told: steps.append(told))
+    machine.observe(lambda *arguments: steps.append(arguments))
 
     wanted = role.rows[state, step]
     assert machine.fire(step) is wanted
@@ -39,7 +39,7 @@ def test_where_there_is_no_row_nothing_changes(gap):
     role, state, step = gap
     machine = role.at(state)
     steps = []
-    machine.observe(lambda *told: steps.append(told))
+    machine.observe(lambda *arguments: steps.append(arguments))
 
     with pytest.raises(StateError):
         machine.fire(step)

@@ -36,6 +36,7 @@ FILES = (
     "protocol/traces/test_guarantees_reported.py",
     "protocol/stateful/test_directed.py",
     "unit/schemes/test_sending.py",
+    "unit/schemes/test_delta.py",
     "unit/schemes/test_names_a.py",
     "unit/schemes/test_bounds.py",
     "unit/schemes/test_odd_weights.py",
@@ -69,7 +70,7 @@ FILES = (
 #: Those of them that are about some modules alone, by how the modules' names begin; they are asked first.
 OWN = {
     "weightsync.engine.serving_lock": (
-        "tests/unit/engine/test_serve",
+        "tests/unit/engine/test_serv",
         "tests/torchrl/generation_b/test_cascade.py",
         "tests/unit/schemes/test_models_by_path.py",
         "tests/unit/schemes/test_loaders.py",
@@ -86,14 +87,32 @@ OWN = {
     "weightsync.engine.applier": (
         "tests/unit/engine/test_applier.py",
         "tests/unit/engine/test_served_model.py",
+        "tests/transports/device/",
         "tests/torchrl/generation_b/test_cascade.py",
         "tests/unit/schemes/test_verified_updates.py",
     ),
-    "weightsync.engine.receiver_driver": ("tests/unit/engine/test_receiver_driver.py", "tests/unit/engine/"),
-    "weightsync.engine.sender_driver": ("tests/unit/engine/test_sender", "tests/unit/engine/"),
+    "weightsync.engine.receiver_driver": (
+        "tests/unit/engine/test_receiver_driver.py",
+        "tests/unit/engine/test_steady_links.py",
+        "tests/unit/schemes/test_delta.py",
+        "tests/unit/engine/",
+    ),
+    "weightsync.engine.sender_driver": (
+        "tests/unit/engine/test_sender",
+        "tests/unit/engine/test_steady_links.py",
+        "tests/unit/schemes/test_delta.py",
+        "tests/transports/device/",
+        "tests/unit/engine/",
+    ),
+    "weightsync.engine.reporter": ("tests/unit/engine/test_reporter.py", "tests/unit/schemes/test_delta.py"),
     "weightsync.engine.": ("tests/unit/engine/",),
-    "weightsync.weights.target": ("tests/unit/weights/test_target", "tests/unit/weights/", "tests/transports/device/"),
-    "weightsync.transports.pipe.framing": ("tests/transports/pipe/",),
+    "weightsync.weights.target": ("tests/transports/device/", "tests/unit/weights/test_target", "tests/unit/weights/"),
+    "weightsync.transports.pipe.framing": ("tests/transports/pipe/test_framing.py", "tests/transports/pipe/"),
+    "weightsync.transports.pipe.link": (
+        "tests/transports/pipe/test_framing.py",
+        "tests/transports/pipe/test_pipe.py",
+        "tests/transports/device/",
+    ),
     "weightsync.clock": ("tests/unit/engine/test_timing.py", "tests/unit/schemes/test_fake_clock.py"),
     "weightsync.protocol.": (
         "tests/transports/pipe/test_wire.py",
@@ -105,7 +124,11 @@ OWN = {
     "weightsync.weights.tree_digest": ("tests/unit/weights/test_tree_digest.py",),
     "weightsync.transports.store.": ("tests/transports/store/test_store_client.py",),
     "weightsync.transports.process": ("tests/transports/pipe/test_process_watch.py",),
-    "weightsync.transports.buffers": ("tests/unit/engine/test_segments.py", "tests/transports/pipe/test_memory.py"),
+    "weightsync.transports.buffers": (
+        "tests/unit/engine/test_segments.py",
+        "tests/transports/pipe/test_memory.py",
+        "tests/transports/device/test_host.py",
+    ),
     "weightsync.transports.pipe.": ("tests/transports/pipe/test_pipe.py",),
 }
 #: Tests that are never asked. This one leaves its process a few descriptors: how many an initialisation needs depends
@@ -191,13 +214,13 @@ def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) ->
 
 
 def _untold(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
-    told = {json.loads(line)["test"] for line in lines.read_text(encoding="utf-8").splitlines()}
-    return [item for item in items if item.nodeid not in told]
+    recorded = {json.loads(line)["test"] for line in lines.read_text(encoding="utf-8").splitlines()}
+    return [item for item in items if item.nodeid not in recorded]
 
 
 def _read(lines: Path) -> Asked:
-    told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    known = [each for each in told if not each["test"].rpartition("::")[2].startswith(NEVER)]
+    records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    known = [each for each in records if not each["test"].rpartition("::")[2].startswith(NEVER)]
     asked = [each for each in known if each["passed"] and each["seconds"] <= LONGEST]
     reached: dict[tuple[str, int], set[str]] = defaultdict(set)
     for each in asked:
@@ -214,7 +237,7 @@ def _in_process(item: pytest.Item) -> bool:
 
 
 def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) -> NoReturn:
-    with lines.open("a", encoding="utf-8") as told:
+    with lines.open("a", encoding="utf-8") as file:
         for item in items:
             tracer = Tracer(set(files))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -223,7 +246,7 @@ def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) ->
             passed, taken = _timed(item)
             each = {"test": item.nodeid, "passed": passed and traced, "seconds": round(taken, 4)}
             reached = {module: sorted(tracer.reached[file]) for file, module in files.items() if tracer.reached[file]}
-            print(json.dumps({**each, "reached": reached}), file=told, flush=True)
+            print(json.dumps({**each, "reached": reached}), file=file, flush=True)
     os._exit(0)
 
 

@@ -22,6 +22,7 @@ from typing import NoReturn
 import pytest
 import torch
 from asking import Asked, end, record, run
+from driven_ledger import Key
 from making import Mutant, mutants
 from mutated import DRIVEN
 
@@ -44,13 +45,17 @@ class Share:
     Attributes:
         index: which share of all.
         of: how many shares there are.
+        living: only these; None: all.
     """
 
     index: int = 0
     of: int = 1
+    living: frozenset[Key] | None = None
 
     def has(self, mutant: Mutant) -> bool:
         """Whether it is among them."""
+        if self.living is not None and mutant.key not in self.living:
+            return False
         return zlib.crc32(repr(mutant.key).encode()) % self.of == self.index % self.of
 
 

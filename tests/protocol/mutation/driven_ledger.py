@@ -3,7 +3,7 @@
 `python tests/protocol/mutation/driven_ledger.py [RESULT...]` takes in results of `run.py --driven`, of whole modules or
 of all mutants of some functions, and renders docs/driver-mutants.md. What is no mutant of the code any more leaves the
 file, a new one that lives comes in without a reason, and the mutants are counted again. `--prune` does so without a
-result.
+result. `--living RESULT...` takes in results of `run.py --driven --living`: those that are killed now leave the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Not mutated: sentences (texts with a space in them), calls of the logger, and co
 `python tests/protocol/mutation/run.py --driven RESULT [MODULE...]` runs the mutants (all of them: forty minutes on two
 cores). `python tests/protocol/mutation/driven_ledger.py RESULT` records the result and renders this page. Each new
 survivor then needs a reason in `tests/protocol/mutation/driven.toml`, or a test that kills it. `--prune` in place of
-RESULT removes the mutants that the code no longer has. Each day `make verify` runs another twentieth of the mutants,
+RESULT removes the mutants that the code no longer has. After a change of tests alone, `--living` with both commands
+asks again about those that live, and about no others. Each day `make verify` runs another twentieth of the mutants,
 and fails if one survives that is not listed here.
 """
 
@@ -166,6 +167,11 @@ def _key(each: Sequence[object]) -> Key:
     return str(function), str(was), str(now), int(str(twin))
 
 
+def killed(result: Sequence[Sequence[object]]) -> set[Key]:
+    """Those of a result that do not live."""
+    return {_key(each) for each in result if each[4] != "survived"}
+
+
 def _line(key: Key) -> str:
     function, was, now, _ = key
     changed = f"``{was}`` became ``{now}``" if now else f"``{was}`` is gone"
@@ -188,10 +194,12 @@ def main() -> None:
     """Take in results, if some are named, and render the page."""
     ledger = Ledger.read()
     if sys.argv[1:]:
-        keys = known()
-        results = [] if sys.argv[1] == "--prune" else [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+        keys, how, paths = known(), sys.argv[1], [path for path in sys.argv[1:] if not path.startswith("--")]
+        found = [each for path in paths for each in json.loads(Path(path).read_text(encoding="utf-8"))]
         ledger = ledger.without(ledger.survivors.keys() - set(keys))
-        ledger = ledger.after([each for result in results for each in result], Counter(key[0] for key in keys))
+        if how == "--living":
+            ledger, found = ledger.without(killed(found)), []
+        ledger = ledger.after(found, Counter(key[0] for key in keys))
     ledger.write()
     PAGE.write_text(ledger.page, encoding="utf-8")
 

@@ -32,7 +32,7 @@ class Mutant:
         function: its name, behind its class's.
         was: the lines that are gone.
         now: the lines that stand in their place.
-        told: whether only a text for people is another one.
+        text_only: whether only a text for people is another one.
         twin: how many mutants before it read the same (the same change to another of several equal lines).
         source: the whole module.
         spans: the lines of what is changed, as they were, and those of its function.
@@ -42,7 +42,7 @@ class Mutant:
     function: str
     was: str
     now: str
-    told: bool
+    text_only: bool
     twin: int
     source: str
     spans: tuple[range, range]
@@ -83,7 +83,7 @@ class Mutant:
         first, *rest = self.function.split(".")
         found: Any = space[first]
         for name in rest:
-            found = vars(found)[name]
+            found = found.fset if isinstance(found, property) else vars(found)[name]
         return _undecorated(found)
 
 
@@ -125,8 +125,8 @@ def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutan
         within = mutation.contained_by_top_level_function
         if within is None or within not in names or not wanted(f"{module}.{names[within]}"):
             continue
-        told = isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.value
-        if told and module not in PURE:
+        text_only = isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.value
+        if text_only and module not in PURE:
             continue
         before = tree.code_for_node(within)
         changed = within.deep_replace(mutation.original_node, mutation.mutated_node)
@@ -136,7 +136,7 @@ def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutan
         whole = _with(tree, code, within, changed, "    " if "." in names[within] else "")
         assert whole != code, f"{same} is no mutant"
         spans = _lines(positions, mutation.original_node), _lines(positions, within)
-        yield Mutant(module, *same, told, twins[same], whole, spans)
+        yield Mutant(module, *same, text_only, twins[same], whole, spans)
         twins[same] += 1
 
 
@@ -170,8 +170,15 @@ def _functions(tree: cst.Module) -> dict[Any, str]:
         elif isinstance(statement, cst.ClassDef):
             for inner in statement.body.body:
                 if isinstance(inner, cst.FunctionDef):
-                    names[inner] = f"{statement.name.value}.{inner.name.value}"
+                    setter = ".setter" if _sets(inner) else ""
+                    names[inner] = f"{statement.name.value}.{inner.name.value}{setter}"
     return names
+
+
+def _sets(function: cst.FunctionDef) -> bool:
+    """Whether it sets a property."""
+    decorators = [each.decorator for each in function.decorators]
+    return any(isinstance(each, cst.Attribute) and each.attr.value == "setter" for each in decorators)
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """The mutants that live, each reviewed, and the score that may not fall; docs/code-mutants.md shows both.
 
 `python tests/protocol/mutation/reviewed.py` renders the page. With a result of run.py it first takes that in: mutants
-that live no longer leave the file, new ones come in without a reason, and the score is that of the result.
+that live no longer leave the file, new ones come in without a reason, and the score is that of the result. A result of
+functions that were not run yet is added to what is known of the others.
 """
 
 from __future__ import annotations
@@ -60,10 +61,18 @@ class Reviewed:
         return cls(loaded["mutants"], loaded["killed"], reasons, tuple(loaded.get("unhunted", ())))
 
     def after(self, result: list[list[str]]) -> Reviewed:
-        """With a result of all mutants taken in."""
+        """With a result of all mutants taken in, or of all mutants of functions that were not hunted yet."""
+        hunted = {function for function, *_ in result}
+        if hunted and hunted <= set(self.unhunted):
+            return self._and(Reviewed(0, 0, {}).after(result), hunted)
         living = [(function, was, now, int(twin)) for function, was, now, twin, how in result if how == "survived"]
         reasons = {key: self.reasons.get(key, "") for key in sorted(living)}
         return Reviewed(len(result), len(result) - len(living), reasons)
+
+    def _and(self, found: Reviewed, hunted: set[str]) -> Reviewed:
+        reasons = dict(sorted((self.reasons | found.reasons).items()))
+        left = tuple(name for name in self.unhunted if name not in hunted)
+        return Reviewed(self.mutants + found.mutants, self.killed + found.killed, reasons, left)
 
     def write(self) -> None:
         """Into the file."""

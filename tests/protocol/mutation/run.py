@@ -30,6 +30,7 @@ sys.path[:0] = [str(TESTS / "protocol" / "graph"), str(TESTS / "protocol" / "mut
 from asking import FILES  # noqa: E402
 from configurations import SMALL, committed  # noqa: E402
 from driven import DrivenHunt, Share  # noqa: E402
+from driven_ledger import Ledger  # noqa: E402
 from making import Mutant, mutants  # noqa: E402
 from mutated import PURE  # noqa: E402
 from search import digest, search  # noqa: E402
@@ -61,8 +62,8 @@ class Hunt:
         found: list[tuple[Mutant, str]] = []
         if self._unharmed(session.items):
             found = list(self._hunted(session.items))
-        told = [[*mutant.key, how] for mutant, how in found]
-        self._result.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        rows = [[*mutant.key, how] for mutant, how in found]
+        self._result.write_text(json.dumps(rows, indent=1), encoding="utf-8")
         return True
 
     def _unharmed(self, items: list[pytest.Item]) -> bool:
@@ -109,7 +110,7 @@ def _try(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> NoRetu
             os._exit(how)
         how = BY_GRAPH
         # No machine acts on a sentence, and no graph has one.
-        sentence = mutant is not None and mutant.told
+        sentence = mutant is not None and mutant.text_only
         if module != "weightsync.protocol.machine" and not sentence and _graphs_differ():
             os._exit(how)
     except BaseException:  # noqa: BLE001 - whatever an oracle raises, it has noticed
@@ -128,25 +129,27 @@ def _tests_fail(items: list[pytest.Item]) -> bool:
 
 
 def _graphs_differ() -> bool:
-    told = committed()
-    small = sorted((name for name in SMALL if told[name]["nodes"] < MOST_NODES), key=lambda name: told[name]["nodes"])
-    return any(digest(search(SMALL[name]))["digest"] != told[name]["digest"] for name in small)
+    pinned = committed()
+    small = sorted(
+        (name for name in SMALL if pinned[name]["nodes"] < MOST_NODES), key=lambda name: pinned[name]["nodes"]
+    )
+    return any(digest(search(SMALL[name]))["digest"] != pinned[name]["digest"] for name in small)
 
 
 def main() -> int:
     """Hunt; 0: it is written what became of each."""
-    told = _arguments()
+    arguments = _arguments()
 
     def wanted(function: str) -> bool:
-        return not told.names or any(name in function or function in name for name in told.names)
+        return not arguments.names or any(name in function or function in name for name in arguments.names)
 
     os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     # A signal that whoever started this ignores is none that tests can send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--no-traces"]
-    if told.driven:
-        return _driven(told, wanted, quiet)
-    hunt = Hunt(wanted, told.result)
+    if arguments.driven:
+        return _driven(arguments, wanted, quiet)
+    hunt = Hunt(wanted, arguments.result)
     chosen = [str(TESTS / "protocol" / name) for name in ("pure", "machines")]
     chosen.append(f"--deselect={TESTS / 'protocol/machines/test_cost.py'}")
     return _ended(hunt, pytest.main([*chosen, *quiet], plugins=[hunt]))
@@ -163,17 +166,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("result", type=Path, help="the file for what becomes of each")
     parser.add_argument("names", nargs="*", help="of functions or modules; none: all")
     parser.add_argument("--driven", action="store_true", help="those of the drivers and of the payload's path")
+    parser.add_argument("--living", action="store_true", help="of those only the ones that the ledger says live")
     parser.add_argument("--share", default="0/1", help="which share of them, such as 3/20")
     parser.add_argument("--recorded", type=Path, help="a file that keeps which tests enter what; it may be there")
     parser.add_argument("--workers", type=int, default=WORKERS, help="how many work at once")
     return parser.parse_intermixed_args()
 
 
-def _driven(told: argparse.Namespace, wanted: Callable[[str], bool], quiet: list[str]) -> int:
+def _driven(arguments: argparse.Namespace, wanted: Callable[[str], bool], quiet: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="weightsync-mutants-") as folder:
-        recorded = told.recorded or Path(folder, "recorded.jsonl")
-        index, _, of = told.share.partition("/")
-        hunt = DrivenHunt(wanted, Share(int(index), int(of)), told.result, recorded, told.workers)
+        recorded = arguments.recorded or Path(folder, "recorded.jsonl")
+        index, _, of = arguments.share.partition("/")
+        living = frozenset(Ledger.read().survivors) if arguments.living else None
+        hunt = DrivenHunt(wanted, Share(int(index), int(of), living), arguments.result, recorded, arguments.workers)
         chosen = [str(TESTS / name) for name in FILES]
         kinds = "not slow and not tlc and not ray and not rpc and not gpu"
         return _ended(hunt, pytest.main([*chosen, *quiet, "-m", kinds, f"--basetemp={folder}/tests"], plugins=[hunt]))

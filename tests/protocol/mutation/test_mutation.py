@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from driven_ledger import PAGE as DRIVEN_PAGE
-from driven_ledger import Ledger, Score, known
+from driven_ledger import Ledger, Score, killed, known
 from missing import installed
 from mutated import DRIVEN
 from reviewed import PAGE, Key, Reviewed
@@ -68,6 +68,17 @@ def test_a_result_is_taken_in() -> None:
     assert after.reasons == {kept: "it is the same", ("module.new", "c", "", 0): ""}
     assert "``c`` is gone" in after.page
     assert "**2 of 4 are killed (50.0 %).**" in after.page
+
+
+def test_a_result_of_functions_that_were_not_hunted_yet_is_added() -> None:
+    known: Key = ("module.b", "a", "b", 0)
+    lives: Key = ("module.a", "a", "b", 1)
+    before = Reviewed(2, 1, {known: "it is the same"}, ("module.a", "module.later"))
+
+    after = before.after([[*lives, "survived"], ["module.a", "c", "", 0, "test"]])
+
+    assert (after.mutants, after.killed, after.unhunted) == (4, 2, ("module.later",))
+    assert list(after.reasons.items()) == [(lives, ""), (known, "it is the same")]
 
 
 @pytest.mark.slow
@@ -137,6 +148,7 @@ def test_a_result_of_drivers_functions_is_taken_in_and_the_mutants_are_counted_a
     assert after.survivors == {other: "equal", kept: "equal", lives: ""}
     assert after.new == ("weightsync.clock.later",)
     assert after.without([kept, lives]).survivors == {other: "equal"}
+    assert killed([[*kept, "survived"], [*lives, "time"], [*other, "test"]]) == {lives, other}
     assert "1 of 2 (50.0 %)" in after.page
     assert "- `clock.seconds`: ``a`` became ``b``" in after.page
 

@@ -139,15 +139,15 @@ def test_with_many_workers_each_step_is_what_it_is_with_few(seed: int, monkeypat
     refused, trees = 0, 0
     stream = events(random.Random(seed), plain)
     for _ in range(600):
-        event, told = next(stream), []
+        event, found = next(stream), []
         for fleet, small in ((plain, 1000), (grown, 1)):
             monkeypatch.setattr(by_worker, "SMALL", small)
             try:
-                told.append(in_order(fleet.take(event)))
+                found.append(in_order(fleet.take(event)))
             except (StateError, ConfigurationError, WorkerLostError, RefusedError) as error:
-                told.append((type(error), str(error)))
-        assert told[0] == told[1]
-        refused += isinstance(told[0], tuple)
+                found.append((type(error), str(error)))
+        assert found[0] == found[1]
+        refused += isinstance(found[0], tuple)
         trees += isinstance(grown.data.workers, Tree)
     assert 0 < refused < 500
     assert trees > 100

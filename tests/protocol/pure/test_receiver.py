@@ -271,10 +271,10 @@ def test_a_deferred_answer_waits_until_its_version_was_handed_on(receiver: Recei
         receiver.take(pure.Answered())
 
     nested = SyncReport(model_id="policy", version=1, incarnation=0, outcomes={})
-    told = replace(ack(5, 1), nested=nested)
-    assert receiver.take(pure.SendAck(nested)).effects == (pure.Reply(1, told),)
+    changed = replace(ack(5, 1), nested=nested)
+    assert receiver.take(pure.SendAck(nested)).effects == (pure.Reply(1, changed),)
     assert receiver.take(pure.Answered()).to is State.READY
-    assert receiver.take(pure.UpdateArrived(1, 5, 1)).effects == (pure.Reply(1, told),)
+    assert receiver.take(pure.UpdateArrived(1, 5, 1)).effects == (pure.Reply(1, changed),)
 
 
 def deferring(receiver: Receiver) -> Receiver:

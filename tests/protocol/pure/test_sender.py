@@ -181,11 +181,11 @@ def test_a_refused_handshake_is_refused_in_this_report_and_the_next(sender: Send
 
     assert (step.input, sender.data.workers[2].link_state) == (SenderInput.LOST, pure.LinkState.REFUSED)
     assert sender.data.outstanding is not None
-    told = sender.data.outstanding.outcomes[2]
-    assert (told.kind, told.reason) == (OutcomeKind.REFUSED, "it refused the handshake: why")
+    outcome = sender.data.outstanding.outcomes[2]
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.REFUSED, "it refused the handshake: why")
     sender.receives(0, ack(1))
     sender.take(pure.Send((0, 2)))
-    assert sender.data.outstanding.outcomes[2] == told
+    assert sender.data.outstanding.outcomes[2] == outcome
 
 
 def test_no_send_to_those_who_all_refused_the_handshake(sender: Sender) -> None:
@@ -207,8 +207,8 @@ def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_a_member(sender: 
     assert step.input is SenderInput.SETTLED
     concluded = step.effects[-1]
     assert isinstance(concluded, pure.Conclude)
-    told = concluded.outstanding.outcomes[0]
-    assert (told.kind, told.reason, told.remote_traceback) == (OutcomeKind.LOST, "it failed: why", "line 1")
+    outcome = concluded.outstanding.outcomes[0]
+    assert (outcome.kind, outcome.reason, outcome.remote_traceback) == (OutcomeKind.LOST, "it failed: why", "line 1")
     assert sender.data.workers[0].link_state is pure.LinkState.LOST
     assert concluded.left == {}
 
@@ -370,8 +370,8 @@ def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
 
 def test_a_step_keeps_every_field_that_it_does_not_name(sender: Sender) -> None:
     for worker, entry in tuple(sender.data.workers.items()):
-        told = replace(entry, reason="why", remote_traceback="where", fence=4)
-        sender.data = replace(sender.data, workers=put(sender.data.workers, worker, told))
+        changed = replace(entry, reason="why", remote_traceback="where", fence=4)
+        sender.data = replace(sender.data, workers=put(sender.data.workers, worker, changed))
     sender.data = replace(sender.data, left={9: "done"}, stale=3, late=5)
 
     def kept() -> tuple[object, ...]:

@@ -60,8 +60,8 @@ def test_one_target_that_is_lost_already_is_reported_beside_the_others() -> None
     workers = {0: lost("died", 9), 1: UP[1]}
     after = sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
-    told = Outcome(kind=OutcomeKind.LOST, reason="died", fence=9)
-    assert after.data.outstanding == sender.Outstanding(1, {1: 2}, {0: told})
+    outcome = Outcome(kind=OutcomeKind.LOST, reason="died", fence=9)
+    assert after.data.outstanding == sender.Outstanding(1, {1: 2}, {0: outcome})
     assert after.effects == (sender.Dispatch(1, 2, 1),)
     assert {worker: entry.due for worker, entry in after.data.workers.items()} == {0: 1, 1: 1}
     assert (after.data.due_all, after.data.version) == (1, 1)
@@ -133,8 +133,8 @@ def test_an_ack_is_an_outcome_with_all_that_it_says() -> None:
     ack = Ack(model_id="policy", incarnation=7, version=1, seconds=0.25, evidence=Evidence.CALL, nested=nested)
     step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, ack))
 
-    told = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, apply_s=0.25, nested=nested)
-    assert step.data.outstanding == sender.Outstanding(1, {1: 2}, {0: told})
+    outcome = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, apply_s=0.25, nested=nested)
+    assert step.data.outstanding == sender.Outstanding(1, {1: 2}, {0: outcome})
     assert step.data.workers[0].served == 1
 
 
@@ -152,10 +152,10 @@ def test_a_refusal_is_an_outcome_with_all_that_it_says(said: str, reason: str) -
     )
     step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, refusal))
 
-    told = Outcome(
+    outcome = Outcome(
         kind=OutcomeKind.REFUSED, reason=reason, remote_traceback="Traceback", evidence=Evidence.CALL, fence=5
     )
-    assert step.data.outstanding == sender.Outstanding(1, {1: 2}, {0: told})
+    assert step.data.outstanding == sender.Outstanding(1, {1: 2}, {0: outcome})
     assert step.data.workers[0].served == UP[0].served
 
 

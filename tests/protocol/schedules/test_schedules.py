@@ -33,13 +33,13 @@ TOLD_BY = ("two sends", "two abandon")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def verdict(*told: str) -> dict[str, Any]:
+def verdict(*arguments: str) -> dict[str, Any]:
     """What frontrun says of a scenario."""
     installed("frontrun", what="EVERY SCHEDULE OF THE PUBLIC METHODS", extra="dev")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     # Recording is no part of what is explored.
     environment.pop("WEIGHTSYNC_TRACE", None)
-    command = [str(Path(sys.executable).with_name("frontrun")), sys.executable, str(PROGRAM), *told]
+    command = [str(Path(sys.executable).with_name("frontrun")), sys.executable, str(PROGRAM), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -106,7 +106,7 @@ class Wire:
         self.inbox: dict[str, list[Parcel]] = {SENDER: [], WORKER: []}
         self.closed: set[str] = set()
         self.dead: set[str] = set()
-        self.told: set[str] = set()
+        self.notified: set[str] = set()
         self.sent = 0
         #: The worker's end does not take what is written to it; it waits here.
         self.clogged = False
@@ -116,7 +116,7 @@ class Wire:
         self.waiting = 0
 
     def _require(self, end: str) -> None:
-        if end in self.closed or end in self.dead or end in self.told:
+        if end in self.closed or end in self.dead or end in self.notified:
             raise BrokenWire
 
     def post(self, end: str, message: Message, content: Content | None = None) -> None:
@@ -151,7 +151,7 @@ class Wire:
         """Say goodbye at that end, if there is one, and be gone."""
         if end in self.closed:
             return
-        if bye is not None and end not in self.told and end not in self.dead:
+        if bye is not None and end not in self.notified and end not in self.dead:
             self.post(end, bye)
         self.closed.add(end)
         if end not in self.dead:
@@ -161,7 +161,7 @@ class Wire:
 
     def _gone(self, end: str) -> None:
         if not self.loses:
-            self.told.add(WORKER if end == SENDER else SENDER)
+            self.notified.add(WORKER if end == SENDER else SENDER)
 
     def cut(self) -> None:
         """The wire breaks between two ends that live."""

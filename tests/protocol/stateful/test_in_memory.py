@@ -323,7 +323,7 @@ def test_every_row_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*SENDER_ROWS, *RECEIVER_ROWS]
     least = sorted(rows, key=lambda row: ROWS[row])
     with capsys.disabled():
-        told = [f"{type(step).__name__} {state.value} {step.value} {ROWS[state, step]}" for state, step in least[:8]]
-        print("\nleast taken rows: " + "; ".join(told))
+        lines = [f"{type(step).__name__} {state.value} {step.value} {ROWS[state, step]}" for state, step in least[:8]]
+        print("\nleast taken rows: " + "; ".join(lines))
     assert [row for row in least if ROWS[row] == 0 and row not in NOT_WALKED] == []
     assert [row for row in NOT_WALKED if ROWS[row]] == [], "they are walked: take them off"

@@ -107,11 +107,11 @@ def write(file: Path, lines: Lines) -> Path:
     """Write lines as a forger would who knows the format: numbered anew, sealed anew."""
     checksum, counts, whole = 0, dict[str, int](), []
     for number, line in enumerate(lines):
-        told = {name: value for name, value in line.items() if name != "c"}
-        told["i"] = number
-        if "m" in told:
-            told["n"] = counts[told["m"]] = counts.get(told["m"], -1) + 1
-        sealed, checksum = recorder.seal(told, checksum)
+        copied = {name: value for name, value in line.items() if name != "c"}
+        copied["i"] = number
+        if "m" in copied:
+            copied["n"] = counts[copied["m"]] = counts.get(copied["m"], -1) + 1
+        sealed, checksum = recorder.seal(copied, checksum)
         whole.append(sealed)
     file.write_text("".join(whole), encoding="utf-8")
     return file

@@ -227,6 +227,7 @@ def forged(value: Any) -> Any:
             return "CLOSED"
 
 
+@pytest.mark.timeout(300)
 def test_every_forged_value_is_refused_though_all_is_sealed_anew(file: Path) -> None:
     lines = lines_of(file)
     passed, seen = [], set()

@@ -263,7 +263,7 @@ def test_by_another_clock_nobody_can_say_what_was_too_late(run: Run) -> None:
 
 
 def by_hand(run: Run) -> None:
-    """Nobody's receiver of ours said the ack."""
+    """The ack came from no weightsync receiver."""
     run.change("sender", counts, **heard(evidence=Evidence.CALL))
 
 

@@ -66,9 +66,9 @@ def test_a_call_that_is_refused_is_recorded_with_its_event_and_its_error(tmp_pat
     scenario()
     records.end()
     [file] = tmp_path.glob(tracing.PATTERN)
-    told = [(line["role"], line["event"]["is"], line["error"]) for line in lines_of(file) if line["what"] == "refused"]
+    found = [(line["role"], line["event"]["is"], line["error"]) for line in lines_of(file) if line["what"] == "refused"]
 
-    assert told == [("sender", "Wait", "StateError"), ("receiver", "Answered", "StateError")]
+    assert found == [("sender", "Wait", "StateError"), ("receiver", "Answered", "StateError")]
     assert judged(file).findings == ()
 
 

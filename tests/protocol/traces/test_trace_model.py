@@ -150,6 +150,38 @@ def test_runs_beyond_the_bounds_are_counted(tools: Toolchain, tmp_path: Path) ->
     assert follow(tools, verdict.runs, Bounds(versions=2)).left_out == {"more than 2 versions": 1}
 
 
+def _below_a_known_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender is fenced and closed; a third one does not rise above that fence, and its clock is behind."""
+    cast, successor = Cast(), weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
+    cast.sender.connect()
+    cast.receive()
+    cast.lay(successor, 0)
+    successor.connect()
+    cast.receive(0)
+    cast.sender.poll()
+    cast.sender.close()
+    monkeypatch.setattr("weightsync.engine.sender.new_incarnation", lambda fence: fence + 1)
+    late = weightsync.WeightSender(cast.scheme)
+    cast.lay(late, 0)
+    late.connect()
+    cast.receive(0)
+    successor.close()
+    late.close()
+    cast.close()
+
+
+def test_a_sender_below_a_fence_that_a_closed_one_was_told_is_counted_as_left_out(
+    tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = judged(recorded(tmp_path, lambda: _below_a_known_fence(monkeypatch)))
+    assert verdict.findings == ()
+
+    followed = follow(tools, verdict.runs)
+
+    reason = "a sender does not rise above a fence that a closed sender was told"
+    assert (followed.findings, followed.left_out) == ([], {reason: 1})
+
+
 def _sends(count: int) -> None:
     cast = Cast()
     for value in range(count):

@@ -61,11 +61,11 @@ def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_al
 def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:
     file, number = forged
     result = run(file, "--json", tmp_path / "verdict.json")
-    told = json.loads((tmp_path / "verdict.json").read_text(encoding="utf-8"))
+    verdict = json.loads((tmp_path / "verdict.json").read_text(encoding="utf-8"))
 
     assert result.exit_code == DOES_NOT
-    assert told["conforms"] is False
-    [found] = {(each["file"], each["line"]) for each in told["runs"][0]["findings"][:1]}
+    assert verdict["conforms"] is False
+    [found] = {(each["file"], each["line"]) for each in verdict["runs"][0]["findings"][:1]}
     assert found == (str(file), number)
 
 

@@ -25,7 +25,7 @@ class Account:
     version: int = 0
     #: The version that the trainer may wait for, and whether its failure was told.
     outstanding: int | None = None
-    told: bool = False
+    reported: bool = False
     #: The newest version that lies unread in the pipe; that which was handed out and not answered.
     unread: int | None = None
     handed: int | None = None
@@ -71,12 +71,12 @@ class OneThread(RuleBasedStateMachine):
         account = self.accounts[model_id]
         account.version += 1
         account.seen = account.done
-        account.outstanding, account.told = account.version, False
+        account.outstanding, account.reported = account.version, False
         account.unread = account.version
 
     def _send_async(self, model_id: str) -> None:
         account = self.accounts[model_id]
-        if account.outstanding is not None and not account.told:
+        if account.outstanding is not None and not account.reported:
             try:
                 self.trainer.send_weights_async(model_id, weights(99))
             except StateError:
@@ -111,7 +111,7 @@ class OneThread(RuleBasedStateMachine):
         report = self.trainer.wait_ack(timeout=0.0 if said is None else PATIENCE, on_failure="report")
         assert (account.outstanding, model_id, KINDS[said]) == (report.version, report.model_id, report[0].kind)
         if said is None:
-            account.told = True
+            account.reported = True
             return
         account.outstanding = None
         self.order.pop(0)

@@ -102,11 +102,11 @@ def test_fault_02_in_generation_b_too(scheme_class: Any, crew: Crew) -> None:
     for worker in workers:
         worker.answer()
     workers[0].kill()
-    with pytest.raises(SyncError) as told:
+    with pytest.raises(SyncError) as caught:
         scheme.send(small(2.0))
 
-    assert told.value.report[0].kind is OutcomeKind.LOST
-    assert told.value.report[1].kind is OutcomeKind.APPLIED
+    assert caught.value.report[0].kind is OutcomeKind.LOST
+    assert caught.value.report[1].kind is OutcomeKind.APPLIED
     assert workers[1].do(setups.holds) == {2.0}
     scheme.shutdown()
     workers[1].do(setups.ends)
@@ -364,7 +364,7 @@ class Chatty(nn.Linear):
     def __init__(self) -> None:
         super().__init__(1, 1)
         self.sender: Any = None
-        self.told: list[str] = []
+        self.states: list[str] = []
 
     def get_extra_state(self) -> Any:
         return {"a": 1}
@@ -374,7 +374,7 @@ class Chatty(nn.Linear):
             try:
                 call()
             except StateError as error:
-                self.told.append(error.state)
+                self.states.append(error.state)
 
 
 def test_fault_13_nothing_is_sent_from_inside_its_own_hook(scheme_class: Any) -> None:
@@ -388,7 +388,7 @@ def test_fault_13_nothing_is_sent_from_inside_its_own_hook(scheme_class: Any) ->
         model.sender.send_async()
         b.get_receiver().receive(timeout=PATIENCE)
 
-        assert model.told == ["pending_async", "pending_async"]
+        assert model.states == ["pending_async", "pending_async"]
 
 
 # -------------------------------------------------------------------------- 14: capabilities are guessed by name

@@ -238,13 +238,13 @@ def test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest(
 
 
 def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_path: Path) -> None:
-    told: list[Any] = []
+    found: list[Any] = []
 
     class WithWorkers(LLM):
         def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
-            told.append((method, *args))
+            found.append((method, *args))
 
     scheme = llm.VLLMDoubleBufferSyncScheme(str(tmp_path), num_threads=2)
     scheme.create_transport().send_weights("policy", {"a": torch.ones(2)})
     assert scheme.create_receiver(WithWorkers()).poll_and_apply(timeout=PATIENCE)
-    assert told == [("load_weights_from_storage", str(tmp_path / "1"), 2)]
+    assert found == [("load_weights_from_storage", str(tmp_path / "1"), 2)]

@@ -29,10 +29,10 @@ def sums(policy: nn.Module) -> tuple[float, float]:
 def played(process: Any, results: Any) -> Any:
     """What a worker tells at its end."""
     assert results.poll(PATIENCE)
-    told = results.recv()
+    answer = results.recv()
     process.join(PATIENCE)
     assert process.exitcode == 0
-    return told
+    return answer
 
 
 # ------------------------------------------------------------------- A: multiprocess, the transport by hand

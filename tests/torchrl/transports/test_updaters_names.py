@@ -188,10 +188,10 @@ def test_a_worker_whose_sync_raises_fails_alone_and_is_reported() -> None:
             super()._sync_weights_with_worker(worker_id=worker_id, server_weights=server_weights)
 
     updater = Mine([0, 1])
-    with pytest.raises(RuntimeError, match="gone") as told:
+    with pytest.raises(RuntimeError, match="gone") as caught:
         updater.push_weights(nested(1.0))
 
-    assert told.value.report.failed == (0,)
+    assert caught.value.report.failed == (0,)
     assert updater.synced == [(1, {1.0})]
 
 
@@ -258,16 +258,16 @@ def test_remote_module_weight_updater_must_be_given_weights() -> None:
 
 
 def test_fault_13_an_updater_does_not_push_from_inside_its_own_hook() -> None:
-    updater, told = Recording([0]), []
+    updater, found = Recording([0]), []
 
     def hook() -> None:
         try:
             updater.push_weights(nested(2.0))
         except RuntimeError as error:
-            told.append(error)
+            found.append(error)
 
     updater.register_post_hook(hook)
     updater.push_weights(nested(1.0))
 
     assert updater.synced == [(0, {1.0})]
-    assert len(told) == 1
+    assert len(found) == 1

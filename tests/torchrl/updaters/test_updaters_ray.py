@@ -143,9 +143,9 @@ def test_modules_dicts_and_tensordicts_can_be_pushed(pool: list[Any]) -> None:
 def test_max_interval_pushes_are_skipped_between_two_and_never_the_first(pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(), pool, max_interval=2)
 
-    told = [kinds(updater.push_weights())[0] for _ in range(7)]
+    outcomes = [kinds(updater.push_weights())[0] for _ in range(7)]
 
-    assert told == [APPLIED, SKIPPED, SKIPPED, APPLIED, SKIPPED, SKIPPED, APPLIED]
+    assert outcomes == [APPLIED, SKIPPED, SKIPPED, APPLIED, SKIPPED, SKIPPED, APPLIED]
 
 
 def test_the_interval_holds_for_named_workers_too_each_with_its_own(pool: list[Any]) -> None:
@@ -171,9 +171,9 @@ def test_a_worker_that_failed_is_not_skipped_next_time(pool: list[Any]) -> None:
     behave(pool[1], "raise")
     updater = RayWeightUpdater(weights(), pool, max_interval=5)
 
-    told = [kinds(updater.push_weights(on_failure="report", timeout=PATIENCE)) for _ in range(2)]
+    outcomes = [kinds(updater.push_weights(on_failure="report", timeout=PATIENCE)) for _ in range(2)]
 
-    assert told == [[APPLIED, REFUSED], [SKIPPED, REFUSED]]
+    assert outcomes == [[APPLIED, REFUSED], [SKIPPED, REFUSED]]
 
 
 # ------------------------------------------------------------------------------------------------------- failures

@@ -66,13 +66,13 @@ def send_cast(setup: WorkerSetup, model_id: str, dtype: torch.dtype, by_scheme: 
 
 def refusals(setup: WorkerSetup, model_id: str) -> list[tuple[str, str]]:
     """What two sends raise to a worker whose model has other dtypes than what is sent."""
-    told = []
+    errors = []
     for _ in range(2):
         try:
             setup.kept[model_id].get_sender().send(timeout=PATIENCE)
         except WeightSyncError as error:
-            told.append((type(error).__name__, str(error)))
-    return told
+            errors.append((type(error).__name__, str(error)))
+    return errors
 
 
 def send_kind(setup: WorkerSetup, model_id: str, kind: str) -> tuple[SyncReport, dict[str, Any], bytes]:
@@ -221,10 +221,10 @@ class World(abc.ABC):
     def refuse(self, model_id: str) -> list[tuple[str, str]]:
         """Have the first worker refuse what it is sent: what the trainer is told, send after send."""
         self.workers[0].tell(take_in_vain, model_id)
-        told: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
+        errors: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
         why = self.workers[0].answer()
         assert "its handshake was refused" in why, why
-        return told
+        return errors
 
     def connect(self, model_id: str) -> None:
         """Have everybody connect, as the second generation does."""
@@ -354,8 +354,8 @@ class OverRay(World):
         return self.trainer.do(function, model_id, *arguments)
 
     def refuse(self, model_id: str) -> list[tuple[str, str]]:
-        told: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
-        return told
+        errors: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
+        return errors
 
     def connect(self, model_id: str) -> None:
         self.trainer.do(meet, model_id)

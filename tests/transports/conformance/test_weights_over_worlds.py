@@ -179,10 +179,10 @@ def test_a_worker_whose_model_has_another_dtype_is_refused_before_the_first_send
     model_id = "not cast"
     world.workers[0].do(hold, model_id, partial(cast_to, torch.float32))
     world.trainer.do(begin_cast, model_id, "bfloat16")
-    told = world.refuse(model_id)
+    errors = world.refuse(model_id)
 
-    assert [kind for kind, _ in told] == ["RefusedError"] * 2
-    for _, message in told:
+    assert [kind for kind, _ in errors] == ["RefusedError"] * 2
+    for _, message in errors:
         assert "dtype bfloat16, expected float32" in message
         assert "'0.weight'" in message
         assert "give the trainer's scheme wire_dtype='float32', or cast the model: model.to(torch.bfloat16)" in message

@@ -26,7 +26,7 @@ from weightsync.weights.reading import layout_of, read_weights
 
 @pytest.fixture
 def full() -> Iterator[FakeDevice]:
-    """A device without memory for a slot: everything goes by way of the host."""
+    """A device without memory for a slot: everything is copied through host memory."""
     with fake_device(FakeDevice(capacity=0)) as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""Slots on a device: who gets them, what becomes of them, and what is sent by way of the host instead."""
+"""Slots on a device: who gets them, what becomes of them, and what is copied through host memory instead."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_trainer_whose_device_is_full_sends_by_way_of_the_host(caplog: pytest.
     with fake_device(FakeDevice(capacity=0)), paired() as pair, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
-        assert caplog.text.count("by way of the host from now on") == 1
+        assert caplog.text.count("copied through host memory from now on") == 1
 
 
 @pytest.mark.usefixtures("device")
@@ -125,6 +125,7 @@ def test_what_is_written_by_hand_is_written_into_no_slot() -> None:
         slot = pair.models[1].weight.data_ptr()
         pair.receivers[0].apply_weights({name: value * 7 for name, value in pair.source.state_dict().items()})
         assert constants(pair.models[0]) == {7.0}
+        assert not pair.models[0].weight.data.is_inference()
         assert (constants(pair.models[1]), pair.models[1].weight.data_ptr()) == ({1.0}, slot)
         filled(pair.source, 2.0)
         pair.sync()

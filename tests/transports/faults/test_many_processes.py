@@ -49,13 +49,13 @@ def test_sixty_four_workers_on_one_host_get_every_version_in_the_same_two_slots(
                 worker.tell(served, version)
             report = sender.send(large(float(version)), timeout=PATIENCE)
             assert report.of(OutcomeKind.APPLIED) == tuple(range(WORKERS))
-            told = [worker.answer() for worker in workers]
-            assert {(each[0], *each[1]) for each in told} == {(version, float(version))}
+            found = [worker.answer() for worker in workers]
+            assert {(each[0], *each[1]) for each in found} == {(version, float(version))}
 
-        opened = [after[3] - was[1] for after, was in zip(told, before, strict=True)]
-        assert {after[2] - was[0] for after, was in zip(told, before, strict=True)} == {0}
+        opened = [after[3] - was[1] for after, was in zip(found, before, strict=True)]
+        assert {after[2] - was[0] for after, was in zip(found, before, strict=True)} == {0}
         assert max(opened) <= WORKER_DESCRIPTORS
-        assert {each[4] for each in told} | {segments()} == {2}
+        assert {each[4] for each in found} | {segments()} == {2}
         assert TRAINER_DESCRIPTORS * WORKERS <= len(descriptors()) - ours <= TRAINER_DESCRIPTORS * WORKERS + 8
         assert len(list(Path("/proc/self/task").iterdir())) == threads
 

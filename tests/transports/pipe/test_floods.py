@@ -298,5 +298,5 @@ def test_objects_that_are_not_ours_are_bounded(inbox: Inbox, open_link: Any, mon
     link = open_link(inbox(), "m")
     inbox.items = ["an object"] * 5
 
-    with pytest.raises(TransportError, match="not messages of ours"):
+    with pytest.raises(TransportError, match="not weightsync messages"):
         link.receive()

@@ -720,6 +720,7 @@ def test_a_remark_is_kept_and_what_follows_it_arrives(laid):
     first.send(Refusal(model_id="policy", incarnation=0, version=0, kind=RefusalKind.REFUSED, reason="another key"))
     first.send(ack(3))
     assert [r.message for r in second.receive()] == [ack(3)]
+    assert second.remark == ""
 
 
 def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():

@@ -1,4 +1,4 @@
-"""TorchRL's `RayCollector` on our schemes and updaters: its actors are collectors with a receiver of ours in them."""
+"""TorchRL's `RayCollector` on our schemes and updaters: its actors are collectors with a weightsync receiver."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,9 +18,6 @@ from ray_fleet import PATIENCE, Loop, Threads, WorkerSetup, ray, small
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
 from weightsync.transports.ray.session import ACTOR_WATCH, Session
 
-#: Seconds within which a death is noticed; the timeout of the send is far beyond.
-SOON = 15.0
-
 
 def get(ref: Any) -> Any:
     return ray.get(ref, timeout=PATIENCE)
@@ -31,7 +27,7 @@ def get(ref: Any) -> Any:
 def fresh(cluster: Any) -> Any:
     """Actors that are to die here, or to be used in several threads: all started at once."""
     made = {
-        "mortal": ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(WorkerSetup).remote(),
+        "mortal": ray.remote(num_cpus=0, max_task_retries=0)(WorkerSetup).remote(),
         "threads": ray.remote(num_cpus=0, max_concurrency=4)(Threads).remote(),
         "loop": ray.remote(num_cpus=0)(Loop).remote(),
     }
@@ -40,39 +36,11 @@ def fresh(cluster: Any) -> Any:
         ray.kill(actor)
 
 
-def test_an_actor_killed_mid_send_is_lost_and_the_others_are_served(
-    fresh: Any, setups: list[Any], trainer: Any
-) -> None:
-    """Killed by SIGKILL; Ray restarts it, and its new life knows nobody until it is added again."""
-    mortal = fresh["mortal"]
-    pid = get(mortal.pid.remote())
-    sender = trainer([mortal, setups[0]], small(1.0))
-    sender.send(timeout=PATIENCE)
-    mortal.sleep.options(max_task_retries=0).remote(600.0)
-
-    sender.send_async(small(2.0))
-    started = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerLostError) as lost:
-        sender.wait_async(timeout=PATIENCE)
-
-    assert time.monotonic() - started < SOON
-    assert lost.value.report[0].kind is OutcomeKind.LOST
-    assert lost.value.report[1].kind is OutcomeKind.APPLIED
-    assert sender.send(small(3.0), timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.LOST
-
-    sender.add_worker(0, mortal)
-    assert sender.send(small(4.0), timeout=PATIENCE).ok
-    assert get(mortal.shows.remote()) == {4.0}
-    assert get(mortal.pid.remote()) != pid
-
-
 def test_an_actor_killed_by_ray_is_lost(fresh: Any, trainer: Any) -> None:
-    """After the test before this one, it has no life left."""
     mortal = fresh["mortal"]
     sender = trainer([mortal], small(1.0))
     sender.send(timeout=PATIENCE)
-    mortal.sleep.options(max_task_retries=0).remote(600.0)
+    mortal.sleep.remote(600.0)
     sender.send_async(small(2.0))
 
     ray.kill(mortal)
@@ -81,21 +49,6 @@ def test_an_actor_killed_by_ray_is_lost(fresh: Any, trainer: Any) -> None:
         sender.wait_async(timeout=PATIENCE)
     with pytest.raises(WorkerLostError):
         sender.send(timeout=PATIENCE)
-
-
-def test_a_stopped_actor_times_out_and_can_be_waited_for(setups: list[Any], trainer: Any) -> None:
-    pid = get(setups[0].pid.remote())
-    sender = trainer(setups[:1], small(1.0))
-    sender.send(timeout=PATIENCE)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(AckTimeoutError):
-            sender.send(small(2.0), timeout=0.5)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-    assert sender.wait_async(timeout=PATIENCE).ok
-    assert get(setups[0].shows.remote()) == {2.0}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Collectors without a receiver of ours: their own method is called, and its return is all that is known."""
+"""Collectors without a weightsync receiver: their own method is called, and its return is all that is known."""
 
 from __future__ import annotations
 

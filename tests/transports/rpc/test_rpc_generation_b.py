@@ -20,7 +20,7 @@ from weightsync import RPCWeightSyncScheme, WeightSyncScheme
 
 
 class Remote:
-    """A collector with a receiver of ours, made and wired by calls of RPC as TorchRL's are."""
+    """A collector with a weightsync receiver, made and wired by calls of RPC as TorchRL's are."""
 
     def __init__(self, scheme: RPCWeightSyncScheme) -> None:
         self.policy = small()

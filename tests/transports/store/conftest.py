@@ -1,9 +1,9 @@
-"""Stores on ports of their own, and pairs over them."""
+"""Pairs over a store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from store_fleet import StorePair
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "distributed" in item.path.parts:
+        if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gloo)
 
 
@@ -23,12 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _gloo() -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         not_tested("ANYTHING OVER A STORE", "this torch was built without torch.distributed over gloo")
-
-
-@pytest.fixture
-def store() -> Any:
-    """A store hosted by this process."""
-    return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
 
 
 @pytest.fixture

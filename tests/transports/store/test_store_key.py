@@ -89,11 +89,11 @@ def test_g4_a_stranger_at_the_port_has_no_effect_and_is_told_why(
     fence = fleet.receiver.driver.data.fence
     monkeypatch.delenv("WEIGHTSYNC_KEY")
 
-    with trainer(reach(fleet.store.port), key) as stranger, pytest.raises(WorkerLostError) as told:
+    with trainer(reach(fleet.store.port), key) as stranger, pytest.raises(WorkerLostError) as caught:
         stranger.get_sender().send(timeout=PATIENCE)
 
     wanted = "worker 0 has a key and this process has none" if key is None else "worker 0 has another key"
-    assert wanted in told.value.lost[0]
+    assert wanted in caught.value.lost[0]
     assert "was turned away" in caplog.text
     assert fleet.receiver.receive(timeout=0) is False
     assert fleet.receiver.driver.data.fence == fence
@@ -136,10 +136,10 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
     texts = {"a plain ack": codec.encode(ack), "an answer of its own, again": own}
     upwards.write(texts.get(forged, refusal(Reason.OTHER_KEY)), None, lambda: None)
 
-    with pytest.raises(WorkerLostError) as told:
+    with pytest.raises(WorkerLostError) as caught:
         pair.sender.send(filled(small(), 9.0), timeout=PATIENCE)
-    assert told.value.report[0].kind is OutcomeKind.LOST
-    assert "rejected" in told.value.lost[0]
+    assert caught.value.report[0].kind is OutcomeKind.LOST
+    assert "rejected" in caught.value.lost[0]
     pair.close()
 
 

@@ -94,7 +94,7 @@ def test_a_worker_that_meets_a_replaced_link_first_answers_over_the_newest_in_th
         sender = trainer.get_sender()
         link = sender._driver.links()[0]
         assert isinstance(link, StoreLink)
-        assert link._worker._met.wait(PATIENCE)  # the worker has taken the first link
+        assert link._worker._connected.wait(PATIENCE)  # the worker has taken the first link
         worker_listens.set()
         sender.add_worker(0, (store, 1))
         sender.send_async()

@@ -116,12 +116,12 @@ def test_failures_of_one_kind_have_their_own_error(kind: OutcomeKind, error: typ
 def test_workers_with_the_same_outcome_are_reported_once() -> None:
     why = {worker: Outcome(kind=OutcomeKind.REFUSED, reason="too small") for worker in (0, 1, 2, 5, 7, 8)}
     outcomes = {**why, 3: Outcome(kind=OutcomeKind.APPLIED), 4: Outcome(kind=OutcomeKind.APPLIED)}
-    told = SyncReport(model_id="policy", version=1, incarnation=9, outcomes=dict(sorted(outcomes.items())))
+    report = SyncReport(model_id="policy", version=1, incarnation=9, outcomes=dict(sorted(outcomes.items())))
 
-    assert str(told).startswith(
+    assert str(report).startswith(
         "version 1 of 'policy' [workers 0-2, 5, 7-8: REFUSED (too small), worker 3: APPLIED, worker 4: APPLIED] "
     )
-    assert "\n  workers 0-2, 5, 7-8: REFUSED (too small)\n" in str(told.error())
+    assert "\n  workers 0-2, 5, 7-8: REFUSED (too small)\n" in str(report.error())
 
 
 def test_a_reason_is_not_said_again_by_the_last_line_of_its_traceback() -> None:
@@ -148,9 +148,9 @@ def test_g11_only_applied_pending_and_skipped_do_not_raise() -> None:
 
 def test_a_fenced_worker_s_error_carries_the_fence_to_rise_above() -> None:
     outcome = Outcome(kind=OutcomeKind.LOST, reason="FENCED", fence=12)
-    told = SyncReport(model_id="policy", version=1, incarnation=9, outcomes={0: outcome})
+    report = SyncReport(model_id="policy", version=1, incarnation=9, outcomes={0: outcome})
 
     with pytest.raises(errors.WorkerLostError) as caught:
-        told.raise_on_failure()
+        report.raise_on_failure()
 
     assert caught.value.fence == 12

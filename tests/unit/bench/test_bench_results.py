@@ -39,7 +39,7 @@ from weightsync.bench.settings import MIB, PAYLOADS, Device, members, numbers, p
 from weightsync.cli._app import write_report
 from weightsync.weights.target import Mode
 
-SHARED, PIPE = Label("shared", Kind.SCHEME, "digest"), Label("pipe", Kind.SCHEME, "digest")
+SHARED, PIPE = Label("shared", Kind.SCHEME, "digest"), Label("process", Kind.SCHEME, "digest")
 
 
 def took(label: Label, milliseconds: float, spread: float = 0.0, **calls: int) -> Measured:
@@ -231,11 +231,13 @@ def test_two_runs_are_compared_in_units_of_their_own_floors(
 
 
 def test_lists_of_words_become_settings_and_a_command_that_repeats_them() -> None:
-    settings = Settings(payloads("T, S", "mine:model"), numbers("1,4"), members(SchemeName, "pipe,shared"), ("layout",))
+    settings = Settings(
+        payloads("T, S", "mine:model"), numbers("1,4"), members(SchemeName, "process,shared"), ("layout",)
+    )
 
     assert [each.name for each in settings.payloads] == ["T", "S", "mine:model"]
     assert settings.command == (
-        "weightsync bench --payloads T,S --model mine:model --workers 1,4 --schemes pipe,shared --verify layout "
+        "weightsync bench --payloads T,S --model mine:model --workers 1,4 --schemes process,shared --verify layout "
         "--device cpu --threads 1 --seconds 20 --rounds 50"
     )
     assert PAYLOADS["L"].nbytes == 256 * MIB
@@ -260,7 +262,7 @@ def test_what_is_shared_is_mapped_on_a_gpu_too(device: Device, mode: Mode) -> No
 def test_what_does_not_fit_on_the_gpu_is_not_begun(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
     monkeypatch.setattr(running, "available_memory", lambda: 2**40)
-    chosen = Settings(device=Device.CUDA, schemes=(SchemeName.SHARED, SchemeName.PIPE))
+    chosen = Settings(device=Device.CUDA, schemes=(SchemeName.SHARED, SchemeName.PROCESS))
     situation: Any = SimpleNamespace(
         settings=chosen, chosen=lambda name: True, workers=2, source=SimpleNamespace(nbytes=256 * MIB)
     )

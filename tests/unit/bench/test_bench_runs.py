@@ -66,11 +66,11 @@ def labels(case: Case, kind: Kind) -> set[str]:
 
 @pytest.mark.gloo
 def test_every_contender_of_a_case_is_timed_as_often_as_the_others_with_its_calls() -> None:
-    chosen = (SchemeName.SHARED, SchemeName.PIPE, SchemeName.DISTRIBUTED)
+    chosen = (SchemeName.SHARED, SchemeName.PROCESS, SchemeName.DISTRIBUTED)
     case = measure(*chosen, workers=(2,), verify=("default",))
 
     assert labels(case, Kind.FLOOR) == LOCAL | {Floor.GLOO.value, Floor.GLOO_PING.value}
-    assert labels(case, Kind.SCHEME) == {"shared", "pipe", "distributed"}
+    assert labels(case, Kind.SCHEME) == {"shared", "process", "distributed"}
     assert labels(case, Kind.ASYNC) == {"shared"}
     assert {each.count for each in case.measured} == {2}
     assert all(0 < each.low <= each.median <= each.high for each in case.measured)
@@ -101,7 +101,7 @@ def test_ray_is_measured_with_its_floor(cluster: object) -> None:
 
 def test_a_run_tells_how_it_goes() -> None:
     listening = Listening()
-    run(Settings((PAYLOADS["E"],), (1,), (SchemeName.PIPE,), ("layout",), rounds=1), listening)
+    run(Settings((PAYLOADS["E"],), (1,), (SchemeName.PROCESS,), ("layout",), rounds=1), listening)
 
     assert listening.told == ["1 cases", "E for 1", "round", "ended"]
 
@@ -112,29 +112,29 @@ def test_a_run_tells_how_it_goes() -> None:
 def test_weights_that_did_not_arrive_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.bench.schemes.serve", bench_workers.keeps_something_else)
 
-    with pytest.raises(BenchError, match="pipe, layout: the weights did not arrive at worker 0"):
-        measure(SchemeName.PIPE, verify=("layout",))
+    with pytest.raises(BenchError, match="process, layout: the weights did not arrive at worker 0"):
+        measure(SchemeName.PROCESS, verify=("layout",))
 
 
 def test_a_floor_that_copies_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.bench.floors.FloorWorkers.copy_out", lambda self: None)
 
     with pytest.raises(BenchError, match="copy-out: the weights did not arrive at worker 0, 1"):
-        measure(SchemeName.PIPE, verify=("layout",), workers=(2,))
+        measure(SchemeName.PROCESS, verify=("layout",), workers=(2,))
 
 
 @pytest.mark.parametrize(
     ("worker", "said"),
     [
-        (bench_workers.never_starts, "pipe, layout: worker 0 has ended"),
-        (bench_workers.raises, "pipe, layout: worker 0 failed: ZeroDivisionError: planted"),
+        (bench_workers.never_starts, "process, layout: worker 0 has ended"),
+        (bench_workers.raises, "process, layout: worker 0 failed: ZeroDivisionError: planted"),
     ],
 )
 def test_a_worker_that_ends_is_named(worker: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.bench.schemes.serve", worker)
 
     with pytest.raises(BenchError, match=said):
-        measure(SchemeName.PIPE, verify=("layout",))
+        measure(SchemeName.PROCESS, verify=("layout",))
 
 
 def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +147,14 @@ def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPat
     }
     with pytest.raises(ConfigurationError, match="nothing can be measured: Ray is not installed"):
         measure(SchemeName.RAY)
-    case = measure(SchemeName.PIPE, SchemeName.RAY, verify=("layout",), rounds=1)
-    assert labels(case, Kind.SCHEME) == {"pipe"}
+    case = measure(SchemeName.PROCESS, SchemeName.RAY, verify=("layout",), rounds=1)
+    assert labels(case, Kind.SCHEME) == {"process"}
     assert set(case.left_out) == {"ray"}
 
 
 def test_a_case_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_running, "available_memory", lambda: 2**16)
-    case = measure(SchemeName.PIPE)
+    case = measure(SchemeName.PROCESS)
 
     assert case.measured == ()
     assert "choose fewer schemes or workers" in case.left_out["all"]
@@ -202,18 +202,18 @@ def test_the_command_writes_what_it_measured_and_appends_other_cases(
     monkeypatch.setenv("TERM", "dumb")
     runner, path = CliRunner(), tmp_path / "a.json"
     for payload in ("E", "S"):
-        arguments = f"bench --payloads {payload} --workers 1 --schemes pipe --verify layout --rounds 1".split()
+        arguments = f"bench --payloads {payload} --workers 1 --schemes process --verify layout --rounds 1".split()
         shown = runner.invoke(build(), [*arguments, "--json", str(path), "--append", "--note", "a test"])
         assert shown.exit_code == 0, shown.output
 
     assert [case.payload for case in Results.read(path).cases] == ["E", "S"]
     assert Results.read(path).machine["note"] == "a test"
     assert re.search(r"case 1 of 1: payload S, 1 workers", shown.output)
-    assert re.search(r"pipe, layout +[\d.]+ ms", shown.output)
+    assert re.search(r"process, layout +[\d.]+ ms", shown.output)
 
     compared = runner.invoke(build(), ["bench", "--compare", str(path), str(path)])
     assert compared.exit_code == 0, compared.output
-    assert re.search(r"S +1 +pipe, layout .* 1\.00 \(in floors\) +same", compared.output)
+    assert re.search(r"S +1 +process, layout .* 1\.00 \(in floors\) +same", compared.output)
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
@@ -268,7 +268,7 @@ def assert_all_gone(mark: str) -> None:
 @pytest.mark.timeout(300)  # on a loaded machine its processes take most of a minute to start
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_every_process_ends_with_the_command_however_it_is_ended(end: signal.Signals, tmp_path: Path) -> None:
-    chosen = ("--payloads", "S", "--verify", "layout", "--schemes", "pipe,rpc")
+    chosen = ("--payloads", "S", "--verify", "layout", "--schemes", "process,rpc")
     with running(tmp_path, *chosen, "--seconds", "600", "--rounds", "1000000") as (process, mark):
         assert len(marked(mark)) >= 7, "this one, and two workers each of the floors, of RPC and of the pipes"
         (os.kill if end is signal.SIGKILL else os.killpg)(process.pid, end)

@@ -65,9 +65,9 @@ def test_write_cfg_writes_what_tlc_is_given_and_runs_nothing(
     one, everything = tmp_path / "one", tmp_path / "all"
 
     named = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(one), "Stuck"])
-    told = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(everything)])
+    result = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(everything)])
 
-    assert (named.exit_code, told.exit_code) == (0, 0), told.output
+    assert (named.exit_code, result.exit_code) == (0, 0), result.output
     assert [path.name for path in one.iterdir()] == ["Stuck.cfg"]
     written = {path.stem: path.read_text() for path in everything.iterdir()}
     assert written == {found.name: found.config.text for found in manifest.configurations}
@@ -76,10 +76,10 @@ def test_write_cfg_writes_what_tlc_is_given_and_runs_nothing(
 def test_a_folder_that_cannot_be_written_to_is_named(runner: CliRunner, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    told = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(tmp_path / "file")])
+    result = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(tmp_path / "file")])
 
-    assert isinstance(told.exception, ConfigurationError)
-    assert "The .cfg files cannot be written to" in str(told.exception)
+    assert isinstance(result.exception, ConfigurationError)
+    assert "The .cfg files cannot be written to" in str(result.exception)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -100,21 +100,21 @@ def test_check_does_not_wait_for_torch() -> None:
 
 
 def test_the_version_is_reported(runner: CliRunner) -> None:
-    told = runner.invoke(build(), ["--version"])
+    result = runner.invoke(build(), ["--version"])
 
-    assert told.exit_code == 0
-    assert told.output.startswith("weightsync ")
+    assert result.exit_code == 0
+    assert result.output.startswith("weightsync ")
 
 
 def test_list_shows_all_and_runs_none(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("weightsync.cli.check"), "find_toolchain", pytest.fail)
 
-    told = runner.invoke(build(), ["check", "--list", "--model", str(SPECS)])
+    result = runner.invoke(build(), ["check", "--list", "--model", str(SPECS)])
 
-    assert told.exit_code == 0
+    assert result.exit_code == 0
     for found in Manifest.read(SPECS).configurations:
-        assert found.name in told.output
-    assert "Small violated" in told.output
+        assert found.name in result.output
+    assert "Small violated" in result.output
 
 
 def test_a_missing_tool_is_one_line_and_exit_code_2(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +123,11 @@ def test_a_missing_tool_is_one_line_and_exit_code_2(runner: CliRunner, monkeypat
 
     monkeypatch.setattr(importlib.import_module("weightsync.cli.check"), "find_toolchain", missing)
 
-    told = runner.invoke(build(), ["check", "--model", str(SPECS)])
+    result = runner.invoke(build(), ["check", "--model", str(SPECS)])
 
-    assert told.exit_code == 2
-    assert told.stderr == "weightsync: Java is missing: install it.\n"
-    assert told.stdout == ""
+    assert result.exit_code == 2
+    assert result.stderr == "weightsync: Java is missing: install it.\n"
+    assert result.stdout == ""
 
 
 def test_an_unknown_configuration_is_an_error_in_one_line(

@@ -63,7 +63,7 @@ def test_an_unknown_scheme_is_refused_with_the_names_of_those_there_are(runner: 
 
     assert shown.exit_code == 2
     said = " ".join(shown.output.replace("│", " ").split())  # the box around it wraps lines
-    assert "'pigeon' is not one of 'shared', 'pipe', 'ray', 'rpc', 'distributed'." in said
+    assert "'pigeon' is not one of 'shared', 'process', 'ray', 'rpc', 'distributed'." in said
 
 
 def test_a_missing_gymnasium_is_named_with_its_extra(
@@ -82,7 +82,7 @@ def test_plain_lines_and_the_json_tell_all_there_is(
     monkeypatch.setattr("weightsync.cli._demo_display._SECONDS_PER_LINE", 0.5)
 
     report = tmp_path / "demo.json"
-    options = ["--scheme", "pipe", "--async", "--seconds", "3", "--kill-worker", "--json", str(report)]
+    options = ["--scheme", "process", "--async", "--seconds", "3", "--kill-worker", "--json", str(report)]
     shown = runner.invoke(build(), ["demo", *options])
 
     assert shown.exit_code == 0, shown.output
@@ -97,7 +97,7 @@ def test_plain_lines_and_the_json_tell_all_there_is(
     record = json.loads(report.read_text(encoding="utf-8"))
     assert [worker["verdict"] for worker in record["workers"]] == ["PROVED", "KILLED"]
     assert record["workers"][0]["serves"] == record["sent"]
-    assert (record["failures"], record["scheme"]) == ([], "pipe")
+    assert (record["failures"], record["scheme"]) == ([], "process")
 
 
 def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
@@ -105,7 +105,7 @@ def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
 ) -> None:
     monkeypatch.setattr("weightsync.demo.trainer.act", demo_workers.serves_something_else)
 
-    shown = runner.invoke(build(), ["demo", "--scheme", "pipe", "--seconds", "1"])
+    shown = runner.invoke(build(), ["demo", "--scheme", "process", "--seconds", "1"])
 
     assert shown.exit_code == 1
     assert re.search(r"worker 0 +. +proved", shown.output)

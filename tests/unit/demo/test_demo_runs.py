@@ -11,7 +11,7 @@ from weightsync import TransportError, WorkerFailedError, WorkerGroup
 from weightsync.demo import Phase, Result, RunState, SchemeName, Settings, Verdict, joined, run, trainer
 
 SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, seconds=2.5, kill_worker=True)
-PIPE_OVERLAP = Settings(scheme=SchemeName.PIPE, workers=2, seconds=1.5, overlap=True)
+PIPE_OVERLAP = Settings(scheme=SchemeName.PROCESS, workers=2, seconds=1.5, overlap=True)
 STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, seconds=2.5, overlap=True, kill_worker=True)
 
 

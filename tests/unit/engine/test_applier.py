@@ -8,13 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Pair, constants, filled
+from fleet import PATIENCE, Pair, constants, filled, large
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, RefusedError, State, WeightSyncError, WorkerLostError
+from weightsync import (
+    ConfigurationError,
+    MultiProcessWeightSyncScheme,
+    RefusedError,
+    SharedMemWeightSyncScheme,
+    State,
+    WeightSyncError,
+    WorkerLostError,
+)
 from weightsync.engine import applier
 from weightsync.protocol.messages import Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind
+from weightsync.transports.buffers import Mapping
 from weightsync.weights import target as targets
 
 
@@ -178,3 +187,70 @@ def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> N
     assert (pair.receiver.version, constants(pair.model.linear)) == (None, {3.0})
 
     assert refused(pair).reason == "other weights were applied by hand"
+
+
+@pytest.mark.parametrize(("scheme", "tidied"), [(SharedMemWeightSyncScheme, 1), (MultiProcessWeightSyncScheme, 0)])
+def test_the_memory_that_a_model_has_left_is_tidied_once_there_is_nothing_to_apply(
+    scheme: Any, tidied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidy, found = Mapping.tidy, []
+    monkeypatch.setattr(Mapping, "tidy", lambda mapping: (found.append(mapping), tidy(mapping)))
+    pair = Pair(scheme, model=large)
+    pair.sync()
+    pair.receiver.receive(timeout=0)
+    assert found == []
+    pair.sync()
+    for _ in range(2):
+        pair.receiver.receive(timeout=0)
+
+    mapped = list(pair.receiver.driver._links[1]._mapped._mappings.values())  # type: ignore[attr-defined]
+    assert (len(mapped), found) == (2, mapped[:1][:tidied])
+    pair.close()
+
+
+class Holder:
+    """A worker's own object, on which its model is found."""
+
+    policy: Any
+
+
+@pytest.fixture
+def staged(pair: Pair) -> Holder:
+    """The context of a receiver that has staged a version for a model found there."""
+    holder = Holder()
+    holder.policy = pair.model
+    pair.receiver.set_context(holder)
+    pair.receiver.register_model("policy")
+    pair.sender.send_async()
+    with pair.receiver.serving():
+        assert pair.receiver.receive(timeout=0) is False
+    return holder
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [(nn.Linear(3, 1), "do not fit the destination"), (None, "weights cannot be applied to what is at 'policy': ")],
+)
+def test_what_is_staged_is_refused_where_another_object_has_taken_the_models_place(
+    pair: Pair, staged: Holder, found: Any, told: str
+) -> None:
+    staged.policy = found
+    assert pair.receiver._applier.swap_staged(0.0) is False
+
+    assert told in pair.receiver.last_refusal
+    assert "Traceback" in pair.receiver.driver.data.answer.remote_traceback  # type: ignore[union-attr]
+    assert constants(pair.model.linear) == {0.0}
+
+
+def test_a_swap_where_nothing_is_pending_changes_nothing(pair: Pair, staged: Holder) -> None:
+    assert pair.receiver._applier.swap_staged(0.0) is True
+    assert pair.receiver._applier.swap_staged(0.0) is None
+    assert pair.receiver.version == 1
+
+
+def test_what_arrives_for_a_model_that_takes_no_weights_is_refused_as_its_registration_was(pair: Pair) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        pair.receiver.register_model(3)
+    pair.sender.send_async()
+
+    assert refused(pair).reason == str(caught.value)

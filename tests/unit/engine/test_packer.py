@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, NonFiniteError
 from weightsync.engine import packer as packing
-from weightsync.engine.packer import OutgoingWeights, Packer
-from weightsync.options import Verify
+from weightsync.engine.packer import OutgoingWeights, Packer, write_slot
+from weightsync.options import Verify, WireDtype
 from weightsync.protocol.messages import WeightsForm
+from weightsync.testing.fake_device import fake_device
+from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of_weights
-from weightsync.weights.tree_digest import LEAST, digest
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.tree_digest import digest
 
 
 def weights(fill: float = 1.0) -> dict[str, Tensor]:
@@ -85,6 +88,74 @@ def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest
 
     assert packer._pool.statistics().pinned == 0
     assert packer.pack(weights()).digest == digest_of_weights(weights())
+
+
+class Sharing:
+    """Workers that all map what is packed."""
+
+    def all_share(self, payload: Any, nbytes: int) -> bool:
+        return True
+
+    def reached(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(("verify", "digested"), [(Verify.AUTO, False), (Verify.DIGEST, True), (Verify.LAYOUT, False)])
+def test_where_all_workers_map_a_version_only_digest_computes_one_along_with_the_copy(
+    verify: Verify, digested: bool
+) -> None:
+    packed = Packer(verify).pack(weights(), readers=Sharing())
+
+    assert (packed.digest != b"", bytes(packed.buffer.view[:24])) == (digested, bytes(weights()["b"].numpy())[:24])
+
+
+class Alarmed(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize(("larger_by", "ended"), [(0, False), (1, True)])
+def test_a_signal_does_not_end_the_copy_of_a_version_that_takes_threads(
+    larger_by: int, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer, copied = Packer(), []
+    copy: Callable[..., None] = packing._copy
+
+    def interrupted(*given: Any) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        copy(*given)
+        copied.append(given)
+
+    def alarm(number: int, frame: FrameType | None) -> None:
+        raise Alarmed
+
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        monkeypatch.setattr(packing, "LEAST", packer.layout_of(weights()).nbytes - larger_by)
+        monkeypatch.setattr(packing, "_copy", interrupted)
+        with pytest.raises(Alarmed):
+            packer.pack(weights())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert (len(copied) == 1, packer._pool.statistics().pinned) == (ended, 0)
+
+
+def test_what_a_device_cannot_copy_is_named_and_any_other_fault_of_it_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write(*_: object) -> None:
+        raise RuntimeError("the kernel failed")
+
+    given = read_weights(weights())
+    layout = layout_of(given)
+    with fake_device() as device:
+        buffer = DeviceBuffer(device.allocate(layout.nbytes))
+        monkeypatch.setattr(type(buffer.slot.memory), "write", write)
+        with pytest.raises(RuntimeError, match="the kernel failed"):
+            write_slot(buffer, given, layout, packing.nobody)
+        given.tensors["a"] = given.tensors["a"].to_sparse()
+        with pytest.raises(LayoutError, match=r"^'a' has the layout "):
+            write_slot(buffer, given, layout, packing.nobody)
 
 
 def test_the_same_layout_is_the_same_object_version_after_version() -> None:
@@ -177,30 +248,27 @@ def test_weights_of_another_model_are_refused_with_what_differs_and_how() -> Non
     assert list(caught.value.mismatched) == ["b"]
 
 
+def of_integers(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.ones(2, dtype=dtype)}
+
+
+def test_dtypes_that_the_wire_does_not_bring_to_those_agreed_on_are_refused_and_nothing_else_is() -> None:
+    trainer = Trainer()
+    trainer.packer = Packer(wire_dtype=WireDtype.BFLOAT16)
+    outgoing = trainer.outgoing()
+    outgoing.pack(of_integers("a", torch.int32))
+    trainer.layout = trainer.packer.layout_of(of_integers("a", torch.int64))  # type: ignore[assignment]
+    outgoing.pack(of_integers("b", torch.int32))
+    with pytest.raises(LayoutError, match=r"wire_dtype='bfloat16' casts wider floating tensors only") as caught:
+        outgoing.pack(of_integers("a", torch.int32))
+
+    error = caught.value
+    assert (list(error.missing), list(error.unexpected), list(error.mismatched)) == ([], [], ["a"])
+    trainer.packer = Packer()
+    trainer.outgoing().pack(of_integers("a", torch.int32))
+
+
 def test_a_packer_checks_for_finite_weights_if_it_is_told_to_and_sends_no_deltas_unless_told() -> None:
     with pytest.raises(NonFiniteError, match="policy"):
         Packer(finite="policy").pack({"a": torch.tensor([1.0, torch.nan])})
     assert (Packer().sends_deltas, Packer(sends_deltas=True).sends_deltas) == (False, True)
-
-
-@pytest.mark.parametrize(("nbytes", "order"), [(LEAST, ["handled", "copied"]), (LEAST + 4, ["copied", "handled"])])
-def test_a_signal_waits_until_threads_have_ended_a_large_copy(
-    monkeypatch: pytest.MonkeyPatch, nbytes: int, order: list[str]
-) -> None:
-    seen: list[str] = []
-    copy = packing._copy
-
-    def interrupted(*arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        copy(*arguments)
-        seen.append("copied")
-
-    monkeypatch.setattr(packing, "_copy", interrupted)
-    packer, before = Packer(), signal.signal(signal.SIGUSR1, lambda *_: seen.append("handled"))
-    try:
-        packer.pack({"a": torch.zeros(nbytes, dtype=torch.uint8)})
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        packer.close()
-
-    assert seen == order

@@ -170,6 +170,7 @@ def test_what_failed_is_the_last_word_over_the_link_in_force_and_all_are_closed(
     getattr(worker.driver, method)("the bus is gone", "a traceback")
 
     assert worker.link.takes() == [refusal(0, RefusalKind.FAILED, "the bus is gone", remote_traceback="a traceback")]
+    assert worker.links[1].takes() == [replace(bye(0, Ending.FAILED), reason="the bus is gone")]
     assert ([link.closed for link in worker.links], worker.driver.links()) == ([1, 1], [])
     assert worker.driver.pending is None
     assert worker.driver.waker.enter() is None

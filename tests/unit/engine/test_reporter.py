@@ -36,7 +36,7 @@ class Reported:
         self.driver = self.fleet.driver
         self.reporter = Reporter(self.driver)
         self.recorded: list[SyncReport] = []
-        self.driver.told = self.recorded.append  # type: ignore[method-assign]
+        self.driver.reported = self.recorded.append  # type: ignore[method-assign]
 
     def sends(self, pack_s: float = 0.0, targets: tuple[int, ...] | None = None) -> int:
         """Dispatch a version; which it is."""
@@ -175,7 +175,7 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
     made = Reported(Scripted(), Telling())
     made.sends()
     unread = "it has not read all that was sent to it"
-    never = ["never connected", "no version of ours is known to be served", "it was never heard from", unread]
+    never = ["never connected", "it is not known to serve a version", "it was never heard from", unread]
     never.append("is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?")
     assert reason_of(made, 0) == never
     made.fleet.receives(0, hello())

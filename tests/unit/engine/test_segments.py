@@ -10,7 +10,7 @@ import pytest
 
 from weightsync.errors import TransportError
 from weightsync.transports import buffers
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Segment, Storage, anonymous
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapping, Pool, Segment, Storage, anonymous
 
 LARGE = 128 * 1024
 
@@ -88,3 +88,45 @@ def test_a_childs_writes_into_its_copy_of_a_heap_buffer_stay_its_own() -> None:
     os.waitpid(child, 0)
 
     assert heap[:1] == b"\0"
+
+
+class Registers:
+    """Pins memory for copies from a device, or says that it cannot."""
+
+    def __init__(self, pins: bool) -> None:
+        self.pins = pins
+        self.asked: list[tuple[int, bool]] = []
+
+    def __call__(self, view: memoryview) -> object | None:
+        self.asked.append((view.nbytes, view.readonly))
+        return object() if self.pins else None
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_memory_is_pinned_once_whether_that_succeeds_or_not(pins: bool) -> None:
+    segment, written, read = Segment(LARGE), Registers(pins), Registers(pins)
+    mapping = Mapping(segment.fd, pinnable=True)
+    for _ in range(2):
+        segment.pin(written)
+        pinned = mapping.pinned(8, read)
+        assert (pinned is not None, mapping.pinnable) == (pins, pins)
+
+    assert (written.asked, read.asked) == ([(LARGE + 16, False)], [(LARGE + 16, True)])
+
+
+def test_memory_that_is_not_mapped_for_it_is_not_pinned() -> None:
+    segment, read = Segment(LARGE), Registers(True)
+    mapping = Mapping(segment.fd)
+
+    assert (mapping.pinnable, mapping.pinned(8, read), read.asked) == (False, None, [])
+
+
+def test_what_the_kernel_knows_of_pages_is_read_through_a_descriptor_that_no_other_program_inherits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segment, read, inherited = Segment(LARGE), os.pread, []
+    mapping = Mapping(segment.fd)
+    monkeypatch.setattr(os, "pread", lambda fd, *where: (inherited.append(os.get_inheritable(fd)), read(fd, *where))[1])
+    mapping.remap()
+
+    assert inherited == [False]

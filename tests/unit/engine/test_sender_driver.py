@@ -10,12 +10,22 @@ import pytest
 from scripted import DIGEST, EPOCH, LAYOUT, OTHER, Fleet, Scripted, ack, both, hello, packed, plain, refusal, versions
 
 from weightsync import ConfigurationError, ProtocolError, TransportError
+from weightsync.engine.packer import Packed
 from weightsync.engine.sender_driver import SenderDriver
+from weightsync.options import Verify
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import Delivery, State
+from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.messages import Bye, Ending, Update, WeightsForm
 from weightsync.protocol.report import OutcomeKind
+from weightsync.transports.base import SharesMemory
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Storage
 from weightsync.transports.process import own_host, own_identity
+
+
+def bye(incarnation: int) -> Bye:
+    return Bye(model_id="policy", incarnation=incarnation, reason="no more")
+
 
 # ------------------------------------------------------------------------------------------------- what it says
 
@@ -43,7 +53,9 @@ def test_its_hello_tells_who_it_is_and_what_it_owes() -> None:
 def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> None:
     fleet = both()
     first, other = fleet.links
-    sent = fleet.sends()
+    sent = packed()
+    sent.trace_context = "00-trace-span-01"
+    fleet.sends(sent)
     told = Update(
         model_id="policy",
         incarnation=EPOCH,
@@ -54,14 +66,16 @@ def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> Non
         nbytes=LAYOUT.nbytes,
         extras=b"extras",
         form=WeightsForm.NESTED,
+        trace_context="00-trace-span-01",
     )
+    assert first.said[-1] is other.said[-1]  # so that links may keep how it is encoded
     assert first.takes() == other.takes() == [told]
     assert first.payloads[-1] is sent.buffer
     fleet.receives(0, ack(1))
     fleet.receives(1, ack(1))
 
     fleet.sends(targets=(0,))
-    assert first.takes() == [replace(told, version=2, layout=b"")]
+    assert first.takes() == [replace(told, version=2, layout=b"", trace_context="")]
     assert other.takes() == []
     fleet.receives(0, ack(2))
     fleet.sends(packed(OTHER))
@@ -141,6 +155,66 @@ def test_a_digest_is_compared_only_where_one_was_sent_by_us(sent: bytes) -> None
     fleet.receives(0, ack(1, b"\2" * 16, EPOCH if not sent else EPOCH - 1))
 
     assert fleet.link_state() is not pure.LinkState.LOST
+
+
+@pytest.mark.parametrize("verify", [Verify.DIGEST, Verify.AUTO])
+def test_an_answer_over_a_link_that_was_sent_nothing_names_the_same_digest(verify: Verify) -> None:
+    fleet, sent = both(), packed()
+    sent.verify = verify
+    fleet.sends(sent, targets=(0,))
+    fleet.receives(1, ack(1, b"\2" * 16))
+
+    assert fleet.reason(1).startswith(f"an ack of version 1 names digest {'02' * 16}, which is not that of what was ")
+    assert fleet.link_state(0) is pure.LinkState.EXPECTED
+
+
+class Sharing(Scripted, SharesMemory):
+    """A link whose worker maps the memory of payloads."""
+
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        return (payload.segment is not None, nbytes) == (True, LAYOUT.nbytes)
+
+
+def in_a_segment(verify: Verify) -> Packed:
+    buffer = Buffer(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
+    return Packed(LAYOUT, buffer, b"extras", b"", WeightsForm.NESTED, verify)
+
+
+def test_who_maps_a_version_names_its_seal_and_who_gets_its_bytes_their_digest() -> None:
+    fleet, sent = Fleet(Sharing(), Sharing(), Scripted()), in_a_segment(Verify.AUTO)
+    assert not fleet.driver.all_share(sent.buffer, LAYOUT.nbytes)
+    assert Fleet(Sharing()).driver.all_share(sent.buffer, LAYOUT.nbytes)
+    fleet.sends(sent)
+    seal = slot_digest(sent.buffer.sealed(), EPOCH, 1, LAYOUT.digest, b"extras")
+    told = [link.said[-1] for link in fleet.links]
+    assert [each.digest for each in told] == [b"", b"", sent.digested()]  # type: ignore[union-attr]
+    assert told[0] is told[1]
+
+    for worker, named in enumerate((seal, seal, sent.digested())):
+        fleet.receives(worker, ack(1, named))
+    outcomes = fleet.driver.concluded[1].outstanding.outcomes
+    assert [outcomes[worker].kind for worker in range(3)] == [OutcomeKind.APPLIED] * 3
+
+
+@pytest.mark.parametrize("verify", [Verify.AUTO, Verify.LAYOUT])
+def test_an_answer_that_names_another_seal_ends_its_link(verify: Verify) -> None:
+    fleet = Fleet(Sharing())
+    fleet.sends(in_a_segment(verify))
+    fleet.receives(0, ack(1, b"\2" * 16))
+
+    assert fleet.link_state() is pure.LinkState.LOST
+
+
+@pytest.mark.parametrize("last", [bye, refusal], ids=["a goodbye", "a refusal"])
+def test_a_last_word_before_the_handshake_is_the_loss_of_its_worker_and_after_it_is_stale(last: Any) -> None:
+    fleet = both()
+    fleet.receives(1, hello())
+    for worker in (0, 1):
+        fleet.receives(worker, replace(last(0), incarnation=0))
+
+    assert (fleet.link_state(0), fleet.link_state(1)) == (pure.LinkState.LOST, pure.LinkState.UP)
+    assert fleet.reason(0).startswith("it ended before it took the handshake: no")
+    assert fleet.driver.data.stale == 2
 
 
 def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
@@ -305,8 +379,11 @@ def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
     third = fleet.sends()
     assert [fleet.driver.packed(version) for version in (1, 2, 3)] == [None, None, third]
     assert [each.buffer.pinned for each in (first, second, third)] == [False, False, True]
+    assert fleet.driver._said is not None
+    assert fleet.driver._said.update.version == 3
     assert [set(lane.named) for lane in fleet.driver._links.values()] == [{3}, {3}]
     fleet.driver.close()
+    assert fleet.driver._said is None
     assert fleet.driver.packed(3) is None
     assert not third.buffer.pinned
 

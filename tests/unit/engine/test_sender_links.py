@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 
 from scripted import Fleet, Scripted, Telling, both, hello, plain
 
@@ -12,9 +11,10 @@ from weightsync.clock import Stopwatch
 from weightsync.engine.driver import Hearing
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.testing import FakeClock
-from weightsync.transports.base import SharesMemory
+from weightsync.transports.base import SharesMemory, Waker
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
+from weightsync.transports.device import CarriesDevices
 from weightsync.transports.wakeup import AwaitedProcess
 
 # ------------------------------------------------------------------------------------------- awaited processes
@@ -48,6 +48,47 @@ def test_a_process_is_watched_once_it_has_started() -> None:
     fleet.driver.pump()
     fleet.driver.pump()
     assert (fleet.driver.awaited, link.watched) == (0, [(77, 88)])
+
+
+def test_processes_are_awaited_until_the_last_has_started() -> None:
+    fleet, processes = plain(), (Process(), Process())
+    for worker, process in enumerate(processes, 1):
+        fleet.driver.join(worker, Scripted(), process)
+    fleet.driver.join(3, Scripted())
+    for left, process in zip((2, 1), processes, strict=True):
+        assert fleet.driver.awaited == left
+        process.known = (77, 88)
+        fleet.driver.pump()
+
+    assert fleet.driver.awaited == 0
+
+
+class Ringing(Scripted):
+    """A link with a descriptor that a test makes readable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bell = Waker()
+
+    def waitables(self) -> list[int]:
+        return [self.bell.fd]
+
+
+def test_a_look_pumps_the_links_that_have_something_and_after_processes_that_are_awaited() -> None:
+    quiet, rings, process = Ringing(), Ringing(), Process()
+    fleet = Fleet(quiet, rings)
+    fleet.driver.look()
+    assert (quiet.flushed, rings.flushed) == (0, 0)
+    rings.bell.fire()
+    rings.receives(hello())
+    fleet.driver.look()
+    assert (quiet.flushed, rings.flushed, fleet.link_state(1).name) == (0, 1, "UP")
+
+    rings.bell.clear()
+    fleet.driver.join(2, late := Ringing(), process)
+    process.known = (77, 88)
+    fleet.driver.look()
+    assert (late.watched, quiet.flushed) == ([(77, 88)], 0)
 
 
 def test_a_process_whose_object_was_closed_before_it_could_be_watched_is_its_workers_loss() -> None:
@@ -86,9 +127,13 @@ def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
     fleet.driver.pump()
     driver = fleet.driver
     assert (set(driver._links), set(driver.hearing.first)) == ({1, 2}, {1})
+    assert driver.awaited == 1
     fleet.driver.join(1, Scripted())
-    assert fleet.driver.awaited == 0
+    assert driver.awaited == 0
     fleet.driver.join(0, Scripted())
+    fleet.driver.join(2, Scripted(), Process())
+    assert driver.awaited == 1
+    fleet.driver.remove(2, "not needed")
 
     assert fleet.driver.awaited == 0
     assert (set(driver._links), set(driver.hearing.first)) == ({3, 4}, set())
@@ -125,28 +170,18 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     assert fleet.driver.remark(1) == ""
 
 
-class Readable(Scripted):
-    """A link with something to read."""
+class Reaching(Scripted, CarriesDevices):
+    """A link whose worker can open slots on a device."""
 
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self.fd = fd
+    opens = False
+    reached = frozenset({b"d" * 16})
 
-    def waitables(self) -> list[int]:
-        return [self.fd]
+    def copied_to_device(self) -> None:
+        """Nothing to do."""
 
 
-def test_a_look_reads_the_links_that_can_be_read_and_no_others() -> None:
-    fd = os.eventfd(1)
-    try:
-        fleet = Fleet(Readable(fd), Scripted())
-        for link in fleet.links:
-            link.receives(hello())
-        fleet.driver.look()
-    finally:
-        os.close(fd)
-
-    assert [len(link.heard) for link in fleet.links] == [0, 1]
+def test_the_devices_that_workers_reach_are_told_link_by_link() -> None:
+    assert Fleet(Scripted(), Reaching()).driver.reached() == [frozenset(), Reaching.reached]
 
 
 def test_a_link_that_had_something_to_write_is_asked_again_what_to_wait_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,3 +121,36 @@ def test_g3_a_forward_that_began_unguarded_ends_no_serving_block_around_it(pair:
     receiver.end_serving()
     assert not receiver.serves_here
     receiver.end_forward()
+
+
+class Guarding:
+    """A background reader that only notes what it is to guard."""
+
+    def __init__(self) -> None:
+        self.guarded: list[Any] = []
+
+    def model_set(self, model: Any) -> None:
+        self.guarded.append(model)
+
+
+def test_g3_a_background_reader_guards_whichever_model_is_served_now(pair: Pair) -> None:
+    guarding, holder, first = Guarding(), Holder(), small(0.0)
+    pair.receiver.attend(guarding)  # type: ignore[arg-type]
+    pair.receiver.set_context(holder)
+    pair.receiver.register_model(first)
+    pair.receiver.register_model("policy")
+    holder.policy = small(0.0)
+    pair.receiver.target()
+
+    assert guarding.guarded == [first, "policy", holder.policy]
+    pair.receiver.attend(None)
+
+
+def test_a_worker_without_a_model_says_so_before_it_reads_anything() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with MultiProcessWeightSyncScheme() as worker, ours, theirs:
+        receiver = worker.create_receiver()
+        receiver.register_worker_transport(theirs)
+
+        with pytest.raises(ConfigurationError, match="no model is registered for"):
+            receiver.receive()

@@ -14,6 +14,7 @@ import pytest
 
 from weightsync import ModelBusyError
 from weightsync.clock import Deadline
+from weightsync.engine import serving_lock
 from weightsync.engine.serving_lock import ServingLock
 
 PATIENCE = 30.0
@@ -47,6 +48,23 @@ def beside() -> Iterator[Beside]:
 @pytest.fixture
 def lock() -> ServingLock:
     return ServingLock()
+
+
+def called(call: Callable[[], Any]) -> list[str]:
+    """The names of the Python functions that a call calls."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return names
 
 
 @contextlib.contextmanager
@@ -199,3 +217,32 @@ def test_a_swap_that_gives_up_waiting_does_not_keep_another_from_being_woken() -
     assert waits.result(PATIENCE)
     first.end()
     second.end()
+
+
+def test_a_forward_wakes_nobody_where_nobody_waits_whoever_waited_before(lock: ServingLock, beside: Beside) -> None:
+    lock.enter()
+    assert "notify_all" not in called(lock.leave)
+
+    lock.enter()
+    waits = beside.begin(lambda: lock.begin_swap(PATIENCE))
+    with pytest.raises(StillWaiting):
+        waits.result(WHILE)
+    assert "notify_all" in called(lock.leave)
+    assert waits.result(PATIENCE)
+    lock.end_swap()
+
+    lock.enter()
+    assert "notify_all" not in called(lock.leave)
+
+
+@pytest.mark.parametrize("timeout", [serving_lock.PATIENCE, 0.5, None])
+def test_a_swap_waits_for_as_long_as_it_is_told_and_not_at_all_unless_it_is(
+    lock: ServingLock, beside: Beside, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float | None] = []
+    monkeypatch.setattr(lock._changed, "wait_for", lambda met, timeout: waited.append(timeout))
+    beside.does(lock.enter)
+    assert (free(lock), lock.begin_swap(0.0), waited) == (False, False, [])
+    assert not lock.begin_swap(timeout)
+
+    assert waited == [timeout]

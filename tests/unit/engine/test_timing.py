@@ -34,11 +34,11 @@ def test_what_is_no_number_of_seconds_is_refused(timeout: Any) -> None:
         seconds(timeout)
 
 
-@pytest.mark.parametrize("told", ["soon", "", "-1", "nan"])
-def test_what_the_environment_says_is_held_to_the_same(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", told)
+@pytest.mark.parametrize("message", ["soon", "", "-1", "nan"])
+def test_what_the_environment_says_is_held_to_the_same(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", message)
 
-    with pytest.raises(ConfigurationError, match=rf"^the environment's WEIGHTSYNC_TIMEOUT is '{told}'"):
+    with pytest.raises(ConfigurationError, match=rf"^the environment's WEIGHTSYNC_TIMEOUT is '{message}'"):
         seconds(Timeout.DEFAULT)
 
 
@@ -89,5 +89,5 @@ def test_an_incarnation_is_its_time_or_the_next_above_its_fence_and_no_two_are_o
 
 
 def test_clocks_of_one_start_of_one_machine_have_one_name() -> None:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as told:
-        assert timing.clock_id() == told.read().strip()
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as message:
+        assert timing.clock_id() == message.read().strip()

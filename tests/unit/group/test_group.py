@@ -18,7 +18,7 @@ import group_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PIPES, RANKS, RAY, SHARED, WORLD, Make, World, await_results
+from group_worlds import PIPES, RANKS, RAY, SHARED, WORLD, Make, World, await_results
 from torch import nn
 
 from weightsync import (

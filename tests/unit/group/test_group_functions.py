@@ -10,7 +10,7 @@ from typing import Any
 
 import group_workers as workers
 import pytest
-from conftest import PIPES, RANKS, RAY, SHARED, Make
+from group_worlds import PIPES, RANKS, RAY, SHARED, Make
 from torch import nn
 
 from weightsync import ConfigurationError, Worker, WorkerFailedError, WorkerGroup, run_worker
@@ -136,8 +136,8 @@ def test_what_cannot_be_pickled_for_an_actor_is_named_and_leaves_nothing(make_ov
     assert "in the worker, instead of in the trainer" in str(caught.value)
     assert group.processes == {}
 
-    group = make_over(workers.act, make_model=functools.partial(print, lock))
-    with pytest.raises(ConfigurationError, match=r"make_model= is print\(\), and fails at make_model"):
+    group = make_over(workers.act, make_model=functools.partial(id, lock))
+    with pytest.raises(ConfigurationError, match=r"make_model= is id\(\), and fails at make_model"):
         group.start()
 
 

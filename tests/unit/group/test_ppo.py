@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from missing import installed
 from torch import nn
 from torch.distributions import Categorical
 
@@ -24,6 +25,7 @@ UPDATES = 9
 
 @pytest.fixture
 def ppo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    installed("gymnasium", what="THE PPO OF THE README", extra="rl")
     monkeypatch.syspath_prepend(EXAMPLE.parent)  # workers import it too
     yield importlib.import_module(EXAMPLE.stem)
     sys.modules.pop(EXAMPLE.stem)

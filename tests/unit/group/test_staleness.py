@@ -12,7 +12,7 @@ from typing import Any
 
 import group_workers as workers
 import pytest
-from conftest import PIPES, RANKS, RAY, SHARED, Make, await_results
+from group_worlds import PIPES, RANKS, RAY, SHARED, Make, await_results
 from torch import nn
 
 from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup

@@ -612,10 +612,10 @@ def test_many_threads_send_and_each_is_told_of_its_own_version(scheme_class: Any
         threads = [Thread(ten) for _ in range(4)]
         for thread in threads:
             thread.start()
-        told = [version for thread in threads for version in thread.done().result or [thread.error]]
+        found = [version for thread in threads for version in thread.done().result or [thread.error]]
         assert worker.answer() == 40
 
-    assert sorted(told) == list(range(1, 41))
+    assert sorted(found) == list(range(1, 41))
 
 
 def test_another_threads_serving_block_delays_the_swap_and_deadlocks_nobody(pair: Pair) -> None:
@@ -781,7 +781,7 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
             read = pair.sender.wait_async(timeout=0, on_failure="report")[0].reason
 
     assert never == (
-        "never connected; no version of ours is known to be served; it was never heard from; "
+        "never connected; it is not known to serve a version; it was never heard from; "
         "it has not read all that was sent to it; "
         "is its process running, and has it a receiver (init_on_worker() or init_on_receiver())?"
     )

@@ -70,10 +70,10 @@ def test_other_dtypes_than_were_agreed_on_are_refused_in_the_trainer_without_a_r
 
     with pytest.raises(
         LayoutError, match=r"other dtypes: .*dtype float16, expected bfloat16.*Nothing was sent"
-    ) as told:
+    ) as caught:
         one.sender.send(cast(one.source.state_dict(), torch.float16))
 
-    assert "wire_dtype='bfloat16' casts wider floating tensors only. Nothing was sent." in str(told.value)
+    assert "wire_dtype='bfloat16' casts wider floating tensors only. Nothing was sent." in str(caught.value)
     assert (one.sender.version, one.sender.state) == (1, State.READY)
     assert one.sync(one.source.state_dict()).version == 2
 

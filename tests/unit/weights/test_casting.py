@@ -111,11 +111,11 @@ def test_a_value_that_would_become_infinite_is_refused_by_name(
 
     with pytest.raises(
         LayoutError, match=r"'layer.weight' has 2 values, such as -\S+, that would be sent as inf"
-    ) as told:
+    ) as caught:
         packer.pack(weights)
 
-    assert f"wire_dtype='{wire_dtype.value}' was chosen. Nothing was sent" in str(told.value)
-    assert set(told.value.mismatched) == {"layer.weight"}
+    assert f"wire_dtype='{wire_dtype.value}' was chosen. Nothing was sent" in str(caught.value)
+    assert set(caught.value.mismatched) == {"layer.weight"}
     assert packer._pool.statistics().pinned == 0
     tensor.fill_(float("inf"))
     assert packer.pack(weights).digest

@@ -8,12 +8,13 @@ import pytest
 import torch
 from data_samples import bits, packed, sample, sampled_dicts, snapshot, trained
 from hypothesis import given
-from torch import Tensor
+from torch import Tensor, nn
 
+from weightsync.testing.fake_device import fake_device
 from weightsync.weights import packing
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
-from weightsync.weights.target import Mode, Target
+from weightsync.weights.target import Mode, Target, _is_compiled
 from weightsync.weights.tensors import DTYPE_NAMES
 from weightsync.weights.tree_digest import digest
 
@@ -41,6 +42,24 @@ def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, byte
     assert all(bits(destination[name]) == expected for name, (_, expected) in found.items())
     weights = read_weights(source)
     assert digest_of(weights, layout_of(weights), extras) == digest(payload, extras) == target.digest()
+
+
+def test_a_target_names_the_devices_whose_slots_it_can_be_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(nn.Linear(2, 1))
+    assert target.devices == b""
+    with fake_device() as device:
+        monkeypatch.setattr(device, "opens", lambda: [b"a" * 16, b"b" * 16])
+        assert target.devices == b"a" * 16 + b"b" * 16
+
+
+def test_a_module_is_compiled_if_it_or_one_in_it_is() -> None:
+    optimized = type("OptimizedModule", (nn.Module,), {"__module__": "torch._dynamo.eval_frame"})
+    compiled = nn.Linear(2, 1)
+    compiled.compile(backend="eager")
+    for plain in ({"a": torch.ones(1)}, nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))):
+        assert not _is_compiled(plain)
+    for each in (optimized(), nn.Sequential(optimized()), compiled, nn.Sequential(compiled)):
+        assert _is_compiled(each)
 
 
 @pytest.mark.gpu

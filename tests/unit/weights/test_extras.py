@@ -92,7 +92,7 @@ class Colour(enum.IntEnum):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (object(), "builtins.object"),
         ({1, 2}, "builtins.set"),
@@ -105,11 +105,11 @@ class Colour(enum.IntEnum):
         (torch.ones(2, device="meta"), "a tensor that is on the meta device"),
     ],
 )
-def test_other_types_are_refused_by_the_modules_name(value: object, told: str) -> None:
+def test_other_types_are_refused_by_the_modules_name(value: object, message: str) -> None:
     with pytest.raises(LayoutError, match=r"module 'a\.norm'") as caught:
         encode_extras({"a.norm": {"x": value}})
 
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "a.norm._extra_state" in caught.value.mismatched
 
 

@@ -73,7 +73,7 @@ def _nested() -> Tensor:
 
 
 odd = pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (_freed, "was freed or shrunk: its storage has 0 bytes, its shape and strides need 16"),
         (lambda: _freed(1 << 20, 64), "was freed or shrunk: its storage has 64 bytes"),
@@ -91,13 +91,13 @@ odd = pytest.mark.parametrize(
 
 @odd
 @pytest.mark.parametrize("known", [False, True])
-def test_the_trainer_refuses_to_send_it(make: Callable[[], Tensor], told: str, known: bool) -> None:
+def test_the_trainer_refuses_to_send_it(make: Callable[[], Tensor], message: str, known: bool) -> None:
     packer, tensor = Packer(), make()
-    numel = 1 << 20 if "64 bytes" in told else 4
+    numel = 1 << 20 if "64 bytes" in message else 4
     if known:
         packer.handed_over(packer.pack({"a": torch.ones(2), "x": torch.ones(numel)}))
 
-    with pytest.raises(LayoutError, match=f"'x' {told}") as caught:
+    with pytest.raises(LayoutError, match=f"'x' {message}") as caught:
         packer.pack({"a": torch.ones(2), "x": tensor})
 
     assert caught.value.mismatched.keys() == {"x"}
@@ -105,14 +105,14 @@ def test_the_trainer_refuses_to_send_it(make: Callable[[], Tensor], told: str, k
 
 @odd
 @modes
-def test_a_worker_refuses_to_write_into_it(make: Callable[[], Tensor], told: str, mode: Mode) -> None:
+def test_a_worker_refuses_to_write_into_it(make: Callable[[], Tensor], message: str, mode: Mode) -> None:
     with pytest.raises(LayoutError, match=r"'x' (of the destination )?is a|'x' (was|has the layout|is on)"):
         Target({"a": torch.ones(2), "x": make()}, mode)
 
 
 @odd
-def test_extra_state_that_holds_it_is_refused(make: Callable[[], Tensor], told: str) -> None:
-    with pytest.raises(LayoutError, match=f"extra state of module 'm' holds a tensor that {told}"):
+def test_extra_state_that_holds_it_is_refused(make: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(LayoutError, match=f"extra state of module 'm' holds a tensor that {message}"):
         encode_extras({"m": {"ema": make()}})
 
 
@@ -219,7 +219,9 @@ def test_a_parameter_that_changes_its_form_without_moving_is_noticed(mode: Mode,
 
 @odd
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_a_module_that_has_it_is_refused_by_each_strategy(make: Callable[[], Tensor], told: str, strategy: str) -> None:
+def test_a_module_that_has_it_is_refused_by_each_strategy(
+    make: Callable[[], Tensor], message: str, strategy: str
+) -> None:
     module, found = nn.Module(), make()
     (module._parameters if isinstance(found, nn.Parameter) else module._buffers)["x"] = found
 

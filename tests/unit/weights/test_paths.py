@@ -39,7 +39,7 @@ def test_keys_stand_in_quotes(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "part", "told"),
+    ("path", "part", "message"),
     [
         ("value", "value", "on the context"),
         ("env.critic", "critic", "on 'env' (a SimpleNamespace)"),
@@ -54,13 +54,13 @@ def test_keys_stand_in_quotes(path: str) -> None:
         ("empty.net", "net", "on 'empty' (a NoneType)"),
     ],
 )
-def test_the_part_that_fails_is_named(path: str, part: str, told: str) -> None:
+def test_the_part_that_fails_is_named(path: str, part: str, message: str) -> None:
     with pytest.raises(ModelPathError) as caught:
         _resolve_model(CONTEXT, path)
 
     assert isinstance(caught.value, AttributeError)
     assert (caught.value.path, caught.value.part) == (path, part)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

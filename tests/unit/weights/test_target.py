@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import mmap
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
-from weightsync.weights.target import Mode, Target
-from weightsync.weights.tensors import DTYPE_NAMES
+from weightsync.weights.target import DestinationPlan, Mode, Target, _Undo
+from weightsync.weights.tensors import DTYPE_NAMES, address_of
 from weightsync.weights.tree_digest import digest
 
 modes = pytest.mark.parametrize("mode", Mode)
@@ -289,6 +290,35 @@ def test_views_are_kept_of_the_slots_that_came_last_and_of_tensors_that_are_smal
     slots[0].close()  # pushed out by those that came after it
     with pytest.raises(BufferError):
         slots[4].close()
+
+
+def test_nothing_is_looked_up_again_where_payloads_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = nn.Linear(250, 250)
+    target = Target(worker, Mode.MAP)
+    slots = [memoryview(mmap.mmap(-1, target.layout.nbytes)) for _ in range(2)]
+    remembered: list[list[Tensor] | None] = []
+    copied, remember = DestinationPlan.copied, _Undo.remember
+    chosen: list[DestinationPlan] = []
+
+    def choose(plan: DestinationPlan) -> Sequence[int]:
+        chosen.append(plan)
+        return copied(plan)
+
+    def note(undo: _Undo, parameters: list[Tensor], memory: list[Tensor] | None) -> None:
+        remembered.append(memory)
+        remember(undo, parameters, memory)
+
+    for slot in slots * 3:
+        target.swap(target.stage(target.layout, slot))
+    monkeypatch.setattr(DestinationPlan, "copied", choose)
+    monkeypatch.setattr(_Undo, "remember", note)
+    for slot in slots:
+        target.swap(target.stage(target.layout, slot))
+
+    assert chosen == []
+    assert [[each.data_ptr() for each in memory or ()] for memory in remembered] == [
+        [target.layout.entries[index].offset + address_of(slot) for index in range(2)] for slot in reversed(slots)
+    ]
 
 
 def test_what_is_mapped_is_not_copied_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def _without_extra(source: dict) -> dict:
 
 @modes
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (_renamed, "missing 'scale'; unexpected 'renamed'"),
         (_reshaped, r"'scale' \(shape \(1,\), expected \(\)\)"),
@@ -47,13 +47,13 @@ def _without_extra(source: dict) -> dict:
         (_without_extra, "missing 'counted._extra_state'"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(mode: Mode, change, told: str) -> None:
+def test_what_does_not_fit_changes_nothing(mode: Mode, change, message: str) -> None:
     worker = trained(1)
     target = Target(worker, mode)
     target.swap(target.stage(*packed(trained(3))))
     before, served = snapshot(worker), target.digest()
 
-    with pytest.raises(LayoutError, match=told):
+    with pytest.raises(LayoutError, match=message):
         target.stage(*packed(change(trained(2).state_dict())))
 
     assert snapshot(worker) == before

@@ -75,7 +75,7 @@ def test_a_tensordict_below_a_dict_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "'a.b'"),
         ({"a._extra_state": 1, "a": {"_extra_state": 2}}, "'a._extra_state'"),
@@ -89,11 +89,11 @@ def test_a_tensordict_below_a_dict_is_read() -> None:
         ("policy", "builtins.str"),
     ],
 )
-def test_what_is_not_weights_is_refused_by_name(source: object, told: str) -> None:
+def test_what_is_not_weights_is_refused_by_name(source: object, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_weights(source)
 
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_stack_made_at_each_access_is_refused() -> None:
@@ -152,7 +152,7 @@ def _nested() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (_quantised, "is quantised"),
         (_nested, "is a nested tensor"),
@@ -163,14 +163,14 @@ def _nested() -> Tensor:
         (lambda: torch.ones(2, dtype=torch.uint8).view(torch.bits8), "has the dtype torch.bits8"),
     ],
 )
-def test_tensors_without_bytes_of_their_own_are_refused_by_name(make, told: str) -> None:
+def test_tensors_without_bytes_of_their_own_are_refused_by_name(make, message: str) -> None:
     weights = read_weights({"a": {"x": make()}, "b": torch.ones(1)})
 
     with pytest.raises(LayoutError) as caught:
         layout_of(weights)
 
     assert "'a.x'" in str(caught.value)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "a.x" in caught.value.mismatched
 
 

@@ -42,6 +42,10 @@ class Carrier(abc.ABC):
         """Send a bucket's tensors. Runs while the call that announces them is being answered."""
         return
 
+    def done(self) -> None:
+        """Free what a version's calls needed: the last one has returned, or one has failed."""
+        return
+
     def give_up(self) -> None:
         """End a `join` or `send` in progress, from another thread: the engine is gone, or the link was closed."""
         return
@@ -52,7 +56,7 @@ def refuse_async_carrier(carrier: Carrier) -> None:
     refuse_coroutines(carrier, _METHODS, "Write them as plain functions that return when they are done.")
 
 
-_METHODS: Final = ("init_info", "join", "update_info", "send", "give_up")
+_METHODS: Final = ("init_info", "join", "update_info", "send", "done", "give_up")
 
 
 def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
@@ -85,20 +89,25 @@ def beside(
         PartlyLoadedError: the carrier failed.
     """
     failures: list[BaseException] = []
+    calling, lock = [True], threading.Lock()
 
     def run() -> None:
         try:
             if is_unawaited(carry()):
                 raise ConfigurationError("it returned something to be awaited, which nobody does here.")
         except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
-            failures.append(error)
-            abort()
+            with lock:
+                if calling:  # else the engine's calls may be those of another link by now
+                    failures.append(error)
+                    abort()
 
     carrying = threading.Thread(target=run, name=f"weightsync carries for {what}", daemon=True)
     carrying.start()
     try:
         call()
     except (EngineError, TransportError) as error:
+        with lock:
+            calling.clear()
         give_up()
         carrying.join(_PATIENCE)
         if failures and isinstance(error, TransportError):

@@ -38,7 +38,7 @@ class SGLangEngine(Engine):
     For each version: ``pause_generation``, an update call for each bucket, ``flush_cache`` (with
     ``pause="abort"`` only: SGLang flushes when it is idle), ``continue_generation``. If
     an update call fails, the server may hold parts of two versions: it stays paused, and the worker
-    is LOST. Load it anew, then `add_worker` it.
+    is LOST. Reload its model, then `add_worker` it.
 
     Args:
         url: of the server.
@@ -95,6 +95,9 @@ class SGLangEngine(Engine):
                 raise PartlyLoadedError(f"{self._stays()} {error}") from error
             self._continue()
             raise
+        finally:
+            if self._carrier is not None:
+                self._carrier.done()
         self._end()
 
     def open(self) -> None:

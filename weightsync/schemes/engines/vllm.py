@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -38,7 +40,7 @@ class _HttpControl:
         self.name = f"the vLLM server at {calls.url}"
 
     def phase(self, phase: str, body: Mapping[str, Any]) -> None:
-        self._calls.post(phase, body)
+        self._calls.post(phase, _in_json(body) if phase == "update_weights" else body)
 
     def pause(self) -> None:
         if self._pause is not None:
@@ -113,6 +115,14 @@ class _HandleControl:
         self._aborted.set()
 
 
+def _in_json(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body as HTTP carries it: JSON has no form for handles of memory, which vLLM then takes pickled."""
+    info = dict(body["update_info"])
+    if "ipc_handles" in info:
+        info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(info.pop("ipc_handles"))).decode()
+    return {**body, "update_info": info}
+
+
 _PHASES: Final = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
@@ -176,6 +186,8 @@ class VLLMEngine(Engine):
             control.resume()
         except EngineError as error:
             raise PartlyLoadedError(f"It stays paused. {error}") from error
+        finally:
+            self._carrier.done()
 
     def open(self) -> None:
         """Be usable, again too: see `Engine.open`."""

@@ -1,1 +1,1 @@
-"""Workers and transports without a receiver of ours: TorchRL's collectors, Ray actors, transports of the user's own."""
+"""Peers without a weightsync receiver: TorchRL's collectors, plain Ray actors, user-written transports."""

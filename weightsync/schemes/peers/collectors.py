@@ -46,7 +46,7 @@ class Collector:
     """How a worker is reached over RPC.
 
     The name alone means a process with our receiver: messages wait there until it listens. With ``rref`` or ``kind``
-    the process is asked at the handshake: if no receiver of ours listens there for the model, the collector's own
+    the process is asked at the handshake: if no weightsync receiver listens there for the model, the collector's own
     method is called.
     """
 

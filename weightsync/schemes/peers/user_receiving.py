@@ -159,7 +159,7 @@ class _FarEnd(PipeLink):
     _failure: TransportError | None = None
 
     def fail(self, failure: TransportError) -> None:
-        """Raise this to whoever reads, which the end of the other end's link wakes."""
+        """Raise this in the reading call, which the end of the other end's link wakes."""
         self._failure = failure
 
     def receive(self) -> list[Received]:

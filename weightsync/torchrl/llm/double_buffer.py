@@ -32,7 +32,7 @@ class VLLMDoubleBufferTransport:
 
     Args:
         remote_addr: the directory, as the sender sees it.
-        local_addr: the same, as the receiver sees it; default: ``remote_addr``.
+        local_addr: the same directory, as the receiver sees it; default: ``remote_addr``.
         num_threads: threads with which the engine's workers read.
     """
 
@@ -108,7 +108,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
 
     Args:
         remote_addr: the directory, as the sender sees it.
-        local_addr: the same, as the receiver sees it; default: ``remote_addr``.
+        local_addr: the same directory, as the receiver sees it; default: ``remote_addr``.
         num_threads: threads with which the engine's workers read.
         strategy: "tensordict" (default) or "state_dict".
     """

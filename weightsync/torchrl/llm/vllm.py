@@ -10,6 +10,7 @@ from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.carrier import Carrier
+from weightsync.schemes.engines.nccl import VLLMNCCLCarrier
 from weightsync.schemes.engines.vllm import VLLMEngine
 from weightsync.torchrl.llm.senders import EngineSender, EngineTransport, Metadata
 from weightsync.weights.strategy import WeightStrategy
@@ -25,7 +26,7 @@ class VLLMCollectiveTransport(EngineTransport):
         world_size: the size of the group.
         device: the carrier's.
         vllm_engine: the engine, a Ray actor that holds one, or the URL of a server.
-        carrier: brings the tensors to the engine's workers.
+        carrier: brings the tensors to the engine's workers; default: a `VLLMNCCLCarrier` of this group.
         timeout: seconds until `send_weights` ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
     """
 
@@ -50,15 +51,21 @@ class VLLMCollectiveTransport(EngineTransport):
         """In the trainer: create a link to the engine. With the first send, engine and carrier join their group.
 
         Raises:
-            ConfigurationError: there is no engine, or no carrier.
+            ConfigurationError: there is no engine; or no carrier, and no vLLM or CUDA device here.
         """
         if self.rank is None:
             return  # the engine joins when the trainer calls it
-        if self._engine is None or self._carrier is None:
+        if self._engine is None:
             raise ConfigurationError(
-                "init_all_workers_group() needs vllm_engine=, and a scheme created with carrier= (the object that "
-                "moves tensors to vLLM's workers). See docs/engines.md."
+                "init_all_workers_group() needs vllm_engine=: the URL of a server, a vLLM engine, or a Ray actor that "
+                "holds one."
             )
+        self._carrier = self._carrier or VLLMNCCLCarrier(
+            self.world_size,
+            master_address=self.master_address,
+            master_port=self.master_port or None,
+            device=self.device,
+        )
         self._connect(VLLMEngine(self._engine, self._carrier))
 
     def receive_weights(
@@ -73,12 +80,12 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
     Args:
         master_address: of the group in which the carrier is rank 0; default: "localhost".
-        master_port: its port.
+        master_port: its port; default: a free one.
         gpus_per_replica: GPUs of each replica of the engine.
         num_replicas: how many replicas there are.
         strategy: "tensordict" (default) or "state_dict".
         device: the carrier's.
-        carrier: brings the tensors to the engine's workers. The trainer's side needs it.
+        carrier: brings the tensors to the engine's workers; default: a `VLLMNCCLCarrier` of this group.
     """
 
     def __init__(

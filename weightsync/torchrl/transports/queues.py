@@ -151,7 +151,7 @@ class QueueChannel:
     def _keep_user_message(self, item: Any) -> None:
         if len(self.user_messages) >= MAX_USER_MESSAGES:
             self._broken = TransportError(
-                f"{len(self.user_messages)} objects that are not messages of ours arrived in this queue: "
+                f"{len(self.user_messages)} objects that are not weightsync messages arrived in this queue: "
                 "use it for weightsync alone."
             )
             raise self._broken

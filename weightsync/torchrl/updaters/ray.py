@@ -120,6 +120,6 @@ def _over(end: Future[None], over: Future[Any], peer: str) -> None:
         text = plain(str(error))
         settle(end, error=Raised(text.splitlines()[-1] if text else repr(error), text))
     else:
-        lost = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
+        lost = TransportError(f"The call to {peer} did not return: {plain(str(error)) or repr(error)}")
         lost.__cause__ = error
         settle(end, error=lost)

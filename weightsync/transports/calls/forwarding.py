@@ -72,7 +72,7 @@ class ForwardingClient(SharesMemory):
     def _begin(self, message: Message, payload: Buffer | None) -> Answers:
         try:
             return self.start(message, payload)
-        except Exception as failure:  # noqa: BLE001 - raised to whoever waits for the answers
+        except Exception as failure:  # noqa: BLE001 - raised to the call that waits for the answers
             failed: Answers = Future()
             failed.set_exception(failure)
             return failed

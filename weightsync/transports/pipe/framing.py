@@ -74,7 +74,7 @@ framed_updates: Final = _FramedUpdates()
 
 
 def start_of_ours(content: Readable) -> int | None:
-    """The offset of the header in a frame of ours; None if the frame is the user's.
+    """The offset of the header in a weightsync frame; None if the frame is a user message.
 
     Frames without the preamble are ours too: an older release writes them, and gets the error that names its version.
     """
@@ -84,7 +84,7 @@ def start_of_ours(content: Readable) -> int | None:
 
 
 def may_be_ours(content: Readable) -> bool:
-    """Whether the part of a frame that has arrived may be the start of one of ours."""
+    """Whether the part of a frame that has arrived may be the start of a weightsync frame."""
     start = bytes(content[: len(PREAMBLE)])
     return len(start) < len(PREAMBLE) and (
         PREAMBLE.startswith(start) or (len(start) < len(MAGIC) and MAGIC.startswith(start))
@@ -107,7 +107,7 @@ _NO_DESCRIPTOR: Final = "The descriptor of the peer's shared memory could not be
 
 
 class Frame(NamedTuple):
-    """A whole frame of ours."""
+    """A complete weightsync frame."""
 
     message: Message
     payload: memoryview | None

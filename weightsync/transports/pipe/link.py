@@ -180,8 +180,8 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         if isinstance(message, Refusal):
             self._remark = unmet_reason(message)
             if self._remark:
-                told = self._box.model_id, self._peer, self._remark
-                logger.warning("model %r: %s did not accept the handshake: %s", *told)
+                details = self._box.model_id, self._peer, self._remark
+                logger.warning("model %r: %s did not accept the handshake: %s", *details)
                 return True
             self._pins.answered(message)
             self._named.answered(message)

@@ -140,7 +140,7 @@ class Sorter:
         if isinstance(frame.message, Update):
             self._updated_at[model_id] = self._sorted
         if self._left and _is_from_sender(frame.message):
-            self._left.discard(model_id)  # what is still on its way to a receiver that closed ends here
+            self._left.discard(model_id)  # what is still in flight to a closed receiver ends here
         box = self._boxes.get(model_id)
         if box is not None:
             box.frames.append(frame)

@@ -89,7 +89,7 @@ class _RayCallClient:
             self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
         except _CameEarly as early:
             self._repeat(answers, early, None if call.patience.passed else call)
-        except Exception as error:  # noqa: BLE001 - reported to whoever waits for the answers
+        except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=error)
 
     def _repeat(self, answers: Answers, error: Exception, call: _Call | None) -> None:

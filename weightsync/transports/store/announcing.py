@@ -70,6 +70,47 @@ class _UnderWay:
 _under_way = _UnderWay()
 
 
+class _Announcement:
+    """One link of a sender, from its announcement in the store until the worker takes it."""
+
+    def __init__(self, rendezvous: StoreEnd, model_id: str) -> None:
+        self.name = new_name()
+        self.identity = _identity(rendezvous, model_id, self.name)
+        self._rank, self._model_id = rendezvous.rank, model_id
+        key = rendezvous.key
+        self._announced = self.name if key is None else f"{self.name} {announcement(key, self.identity)}"
+        self._base = base_key(model_id, rendezvous.rank)
+        store = base_of(rendezvous.store)
+        self._where = store.host, store.port, self._base
+        self.made = _under_way.begin(self._where)
+
+    def announce(self, client: Client) -> None:
+        """Write the link's name to the first free announcement."""
+        # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
+        # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
+        places = (f"{self._base}/announced/{number}" for number in itertools.count())
+        while (
+            client.value(place := next(places)) is not None or client.claim(place, self._announced) != self._announced
+        ):
+            continue
+        self.made.set()
+        Models(self._rank, SENDERS).add(client, self._model_id)
+
+    def withdraw(self, client: Client) -> None:
+        """Take the link's place, so that no worker does."""
+        self.made.set()
+        client.claim(_taken_key(self.name), _WITHDRAWN, _names_a_taker)
+
+    def wait_for_others(self) -> None:
+        """Wait until the links whose announcement began before are announced."""
+        _under_way.wait(self._where)
+
+    def remark(self, client: Client) -> str:
+        """What a send that times out says of the worker: the models that it listens for, if this is none of them."""
+        known = Models(self._rank, RECEIVERS).without(client, self._model_id)
+        return known and _NO_RECEIVER.format(rank=self._rank, known=known, model_id=self._model_id)
+
+
 def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     """The sender's end of a new link, announced to the worker.
 
@@ -78,40 +119,14 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
         TransportError: no descriptor or thread is left.
     """
     rendezvous.warn_if_exposed()
-    name = new_name()
-    key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
-    announced = name if key is None else f"{name} {announcement(key, identity)}"
-    base = base_key(model_id, rendezvous.rank)
-    store = base_of(rendezvous.store)
-    where = store.host, store.port, base
-    made = _under_way.begin(where)
-
-    def announce(client: Client) -> None:
-        # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
-        # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
-        places = (f"{base}/announced/{number}" for number in itertools.count())
-        while client.value(place := next(places)) is not None or client.claim(place, announced) != announced:
-            continue
-        made.set()
-        Models(rendezvous.rank, SENDERS).add(client, model_id)
-
-    def withdraw(client: Client) -> None:
-        made.set()
-        client.claim(_taken_key(name), _WITHDRAWN, _names_a_taker)
-
-    def wait_for_others() -> None:
-        _under_way.wait(where)
-
-    def remark(client: Client) -> str:
-        known = Models(rendezvous.rank, RECEIVERS).without(client, model_id)
-        return known and _NO_RECEIVER.format(rank=rendezvous.rank, known=known, model_id=model_id)
-
-    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, identity, peer)
-    side = Side(0, "down", "up", peer, announce, withdraw, wait_for_others, remark=remark)
+    made = _Announcement(rendezvous, model_id)
+    key = rendezvous.key
+    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, made.identity, peer)
+    side = Side(0, "down", "up", peer, made.announce, made.withdraw, made.wait_for_others, remark=made.remark)
     try:
-        return StoreLink(rendezvous, name, side, guard)
+        return StoreLink(rendezvous, made.name, side, guard)
     except BaseException:
-        made.set()
+        made.made.set()
         raise
 
 

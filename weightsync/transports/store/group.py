@@ -136,7 +136,7 @@ class Group:
     """A group of two ranks, made on first use. `write` and `read` block; `abort`, from another thread, ends them.
 
     Args:
-        in_flight: how many buckets of a payload may be on their way.
+        in_flight: how many buckets of a payload may be in flight.
     """
 
     def __init__(self, rank: int, key: str, make: _Make, device: torch.device, in_flight: int) -> None:

@@ -125,7 +125,7 @@ class _Listener:
                     opened.close()
 
     def _look(self, client: Client) -> None:
-        """Called by the heartbeat with each beat: say so if senders of other models wait here, and none of ours."""
+        """Called by the heartbeat with each beat: say so if only senders of other models wait here."""
         if self._next or self._over.is_set():
             return
         found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)

@@ -176,7 +176,7 @@ class Inbox:
         return value
 
     def _rewritten(self) -> bytes:
-        """The value of the next key, once the other end has overwritten a foreign value there."""
+        """The value of the next key, once the other end has overwritten a value that is not its own."""
         key, behind = self._key_of(self.number), self._key_of(self.number + 1)
         pause = threading.Event()
         while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -78,8 +77,7 @@ class SenderGuard:
 
     def __init__(self, key: SharedKey, identity: Identity, peer: str) -> None:
         self._seal = SenderSeal(key, identity, peer)
-        self._written = itertools.count()
-        self._read = itertools.count()
+        self._written = self._read = 0
 
     @property
     def admits(self) -> bool:
@@ -92,12 +90,14 @@ class SenderGuard:
 
     def seal(self, text: bytes, digest: bytes = b"") -> bytes:
         """The message in its envelope."""
-        return self._seal.seal(next(self._written), text, digest)
+        number, self._written = self._written, self._written + 1
+        return self._seal.seal(number, text, digest)
 
     def open(self, text: memoryview) -> Opened | None:
         """A worker's message; None if it was the challenge."""
         envelope = self._seal.open(text)
-        _require_next(envelope, self._read)
+        number, self._read = self._read, self._read + 1
+        _require(envelope, number)
         return None if envelope.kind is Kind.CHALLENGE else Opened(envelope.content, envelope.digest)
 
 
@@ -109,8 +109,7 @@ class WorkerGuard:
 
     def __init__(self, key: SharedKey, identity: Identity) -> None:
         self._seal = WorkerSeal(key, identity)
-        self._written = itertools.count(1)
-        self._read = itertools.count()
+        self._written, self._read = 1, 0
 
     @property
     def admits(self) -> bool:
@@ -123,15 +122,17 @@ class WorkerGuard:
 
     def seal(self, text: bytes, digest: bytes = b"") -> bytes:  # noqa: ARG002 - workers send no payloads
         """The message in its envelope."""
-        return self._seal.seal(next(self._written), text)
+        number, self._written = self._written, self._written + 1
+        return self._seal.seal(number, text)
 
     def open(self, text: memoryview) -> Opened | None:
         """A sender's message; None if it only proved the sender."""
         envelope = self._seal.open(text)
-        _require_next(envelope, self._read)
+        number, self._read = self._read, self._read + 1
+        _require(envelope, number)
         return Opened(envelope.content, envelope.digest) if len(envelope.content) else None
 
 
-def _require_next(envelope: Envelope, numbers: itertools.count[int]) -> None:
-    if envelope.number != next(numbers):
+def _require(envelope: Envelope, number: int) -> None:
+    if envelope.number != number:
         raise AuthenticationError("A message was repeated or is out of order: it was rejected.")

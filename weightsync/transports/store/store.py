@@ -260,7 +260,7 @@ class Client:
         """Write a value unless there is one. Returns the value that is there then.
 
         Args:
-            ours: whether a value is one of ours. Any other value is overwritten.
+            ours: whether weightsync wrote a value. Any other value is overwritten.
         """
         with self._guarded() as store:
             found = store.compare_set(key, "", value)

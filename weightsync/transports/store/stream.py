@@ -165,7 +165,7 @@ class Stream:
 class Acceptor:
     """Where a worker awaits the connection of one sender.
 
-    Raises TransportError: no descriptor is left, or it is not an address of ours.
+    Raises TransportError: no descriptor is left, or it is not an address that `own_address` made.
     """
 
     def __init__(self, host: str) -> None:

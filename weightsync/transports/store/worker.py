@@ -40,39 +40,37 @@ class StoreWorker:
         TransportError: no more threads can be started.
     """
 
+    #: Called once the peer is known to be authentic, or lost before that.
+    _admitted: Callable[[], None] | None = None
+    #: Called once the reading thread has ended; None if it has, or if no callback is needed.
+    _over: Callable[[], None] | None = None
+    _failed: TransportError | ProtocolError | None = None
+    #: Why the reading thread must end after what was written to it; empty if it need not.
+    _ending = ""
+    _closed = False
+    _remark = ""
+    #: The threads that may still use the connection.
+    _users = 2
+    _acceptor: Acceptor | None = None
+    _stream: Stream | None = None
+    _writer: Client | None = None
+    _reader: Client | None = None
+    _inbox: Inbox | None = None
+
     def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
-        self._rendezvous = rendezvous
-        self._name = name
-        self._side = side
-        self._guard = guard
-        self._key = f"weightsync/link/{name}"
-        self._waker = waker
+        self._rendezvous, self._waker = rendezvous, waker
+        self._name, self._key = name, f"weightsync/link/{name}"
+        self._side, self._guard = side, guard
         self._condition = threading.Condition()
         self._outgoing = Outgoing()
         self._arrived: deque[Received] = deque()
         #: Messages from a sender that has not proved yet that it is not a recording.
         self._held: list[Received] = []
-        #: Called once the peer is known to be authentic, or lost before that.
-        self._admitted: Callable[[], None] | None = None
-        #: Called once the reading thread has ended; None if it has, or nobody asks.
-        self._over: Callable[[], None] | None = None
         self._receive_buffers = ReceiveBuffers()
         #: Set once the worker listens, and once there is a connection; both also when there never will be.
-        self._listening, self._met = threading.Event(), threading.Event()
+        self._listening, self._connected = threading.Event(), threading.Event()
         self._read_all, self._cut = threading.Event(), threading.Event()
-        self._failed: TransportError | ProtocolError | None = None
-        #: Why the reading thread must end after what was written to it; empty if it need not.
-        self._ending = ""
-        self._closed = False
-        self._remark = ""
-        #: The threads that may still use the connection.
-        self._users = 2
         self._group = group_of(rendezvous, side.rank, self._key)
-        self._acceptor: Acceptor | None = None
-        self._stream: Stream | None = None
-        self._writer: Client | None = None
-        self._reader: Client | None = None
-        self._inbox: Inbox | None = None
         self._heartbeat_member = heartbeat.join(
             rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store, self._look)
         )
@@ -211,8 +209,8 @@ class StoreWorker:
         while True:
             with self._condition:
                 self._condition.wait_for(self._has_work)
-                if self._outgoing and self._closed and not self._met.is_set():
-                    self._condition.wait_for(lambda: self._met.is_set() or self._failed, _LINGER)
+                if self._outgoing and self._closed and not self._connected.is_set():
+                    self._condition.wait_for(lambda: self._connected.is_set() or self._failed, _LINGER)
                 if self._outgoing and self._stream is not None and self._failed is None:
                     return self._outgoing.take()
                 if self._closed or self._failed is not None:
@@ -408,7 +406,7 @@ class StoreWorker:
     def _adopt(self, stream: Stream) -> Stream:
         with self._condition:
             self._stream = stream
-            self._met.set()
+            self._connected.set()
             self._condition.notify_all()
             if self._failed is not None or self._users < 2:
                 stream.cut()
@@ -496,5 +494,5 @@ class StoreWorker:
     def _end_rendezvous(self) -> None:
         """Release threads that wait for the peer to connect. The wait for a connection ends by itself."""
         self._listening.set()
-        self._met.set()
+        self._connected.set()
         self._group.abort()

@@ -105,7 +105,7 @@ class CudaDevice:
         self._ordinal = ordinal
         #: Held while pieces cross: there is one staging area.
         self._crossing = threading.Lock()
-        self._told_unpinned = False
+        self._warned_unpinned = False
 
     @cached_property
     def identity(self) -> bytes:
@@ -229,10 +229,10 @@ class CudaDevice:
         try:
             return _Pinned(self._driver, self._ordinal, view, read_only)
         except DeviceError as error:
-            if not self._told_unpinned:
+            if not self._warned_unpinned:
                 text = "copies between cuda:%d and the host are slow: shared memory cannot be pinned: %s"
                 logger.warning(text, self._ordinal, error)
-                self._told_unpinned = True
+                self._warned_unpinned = True
             return None
 
     def watch_captures(self, watcher: KeepsAddresses) -> bool:
@@ -300,9 +300,9 @@ def _device(ordinal: int) -> CudaDevice | None:
         driver = Driver()
         shares = driver.shares(ordinal)
     except DeviceError as error:
-        logger.warning("weights on cuda:%d are sent by way of the host: %s", ordinal, error)
+        logger.warning("weights on cuda:%d are copied through host memory: %s", ordinal, error)
         return None
     if not shares:
-        logger.warning("weights on cuda:%d are sent by way of the host: its memory cannot be shared", ordinal)
+        logger.warning("weights on cuda:%d are copied through host memory: its own memory cannot be shared", ordinal)
         return None
     return CudaDevice(driver, ordinal)

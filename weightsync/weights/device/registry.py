@@ -12,7 +12,7 @@ from weightsync.errors import ProtocolError
 from weightsync.weights.device.base import Backend, Device, DeviceMemory
 from weightsync.weights.device.cuda import CudaBackend
 
-#: By the type of a torch device. What is not listed is sent by way of the host.
+#: By the type of a torch device. Weights on any other device are copied through host memory.
 backends: dict[str, Backend] = {"cuda": CudaBackend()}
 
 
@@ -47,7 +47,7 @@ def device_of(tensors: Collection[Tensor]) -> Device | None:
 
 
 def device_at(place: torch.device) -> Device | None:
-    """The device at a place; None: what is there is sent by way of the host."""
+    """The device at a place; None: weights there are copied through host memory."""
     backend = backends.get(place.type)
     return None if backend is None else backend.device(place)
 

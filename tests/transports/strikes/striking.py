@@ -1,41 +1,39 @@
-"""Who is struck in the middle of a send, and where: each point enumerated, and hit exactly, by the victim's own hand.
+"""The points of a send at which a process is killed or stopped, and what the processes of a fleet are told to do.
 
-What is asked of every transport stands here (`KilledWorker` ...); what a transport has of its own is its `Field`.
+A process strikes itself, so that it is struck exactly at its point. A transport is reached through its `fleets.Fleet`.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import enum
 import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fleet import PATIENCE, filled, stat_of
 from torch import nn
 
-from weightsync import OutcomeKind, SyncReport
+from weightsync import SyncReport
 from weightsync.clock import Deadline
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
-#: Seconds that a send waits for somebody who is stopped; and within which a death is noticed on a busy machine.
+#: Seconds that a send waits for a process that is stopped.
 SHORT = 0.5
-SOON = 10.0
 
 
-class Blow(enum.IntEnum):
-    """What somebody is struck with."""
+class Signal(enum.IntEnum):
+    """What a process is sent."""
 
     KILL = signal.SIGKILL
     STOP = signal.SIGSTOP
 
 
-class At(enum.StrEnum):
+class WorkerPoint(enum.StrEnum):
     """Where a worker is struck."""
 
     AHEAD = "before the handshake"
@@ -48,7 +46,7 @@ class At(enum.StrEnum):
     OUTSTANDING = "while send_async is outstanding"
 
 
-class TrainerAt(enum.StrEnum):
+class TrainerPoint(enum.StrEnum):
     """Where a trainer is struck."""
 
     CONNECT = "before its hello leaves"
@@ -60,18 +58,18 @@ class TrainerAt(enum.StrEnum):
 
 
 _RECEIVED = {
-    At.HANDSHAKE: ReceiverInput.CONNECT,
-    At.ARRIVED: ReceiverInput.UPDATE,
-    At.APPLIED: ReceiverInput.APPLIED,
-    At.ANSWERED: ReceiverInput.ANSWERED,
+    WorkerPoint.HANDSHAKE: ReceiverInput.CONNECT,
+    WorkerPoint.ARRIVED: ReceiverInput.UPDATE,
+    WorkerPoint.APPLIED: ReceiverInput.APPLIED,
+    WorkerPoint.ANSWERED: ReceiverInput.ANSWERED,
 }
 _SENT = {
-    TrainerAt.CONNECT: SenderInput.CONNECT,
-    TrainerAt.DISPATCH: SenderInput.SEND,
-    TrainerAt.ANSWERED: SenderInput.REPLY,
+    TrainerPoint.CONNECT: SenderInput.CONNECT,
+    TrainerPoint.DISPATCH: SenderInput.SEND,
+    TrainerPoint.ANSWERED: SenderInput.REPLY,
 }
 #: Struck from without.
-FROM_WITHOUT = (At.IDLE, At.OUTSTANDING, TrainerAt.IDLE, TrainerAt.OUTSTANDING)
+FROM_WITHOUT = (WorkerPoint.IDLE, WorkerPoint.OUTSTANDING, TrainerPoint.IDLE, TrainerPoint.OUTSTANDING)
 
 
 @dataclass(frozen=True)
@@ -105,34 +103,46 @@ class Place:
 
 @dataclass(frozen=True)
 class Strike:
-    """One blow, once."""
+    """One signal, at one point, once."""
 
-    at: At | TrainerAt
-    blow: Blow
-    mid_payload: Place
+    at: WorkerPoint | TrainerPoint
+    sent: Signal
+    #: Where payloads are on their way; the first of these that is called.
+    mid_payload: tuple[Place, ...]
 
     def now(self) -> None:
         """Be struck, here and now."""
-        os.kill(os.getpid(), self.blow)
+        os.kill(os.getpid(), self.sent)
 
     def ahead(self) -> None:
         """Be struck before there is a receiver, or be armed for what needs none."""
-        if self.at is At.AHEAD:
+        if self.at is WorkerPoint.AHEAD:
             self.now()
-        elif self.at in (At.PAYLOAD, TrainerAt.PAYLOAD):
-            self.mid_payload.arm(self.now)
+        elif self.at in (WorkerPoint.PAYLOAD, TrainerPoint.PAYLOAD):
+            once = self._once()
+            for place in self.mid_payload:
+                place.arm(once)
+
+    def _once(self) -> Callable[[], None]:
+        left = [1]
+
+        def struck() -> None:
+            if left[0]:
+                left[0] -= 1
+                self.now()
+
+        return struck
 
     def arm(self, machine: Any) -> None:
         """Have this process struck as its machine takes the input that stands for the point."""
         inputs: dict[Any, Any] = {**_RECEIVED, **_SENT}
         if self.at not in inputs:
             return
-        left = [1]
+        once = self._once()
 
         def look(_before: Any, taken: Any, _after: Any) -> None:
-            if taken is inputs[self.at] and left[0]:
-                left[0] -= 1
-                self.now()
+            if taken is inputs[self.at]:
+                once()
 
         machine.observe(look)
 
@@ -145,7 +155,7 @@ def megabytes(fill: float = 0.0) -> nn.Module:
 # ------------------------------------------------------------------------------------------- told to processes
 
 
-def enlist(setup: Any, join: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
+def start_receiver(setup: Any, join: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
     """Make a receiver, which may be struck later; or be struck first."""
     if strike is not None:
         strike.ahead()
@@ -154,9 +164,9 @@ def enlist(setup: Any, join: Callable[..., None], arguments: tuple[Any, ...], st
         strike.arm(setup.receiver.driver.machine)
 
 
-def take_command(setup: Any, lead: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
+def start_sender(setup: Any, lead: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
     """Make a sender; armed before its links are laid."""
-    if strike is not None and strike.at is TrainerAt.CONNECT:
+    if strike is not None and strike.at is TrainerPoint.CONNECT:
         sender = importlib.import_module("weightsync.engine.sender_driver")
         real = sender.SenderMachine
 
@@ -245,6 +255,26 @@ def send_async(setup: Any, fill: float) -> None:
     setup.kept["sender"].send_async()
 
 
+def refill(setup: Any, fill: float) -> None:
+    """Change the model that was sent, after it was sent."""
+    filled(setup.model, fill)
+
+
+def poll(setup: Any) -> None:
+    setup.kept["sender"].poll()
+
+
+def state(setup: Any) -> State:
+    """The sender's."""
+    found: State = setup.kept["sender"].state
+    return found
+
+
+def close(setup: Any) -> None:
+    """Close the sender."""
+    setup.kept["sender"].close()
+
+
 def wait_async(setup: Any, timeout: float = PATIENCE) -> tuple[SyncReport, float]:
     """Wait for the outstanding update: the report, and the seconds that took."""
     started = time.monotonic()
@@ -275,116 +305,20 @@ def break_reading(setup: Any, where: str) -> None:
     link.receive = broken
 
 
-def version_of(setup: Any) -> int:
-    version: int = setup.kept["sender"].version
-    return version
-
-
-# --------------------------------------------------------------------------------------------- a transport's
-
-
-class Hand(abc.ABC):
-    """A process that does what it is told; `fleet.Worker` is one."""
-
-    pid: int
-
-    @abc.abstractmethod
-    def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have it do something, and go on."""
-
-    @abc.abstractmethod
-    def answer(self) -> Any:
-        """What came of it."""
-
-    @abc.abstractmethod
-    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Have it do something, and wait for what comes of it."""
-
-    @abc.abstractmethod
-    def resume(self) -> None:
-        """SIGCONT it."""
-
-    @abc.abstractmethod
-    def kill(self) -> None:
-        """kill -9 it, and wait until it is dead."""
-
-
-class Field(abc.ABC):
-    """A trainer and two workers of one transport. Worker 0 is the one who is struck."""
-
-    trainer: Any
-    victim: Any
-    other: Any
-    #: Where payloads are on their way in a worker, and in a trainer.
-    worker_payload: Place
-    trainer_payload: Place
-    #: What becomes of a worker that was killed before its handshake.
-    unmet = OutcomeKind.LOST
-    #: Whether a worker's call of `receive` is what reads its links.
-    receives = True
-
-    @abc.abstractmethod
-    def join(self, worker: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """What makes a worker's receiver, and its arguments."""
-
-    @abc.abstractmethod
-    def lead(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """What makes a trainer's sender, and its arguments."""
-
-    @abc.abstractmethod
-    def readmit(self) -> str:
-        """Have a living worker in the victim's place, joined; or say why there is none."""
-
-    @abc.abstractmethod
-    def successor(self) -> Any:
-        """A process that can be the trainer in the place of one that is dead."""
-
-    def enlist(self, worker: Any, strike: Strike | None = None) -> None:
-        """Have a worker make its receiver, and wait for it, unless it is struck first."""
-        told = (enlist, *self.join(worker), strike)
-        if strike is not None and strike.at is At.AHEAD:
-            worker.tell(*told)
-            gone_or_stopped(worker.pid)
-        else:
-            worker.do(*told)
-
-    def command(self, trainer: Any, strike: Strike | None = None) -> None:
-        """Have a trainer make its sender; only told so, if it is struck meanwhile."""
-        told = (take_command, *self.lead(), strike)
-        if strike is not None and strike.at is TrainerAt.CONNECT:
-            trainer.tell(*told)
-        else:
-            trainer.do(*told)
-
-    def follow(self, worker: Any, version: int) -> None:
-        """Have a worker receive until that version is served."""
-        if self.receives:
-            worker.tell(follow, version)
-
-    def followed(self, worker: Any) -> None:
-        """Wait until it is."""
-        if self.receives:
-            worker.answer()
+def struck(pid: int) -> str:
+    """Whether a process is "stopped" or "dead"; empty if it is neither."""
+    try:
+        state = stat_of(pid)[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "dead"
+    return {"T": "stopped", "Z": "dead", "X": "dead"}.get(state, "")
 
 
 def gone_or_stopped(pid: int) -> str:
-    """Wait until a process is stopped ("T") or dead; which."""
+    """Wait until a process is "stopped" or "dead"; which."""
     deadline = Deadline(PATIENCE)
     while not deadline.passed:
-        try:
-            state = stat_of(pid)[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return "dead"
-        if state in "TZX":
-            return state if state == "T" else "dead"
+        if found := struck(pid):
+            return found
         time.sleep(0.005)
     raise AssertionError(f"process {pid} never came to where it is struck")
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """What happens in the block takes no longer."""
-    started = time.monotonic()
-    yield
-    took = time.monotonic() - started
-    assert took < seconds, f"{took:.1f} s"

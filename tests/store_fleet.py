@@ -1,11 +1,8 @@
-"""Pairs over a store, workers that meet there, and a network between them that can be cut."""
+"""Pairs over a store, and workers that connect there."""
 
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -67,60 +64,6 @@ class StorePair:
             scheme.close()
 
 
-class Network:
-    """Carries connections to a port, until it is cut or falls silent."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._ways: dict[socket.socket, socket.socket] = {}
-        self._silent = threading.Event()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._carry, daemon=True)
-        self._thread.start()
-
-    def _carry(self) -> None:
-        while not self._over.is_set():
-            ready, _, _ = select.select([self._listener, *self._ways], [], [], 0.05)
-            if self._silent.is_set():
-                self._over.wait(0.05)
-                continue
-            for sock in ready:
-                self._join() if sock is self._listener else self._pass_on(sock)
-
-    def _join(self) -> None:
-        near, _ = self._listener.accept()
-        far = socket.create_connection(("127.0.0.1", self._target))
-        self._ways |= {near: far, far: near}
-
-    def _pass_on(self, sock: socket.socket) -> None:
-        if sock not in self._ways:
-            return
-        data = b""
-        with contextlib.suppress(OSError):
-            data = sock.recv(1 << 16)
-        if data:
-            with contextlib.suppress(OSError):
-                self._ways[sock].sendall(data)
-            return
-        other = self._ways.pop(sock)
-        self._ways.pop(other, None)
-        sock.close()
-        other.close()
-
-    def fall_silent(self) -> None:
-        """Carry nothing any more, and tell nobody."""
-        self._silent.set()
-
-    def cut(self) -> None:
-        """End all connections; no new ones are taken."""
-        self._over.set()
-        self._thread.join()
-        for sock in [self._listener, *self._ways]:
-            sock.close()
-
-
 # ------------------------------------------------------------------------------ what workers can be told to do
 
 
@@ -168,11 +111,6 @@ def lead(
     setup.scheme = DistributedWeightSyncScheme()
     setup.scheme.init_on_sender("policy", store=setup.kept["store"], num_workers=workers, model=setup.model)
     setup.kept["sender"] = setup.scheme.get_sender()
-
-
-def start_sending(setup: WorkerSetup) -> None:
-    """Dispatch and go on."""
-    setup.kept["sender"].send_async()
 
 
 def wait_until_met(setup: WorkerSetup) -> int | None:

@@ -1,0 +1,381 @@
+"""The carriers of vLLM's and SGLang's own transfers, against engines that have the other half of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_halves import (
+    MEMORY,
+    IPCHalf,
+    NCCLHalf,
+    PosedIPC,
+    SGLangHalf,
+    Wire,
+    install_older_vllm,
+    install_sglang,
+    install_vllm,
+)
+from engine_server import EngineServer, equal, serving
+from fleet import PATIENCE, large, small
+from missing import without_gpus
+from torch import nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from weightsync import (
+    AckTimeoutError,
+    Carrier,
+    ConfigurationError,
+    EngineWeightSyncScheme,
+    Evidence,
+    OutcomeKind,
+    SGLangEngine,
+    SGLangNCCLCarrier,
+    VLLMEngine,
+    VLLMIPCCarrier,
+    VLLMNCCLCarrier,
+)
+from weightsync.schemes.engines.client import Engine
+from weightsync.torchrl import llm
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's environment that has vLLM."""
+    install_vllm(monkeypatch)
+    Wire.hangs.clear()
+    Wire.hanging.clear()
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's environment that has SGLang."""
+    install_sglang(monkeypatch)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says it has a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name in ("synchronize", "ipc_collect"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+
+@pytest.fixture
+def server() -> Iterator[EngineServer]:
+    with serving() as made:
+        yield made
+    if made.half is not None:
+        made.half.end()
+
+
+def vllm_over_nccl(server: EngineServer) -> Engine:
+    server.half = NCCLHalf()
+    return VLLMEngine(server.url, VLLMNCCLCarrier(2, device="cpu"), bucket_bytes=30_000)
+
+
+def vllm_over_ipc(server: EngineServer) -> Engine:
+    server.half = IPCHalf()
+    return VLLMEngine(server.url, PosedIPC(), bucket_bytes=30_000)
+
+
+def sglang_over_nccl(server: EngineServer) -> Engine:
+    server.half = SGLangHalf()
+    return SGLangEngine(server.url, SGLangNCCLCarrier(2, device="cpu", backend="gloo"), bucket_bytes=30_000)
+
+
+over_each = pytest.mark.parametrize(
+    ("make", "update"),
+    [
+        pytest.param(vllm_over_nccl, "update_weights", id="vllm-nccl"),
+        pytest.param(vllm_over_ipc, "update_weights", id="vllm-ipc"),
+        pytest.param(sglang_over_nccl, "update_weights_from_distributed", id="sglang-nccl"),
+    ],
+)
+pytestmark = pytest.mark.usefixtures("vllm", "sglang")
+Make = Callable[[EngineServer], Engine]
+
+
+def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeightSyncScheme:
+    scheme = EngineWeightSyncScheme(**options)
+    scheme.init_on_sender("policy", engines=[engine], model=source)
+    return scheme
+
+
+# ------------------------------------------------------------------------------------------- what every carrier does
+
+
+@over_each
+@pytest.mark.usefixtures("cuda")
+def test_each_version_arrives_whole_by_the_engines_own_transfer(make: Make, update: str, server: EngineServer) -> None:
+    source = large(1.0)
+    with scheme_with(make(server), source, wire_dtype="bfloat16") as scheme:
+        for fill in (1.0, 2.0):
+            nn.init.constant_(source[0].weight, fill)
+            outcome = scheme.get_sender().send(timeout=PATIENCE)[0]
+            assert (outcome.kind, outcome.evidence) == (OutcomeKind.APPLIED, Evidence.CALL)
+            assert equal(server, source.to(torch.bfloat16))
+            source.float()
+    assert server.calls.count(update) > 2
+
+
+@over_each
+@pytest.mark.usefixtures("cuda")
+def test_an_engine_that_fails_amid_an_update_is_lost_and_joins_anew(
+    make: Make, update: str, server: EngineServer
+) -> None:
+    engine, source = make(server), large(1.0)
+    with scheme_with(engine, source) as scheme:
+        sender = scheme.get_sender()
+        sender.send(timeout=PATIENCE)
+        server.plan[update] = ["serve", 500]
+        outcome = sender.send(on_failure="report", timeout=PATIENCE)[0]
+        assert (outcome.kind, outcome.evidence) == (OutcomeKind.LOST, Evidence.NONE)
+        assert "may hold parts of two versions" in outcome.reason
+        server.restart()
+        sender.add_worker(0, engine)
+        assert sender.send(timeout=PATIENCE)[0].kind is OutcomeKind.APPLIED
+        assert equal(server, source)
+
+
+@over_each
+@pytest.mark.usefixtures("cuda")
+def test_an_engine_that_stalls_times_out_and_close_ends_the_call(make: Make, update: str, server: EngineServer) -> None:
+    with scheme_with(make(server), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+        server.plan[update] = ["stall"]
+        with pytest.raises(AckTimeoutError):
+            scheme.get_sender().send(timeout=0.05)
+        assert server.stalled.wait(PATIENCE)
+    assert server.hung_up.wait(PATIENCE)
+
+
+# ----------------------------------------------------------------------------------------------------- by a group
+
+
+@pytest.mark.parametrize("make", [vllm_over_nccl, sglang_over_nccl])
+def test_a_broadcast_that_hangs_ends_when_the_engine_dies(make: Make, server: EngineServer) -> None:
+    with scheme_with(make(server), small(1.0)) as scheme:
+        sender = scheme.get_sender()
+        sender.send(timeout=PATIENCE)
+        Wire.hangs.set()
+        update = "update_weights" if make is vllm_over_nccl else "update_weights_from_distributed"
+        server.plan[update] = ["stall and die"]
+        sender.send_async()
+        assert Wire.hanging.wait(PATIENCE)
+        assert server.stalled.wait(PATIENCE)
+        server.release()
+        outcome = sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
+        assert outcome.kind is OutcomeKind.LOST
+        assert f"{update} got no answer" in outcome.reason, "the cause, and not what followed from it"
+
+
+@pytest.mark.parametrize("make", [vllm_over_nccl, sglang_over_nccl])
+def test_close_ends_a_broadcast_that_hangs(make: Make, server: EngineServer) -> None:
+    with scheme_with(make(server), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+        Wire.hangs.set()
+        scheme.get_sender().send_async()
+        assert Wire.hanging.wait(PATIENCE)
+    Wire.hangs.clear()
+    server.half.end()  # its own receive, which waits for the tensors
+
+
+def test_a_group_that_was_given_up_is_not_used_again_and_the_next_meets_elsewhere(server: EngineServer) -> None:
+    engine = vllm_over_nccl(server)
+    with scheme_with(engine, small(1.0)) as scheme:
+        sender = scheme.get_sender()
+        sender.send(timeout=PATIENCE)
+        server.plan["update_weights"] = [500]
+        assert sender.send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.LOST
+        sender.add_worker(0, engine)
+        assert sender.send(timeout=PATIENCE)[0].kind is OutcomeKind.APPLIED
+    first, second = server.half.ports
+    assert first != second
+
+
+def test_a_carrier_whose_group_is_gone_says_so() -> None:
+    carrier = VLLMNCCLCarrier(2, device="cpu")
+    with pytest.raises(ConnectionError, match=r"given up\. Add the worker again"):
+        carrier.send([("a", torch.ones(1))])
+
+
+def test_a_group_that_is_met_too_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier, ended = VLLMNCCLCarrier(2, device="cpu"), []
+    carrier.init_info()
+
+    def late(where: dict[str, Any]) -> Any:
+        carrier.give_up()
+        group = type("Group", (), {"destroy": lambda _: ended.append(where)})
+        return group()
+
+    monkeypatch.setattr(carrier, "_join", late)
+    with pytest.raises(ConnectionError, match="before all had joined"):
+        carrier.join()
+    assert len(ended) == 1
+
+
+def test_a_communicator_that_found_no_nccl_is_not_used(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier = VLLMNCCLCarrier(2, device="cpu")
+    monkeypatch.setattr(carrier, "_join", lambda _: type("Group", (), {"disabled": True})())
+    with scheme_with(VLLMEngine(server.url, carrier), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+    assert outcome.kind is OutcomeKind.LOST
+    assert "found no NCCL library" in outcome.reason
+
+
+def test_the_function_of_older_releases_joins_too(monkeypatch: pytest.MonkeyPatch, server: EngineServer) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common")
+    install_older_vllm(monkeypatch)
+    source = small(1.0)
+    with scheme_with(vllm_over_nccl(server), source) as scheme:
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    assert equal(server, source)
+
+
+def test_torchrls_vllm_scheme_takes_vllms_own_transfer_unless_told_otherwise(server: EngineServer) -> None:
+    server.half, model = NCCLHalf(), small(1.0)
+    sender = llm.VLLMWeightSyncScheme(device="cpu").create_sender()
+    sender.init_all_workers_group(llm.get_model_metadata(model), vllm_engine=server.url)
+    assert sender.update_weights(model).ok
+    assert equal(server, model)
+    sender.shutdown()
+
+
+# ------------------------------------------------------------------------------------------- by the trainer's memory
+
+
+class Handle:
+    """An engine in this process, with the methods of vLLM's and its half of "ipc"."""
+
+    def __init__(self) -> None:
+        self.half, self.weights = IPCHalf(), {}
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.half.init(request["init_info"])
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare."""
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        assert "ipc_handles" in request["update_info"], "what is no HTTP call needs no pickle"
+        self.half.receive(request["update_info"])
+
+    def finish_weight_update(self) -> None:
+        self.weights = dict(self.half.finish())
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_handle_gets_handles_of_memory_as_they_are_and_the_memory_is_freed_after_the_version() -> None:
+    handle, source = Handle(), large(1.0)
+    with scheme_with(VLLMEngine(handle, PosedIPC(), bucket_bytes=30_000), source) as scheme:
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    assert all(torch.equal(handle.weights[name], tensor) for name, tensor in source.state_dict().items())
+    assert dict(MEMORY) == {}
+
+
+@pytest.mark.usefixtures("cuda")
+def test_the_memory_is_freed_when_an_engine_fails_too(server: EngineServer) -> None:
+    engine = vllm_over_ipc(server)
+    server.plan["update_weights"] = [500]
+    with scheme_with(engine, small(1.0)) as scheme:
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.LOST
+        assert dict(MEMORY) == {}
+
+
+# -------------------------------------------------------------------------------------------------- what is missing
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: VLLMNCCLCarrier(2), r"VLLMNCCLCarrier needs a CUDA device .* without a carrier"),
+        (lambda: SGLangNCCLCarrier(2), r"SGLangNCCLCarrier needs a CUDA device"),
+        (VLLMIPCCarrier, r"VLLMIPCCarrier needs a CUDA device"),
+        (lambda: VLLMIPCCarrier(["cpu"]), r"devices= names GPUs"),
+        (lambda: VLLMIPCCarrier([]), r"devices= names GPUs"),
+        (lambda: VLLMNCCLCarrier(1, device="cpu"), r"world_size= is 1: it counts the trainer"),
+    ],
+)
+def test_a_trainer_without_what_a_carrier_needs_is_told_at_construction(
+    make: Callable[[], Carrier], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match=match):
+        make()
+
+
+@pytest.mark.parametrize(("carrier", "package"), [(VLLMNCCLCarrier, "vllm"), (SGLangNCCLCarrier, "sglang")])
+def test_an_engine_that_is_not_installed_here_is_named_with_the_remedy(
+    carrier: Callable[..., Carrier], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("vllm.distributed.weight_transfer.nccl_common", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigurationError, match=rf"Install the engine's release of {package} in the trainer"):
+        carrier(2, device="cpu")
+
+
+# -------------------------------------------------------------------------------------------------- the real things
+
+
+@pytest.mark.gpu
+def test_vllms_own_communicator_carries_a_bucket_between_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    if torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None:
+        without_gpus("VLLM'S COMMUNICATOR", "it wants vLLM, and a GPU for each of two ranks")
+    carrier = VLLMNCCLCarrier(2, device=0)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    peer = context.Process(target=be_a_worker_of_vllm, args=(theirs, dict(carrier.init_info())))
+    peer.start()
+    carrier.join()
+    carrier.send([("a", torch.arange(5.0)), ("b", torch.ones(3, 2, dtype=torch.bfloat16))])
+    assert ours.poll(PATIENCE)
+    assert ours.recv() == [10.0, 6.0]
+    carrier.give_up()
+    peer.join(PATIENCE)
+
+
+def be_a_worker_of_vllm(pipe: Any, info: dict[str, Any]) -> None:
+    common = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
+    torch.cuda.set_device(1)
+    group = common.stateless_init_process_group(info["master_address"], info["master_port"], 1, info["world_size"], 1)
+    found = [torch.empty(5, device="cuda:1"), torch.empty(3, 2, dtype=torch.bfloat16, device="cuda:1")]
+    for tensor in found:
+        group.broadcast(tensor, src=0)
+    torch.cuda.synchronize()
+    pipe.send([tensor.sum().item() for tensor in found])
+
+
+@pytest.mark.gpu
+def test_another_process_reads_an_exported_tensor_from_the_gpu() -> None:
+    if not torch.cuda.is_available():
+        without_gpus("VLLM'S IPC", "there is no CUDA device")
+    carrier = VLLMIPCCarrier()
+    info = carrier.update_info([("a", torch.arange(5.0)), ("b", torch.ones(3, 2))])
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    peer = context.Process(target=read_exported, args=(theirs, info["ipc_handles"]))
+    peer.start()
+    assert ours.poll(PATIENCE)
+    assert ours.recv() == [10.0, 6.0]
+    peer.join(PATIENCE)
+    carrier.done()
+
+
+def read_exported(pipe: Any, handles: list[dict[str, tuple[Any, ...]]]) -> None:
+    """As vLLM's worker does, whose device may have another number: the seventh argument."""
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    sums = []
+    for handle in handles:
+        arguments = list(handle[uuid])
+        arguments[6] = 0
+        tensor = rebuild_cuda_tensor(*arguments)
+        sums.append(tensor.sum().item())
+    pipe.send(sums)

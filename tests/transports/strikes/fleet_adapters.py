@@ -1,0 +1,248 @@
+"""The adapters of `fleets.Fleet`: pipes, Ray, RPC, and torch.distributed's store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray_fleet
+import rpc_fleet
+import store_fleet
+from fleet import PATIENCE, Crew, join
+from fleets import APPLIED, TIMED_OUT, Child, Fleet, LocalTrainer, Order, Process
+from striking import Place, add_worker, megabytes
+
+from weightsync import (
+    MultiProcessWeightSyncScheme,
+    RayWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncActor,
+)
+from weightsync.engine import applier
+from weightsync.transports import rpc
+from weightsync.transports.base import Link, Payloads
+from weightsync.transports.pipe import framing, link
+from weightsync.transports.ray import client as call_clients
+from weightsync.transports.store import stream
+
+# ------------------------------------------------------------------------------------------------------- pipes
+
+
+class InlineScheme(MultiProcessWeightSyncScheme):
+    """All payloads go through the pipe itself, as over connections that pass no memory."""
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        return link.PipeLink(endpoint, model_id, peer=peer, payloads=Payloads.INLINE)
+
+
+PIPES = {"pipe": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme, "inline": InlineScheme}
+
+
+class PipeFleet(Fleet):
+    """Two children of the test, which is the trainer."""
+
+    # The message is read; of the payload, nothing is read, or mapped.
+    worker_payload = (Place(framing.__name__, "Inflow", "_memory_for"), Place(link.__name__, "Mapped", "find"))
+    answered = (APPLIED,)
+
+    def __init__(self, crew: Crew, scheme_class: Any) -> None:
+        self._crew, self._scheme_class = crew, scheme_class
+        self.trainer = LocalTrainer()
+        self.victim, self.other = (Child(worker) for worker in crew.start(scheme_class(), 2))
+
+    def join(self, worker: Any) -> Order:
+        return join, (megabytes,)
+
+    def lead(self) -> Order:
+        return lead_over_pipes, (self._scheme_class(), [self.victim.pipe, self.other.pipe])
+
+    def readmit(self) -> str:
+        (worker,) = self._crew.start(self._scheme_class())
+        self.victim = Child(worker)
+        self.start_receiver(self.victim)
+        self.trainer.do(add_worker, 0, lambda _: worker.pipe)
+        return ""
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+def lead_over_pipes(setup: Any, scheme: Any, pipes: list[Any]) -> None:
+    setup.model = megabytes()
+    setup.schemes.append(scheme)
+    scheme.init_on_sender("policy", pipes=pipes, model=setup.model)
+    setup.kept["sender"] = scheme.get_sender()
+
+
+# --------------------------------------------------------------------------------------------------------- Ray
+
+
+class StrikableActor(ray_fleet.Bench, WeightSyncActor):
+    """An actor that may be struck, and may lead."""
+
+    def start_over(self) -> None:
+        for scheme in getattr(self, "schemes", []):
+            scheme.close()
+        self.schemes: list[Any] = []
+        super().start_over()
+
+
+class Actor(Process):
+    """An actor, told as a process is. Ray may restart it once it is dead: `RayFleet.readmit` finds its next life."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.pid = ray_fleet.ray.get(handle.pid.remote(), timeout=PATIENCE)
+        ray_fleet.ray.get(handle.start_over.remote(), timeout=PATIENCE)
+        self._calls: list[Any] = []
+
+    def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._calls.append(self.handle.do.options(max_task_retries=0).remote(function, *arguments))
+
+    def answered(self) -> bool:
+        return bool(ray_fleet.ray.wait(self._calls[:1], timeout=0)[0])
+
+    def answer(self) -> Any:
+        return ray_fleet.ray.get(self._calls.pop(0), timeout=PATIENCE)
+
+
+class RayFleet(Fleet):
+    """Two actors, and a trainer in the test's process or in an actor of its own.
+
+    An actor reads nothing by itself: it comes to a point in the call that brings the weights.
+    """
+
+    worker_payload = (Place(applier.__name__, "Applier", "verified", after=True),)
+    trainer_payload = (Place(call_clients.__name__, "ActorCallClient", "_begin", after=True),)
+    receives = False
+
+    def __init__(self, victim: Any, other: Any, leader: Any = None, spare: Any = None) -> None:
+        self._spare, self._local = spare, LocalTrainer()
+        self.victim, self.other = Actor(victim), Actor(other)
+        self.trainer = self.leader = self._local if leader is None else Actor(leader)
+
+    def join(self, worker: Any) -> Order:
+        return join_by_calls, ()
+
+    def lead(self) -> Order:
+        return lead_actors, ([self.victim.handle, self.other.handle],)
+
+    def readmit(self) -> str:
+        handle = self.victim.handle if self._spare is None else self._spare
+        self.victim = Actor(handle)
+        self.start_receiver(self.victim)
+        self.trainer.do(add_worker, 0, lambda _: handle)
+        return ""
+
+    def successor(self) -> Any:
+        return self._local
+
+    def close(self) -> None:
+        self._local.close()
+
+
+def join_by_calls(setup: Any) -> None:
+    """Make a receiver that calls drive."""
+    setup.model = setup.policy = megabytes()
+    scheme = RayWeightSyncScheme()
+    setup.schemes.append(scheme)
+    scheme.init_on_worker("policy", model=setup.model)
+    setup.receiver = scheme.get_receiver()
+
+
+def lead_actors(setup: Any, actors: list[Any]) -> None:
+    setup.model = megabytes()
+    scheme = RayWeightSyncScheme()
+    setup.schemes.append(scheme)
+    scheme.init_on_sender("policy", remote_collectors=actors, model=setup.model)
+    setup.kept["sender"] = scheme.get_sender()
+
+
+# --------------------------------------------------------------------------------------------------------- RPC
+
+
+class RpcFleet(Fleet):
+    """Four ranks: the trainer, two workers, and one more. No rank can take the place of one that died."""
+
+    worker_payload = (Place(rpc.__name__, "", "_payload_of"),)
+    trainer_payload = (Place(rpc.__name__, "", "begin", after=True),)
+
+    def __init__(self, world: rpc_fleet.World) -> None:
+        self.trainer = Child(world.trainer)
+        self.victim, self.other, self._heir = (Child(worker) for worker in world.workers)
+
+    def join(self, worker: Any) -> Order:
+        return rpc_fleet.listen, (megabytes,)
+
+    def lead(self) -> Order:
+        return rpc_fleet.command, (["w0", "w1"], megabytes)
+
+    def readmit(self) -> str:
+        self.trainer.do(add_worker, 0, w0)
+        return "cannot replace a rank that died"
+
+    def successor(self) -> Any:
+        return self._heir
+
+    def retire(self) -> None:
+        """Leave the world as it was; everybody lives."""
+        for process in (self.trainer, self.victim, self.other):
+            process.do(rpc_fleet.retire)
+
+
+def w0(_: Any) -> str:
+    return "w0"
+
+
+# ------------------------------------------------------------------------------------------- torch.distributed
+
+#: So that a payload of 4 MiB has a middle.
+PIECE_NBYTES = 2**20
+
+
+class StoreFleet(Fleet):
+    """A store hosted by the test, a trainer and two workers, all on connections of their own."""
+
+    worker_payload = (Place(stream.__name__, "Stream", "_read_piece", time=2),)
+    trainer_payload = (Place(stream.__name__, "Stream", "_write_piece", time=2),)
+    # Nobody knows that it was ever there.
+    unmet = TIMED_OUT
+
+    def __init__(self, crew: Crew, port: int, victims_port: int | None = None) -> None:
+        self._crew, self._port = crew, port
+        #: Where the victim reaches the store.
+        self._victims_port = victims_port or port
+        self.trainer, self.victim, self.other = (self._start() for _ in range(3))
+
+    def _start(self) -> Child:
+        (worker,) = self._crew.start(None)
+        worker.do(small_pieces)
+        return Child(worker)
+
+    def join(self, worker: Any) -> Order:
+        port, rank = (self._port, 2) if worker is self.other else (self._victims_port, 1)
+        return store_fleet.meet, (port, rank, megabytes)
+
+    def lead(self) -> Order:
+        return store_fleet.lead, (self._port, 2, megabytes)
+
+    def readmit(self) -> str:
+        self.victim, self._victims_port = self._start(), self._port
+        self.start_receiver(self.victim)
+        self.trainer.do(add_worker, 0, endpoint)
+        return ""
+
+    def link_again(self) -> None:
+        """Have the trainer add the victim, which lives, over a new link."""
+        self.trainer.do(add_worker, 0, endpoint)
+
+    def successor(self) -> Child:
+        return self._start()
+
+
+def small_pieces(_: Any) -> None:
+    stream.PIECE_NBYTES = PIECE_NBYTES  # type: ignore[misc]
+
+
+def endpoint(setup: Any) -> Any:
+    return setup.kept["store"], 1

@@ -1,0 +1,144 @@
+"""Fleets whose victim is reached through a network that can fail: over TCP pipes, RPC and torch.distributed's store."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from typing import Any
+
+from fleet import PATIENCE, Crew
+from fleet_adapters import PipeFleet, RpcFleet, StoreFleet, lead_over_pipes
+from fleets import Fleet, Order
+from rpc_fleet import World, enter
+from rpc_over import TCP
+from severed import HERE, Failure, Network, Wire
+
+from weightsync import MultiProcessWeightSyncScheme
+from weightsync.clock import Deadline
+
+#: On one machine TensorPipe would take shared memory, which no network carries.
+OVER_TCP = {**TCP, "rpc_timeout": PATIENCE}
+MIDDLE_NBYTES = 2 * 2**20
+AUTHKEY = b"a secret of both"
+
+
+class Part(enum.StrEnum):
+    """What of the network fails: the way to the store, the link's own connections, or both."""
+
+    STORE = "store"
+    LINK = "link"
+    ALL = "all"
+
+
+@dataclass
+class Cut:
+    """A fleet that serves version 1, and the network through which its victim is reached."""
+
+    fleet: Fleet
+    links: Callable[[], list[Wire]]
+    store: Wire | None = None
+    #: How much of a payload is carried before the network fails in the middle of it.
+    carried: int = MIDDLE_NBYTES
+    #: Whether payloads pass through the network, so that a cut tears them.
+    tears: bool = True
+    #: Whether a worker can tell that its link was cut.
+    heard: bool = True
+    #: Adds the victim again over a new link; None: its transport cannot.
+    readmit: Callable[[], None] | None = None
+
+    def fail(self, part: Part, failure: Failure) -> None:
+        """Have that part of the network fail."""
+        if part is not Part.LINK:
+            assert self.store is not None
+            self.store.fail(failure)
+        for wire in self.links() if part is not Part.STORE else ():
+            wire.fail(failure)
+
+    def in_the_middle(self, act: Callable[[], None]) -> None:
+        """Have it done once half of the next payload has come to the link's wire."""
+        wires = self.links()
+        assert wires, "the link does not pass through the network"
+        for wire in wires:
+            wire.when_carried(self.carried, act)
+
+
+class TcpFleet(PipeFleet):
+    """Pipes over TCP, as between hosts: the victim's goes through a wire."""
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__(crew, MultiProcessWeightSyncScheme)
+        with Listener((HERE, 0), authkey=AUTHKEY) as listener:
+            self.wire = Wire(listener.address[1])
+            self.victim.tell(dial, self.wire.port)
+            self._far_end = listener.accept()
+            self.victim.answer()
+
+    def lead(self) -> Order:
+        return lead_over_pipes, (MultiProcessWeightSyncScheme(), [self._far_end, self.other.pipe])
+
+    def close(self) -> None:
+        super().close()
+        self._far_end.close()
+        self.wire.end()
+
+
+def dial(setup: Any, port: int) -> None:
+    """Have the pipe to the trainer be a connection over TCP."""
+    setup.pipe.close()
+    setup.pipe = Client((HERE, port), authkey=AUTHKEY)
+
+
+class WiredWorld(World):
+    """An RPC world whose worker 0 is reached, and reaches others, through a network.
+
+    TensorPipe takes no proxy. Its ranks tell each other through the store where they listen, and that is rewritten on
+    its way (tests/severed.py), so that the connections that carry calls pass through wires of ours. Those that carry
+    tensors are agreed upon over the first ones, and pass by any wire: a cut ends calls, not tensors.
+    """
+
+    network: Network
+
+    def begin(self) -> None:
+        """Let all of them join: worker 0 through the network."""
+        with socket.create_server((HERE, 0)) as free:
+            port = free.getsockname()[1]
+        everybody = [self.trainer, *self.workers]
+        for rank, (name, process) in enumerate(zip(["trainer", *self.names], everybody, strict=True)):
+            if rank == 1:
+                _wait_for(port)  # the trainer hosts the store
+                self.network = Network(port)
+            address = f"tcp://{HERE}:{self.network.port if rank == 1 else port}"
+            process.tell(enter, name, rank, len(everybody), {"init_method": address, **OVER_TCP})
+        for process in everybody:
+            process.answer()
+
+    def end(self) -> None:
+        super().end()
+        self.network.end()
+
+
+def _wait_for(port: int) -> None:
+    deadline = Deadline(PATIENCE)
+    while not deadline.passed:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((HERE, port)):
+            return
+    raise AssertionError("the trainer hosts no store")
+
+
+def over_tcp_pipes(crew: Crew) -> Cut:
+    fleet = TcpFleet(crew)
+    return Cut(fleet, lambda: [fleet.wire])
+
+
+def over_rpc(world: WiredWorld) -> Cut:
+    return Cut(RpcFleet(world), lambda: list(world.network.peers.values()), carried=1, tears=False, heard=False)
+
+
+def over_store(crew: Crew, port: int, network: Network) -> Cut:
+    """Worker 0 announces where it listens in the store, and that is rewritten on its way (tests/severed.py)."""
+    fleet = StoreFleet(crew, port, network.port)
+    return Cut(fleet, lambda: list(network.peers.values()), network.store, readmit=fleet.link_again)

@@ -1,0 +1,151 @@
+"""A network that fails between one worker and the rest, idle and mid-payload, over each transport (G10).
+
+Connections are cut, reset, or fall silent: those of the link, of the store where links are announced, or both.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from fleets import APPLIED, LOST, MARKS, TIMED_OUT, kinds
+from networks import Cut, Part
+from severed import Failure
+from striking import abandon, follow_through, follow_until_gone, holds, look, send
+
+STORE, LINK, ALL = Part
+CUT, RESET, SILENCE = Failure
+LOUD = (CUT, RESET)
+#: These run in `make test`, the rest in `make verify`.
+DAILY = {("idle", "store", STORE, CUT), ("idle", "store", STORE, SILENCE), ("mid-payload", "tcp", LINK, CUT)}
+
+
+def over(when: str, **transports: Iterable[tuple[Part, Failure]]) -> Any:
+    """A fleet of each transport behind a network, and what of that fails how."""
+    cases = [
+        pytest.param(
+            transport,
+            part,
+            failure,
+            id=f"{transport}-{part}-{failure}",
+            marks=(
+                *MARKS.get(transport, ()),
+                *(() if (when, transport, part, failure) in DAILY else (pytest.mark.slow,)),
+            ),
+        )
+        for transport, failing in transports.items()
+        for part, failure in failing
+    ]
+    return pytest.mark.parametrize(("cut", "part", "failure"), cases, indirect=["cut"])
+
+
+@over(
+    "mid-payload",
+    tcp=[(LINK, failure) for failure in LOUD],
+    rpc=[(LINK, failure) for failure in LOUD],
+    store=[(part, failure) for part in Part for failure in Failure if (part, failure) != (LINK, SILENCE)],
+)
+def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(cut: Cut, part: Part, failure: Failure) -> None:
+    cut.in_the_middle(lambda: cut.fail(part, failure))
+    _is_reported(cut, part)
+    if part is not LINK:
+        cut.fleet.victim.end()  # it has no store any more
+    elif cut.readmit is not None:
+        _comes_back(cut)
+        return
+    cut.fleet.goes_on(3)
+
+
+@over(
+    "idle",
+    tcp=[(LINK, failure) for failure in LOUD],
+    store=[(part, failure) for part in (STORE, ALL) for failure in Failure],
+)
+def test_g10_a_network_that_fails_idle_is_reported_by_the_next_send(cut: Cut, part: Part, failure: Failure) -> None:
+    cut.fail(part, failure)
+    _is_reported(cut, part)
+    if part is not LINK:
+        cut.fleet.victim.end()
+    cut.fleet.goes_on(3)
+
+
+def _is_reported(cut: Cut, part: Part) -> None:
+    """Version 2 is sent: the victim is lost, with the reason, and the other applies it."""
+    fleet = cut.fleet
+    fleet.follow(fleet.other, 2)
+    fleet.victim.tell(follow_until_gone if cut.heard else look)
+    report = fleet.trainer.do(send, 2.0)
+    fleet.followed(fleet.other)
+    reason = fleet.victim.answer()
+
+    # Without its store a link goes on until that is missed: its update may arrive before.
+    assert report[0].kind in ((LOST, APPLIED) if part is STORE else (LOST,))
+    assert report[1].kind is APPLIED
+    assert report[0].reason or report[0].kind is APPLIED
+    if cut.heard:
+        assert "no sender any more" in reason
+    assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+
+
+def _comes_back(cut: Cut) -> None:
+    """Over a new link the victim is served version 3."""
+    fleet = cut.fleet
+    assert cut.readmit is not None
+    fleet.victim.tell(follow_through, 3)
+    fleet.follow(fleet.other, 3)
+    cut.readmit()
+    assert fleet.trainer.do(send, 3.0).ok
+    fleet.followed(fleet.other)
+    assert 3 == fleet.victim.answer()
+    assert (3, {3.0}) == fleet.victim.do(holds)
+
+
+@over("silent", tcp=[(LINK, SILENCE)], rpc=[(LINK, SILENCE)], store=[(LINK, SILENCE)])
+def test_g10_a_link_that_falls_silent_costs_the_deadline_and_goes_on(cut: Cut, part: Part, failure: Failure) -> None:
+    """Nothing says that anything is wrong with the worker but the deadline."""
+    fleet = cut.fleet
+    cut.in_the_middle(lambda: cut.fail(part, failure))
+    fleet.victim.tell(look)
+    report = fleet.send_without_the_victim(2)
+    fleet.victim.answer()
+
+    assert (TIMED_OUT, APPLIED) == kinds(report)
+    assert fleet.victim.do(holds) in [(1, {1.0}), *([] if cut.tears else [(2, {2.0})])]
+    fleet.trainer.do(abandon)
+    if cut.readmit is None:
+        fleet.goes_on_without_the_victim(3)
+    else:
+        _comes_back(cut)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("cut", ["store"], indirect=True)
+def test_g10_a_trainer_killed_in_the_middle_of_a_payload_is_reported(cut: Cut) -> None:
+    """What the kernel had taken of it still arrives, which may be the whole."""
+    fleet = cut.fleet
+    cut.in_the_middle(lambda: os.kill(fleet.trainer.pid, signal.SIGKILL))
+    for worker in (fleet.victim, fleet.other):
+        worker.tell(follow_until_gone)
+    fleet.trainer.tell(send, 2.0)
+
+    assert "no sender any more" in fleet.victim.answer()
+    assert "no sender any more" in fleet.other.answer()
+    assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_g10_a_handshake_over_a_network_that_swallows_it_times_out(unmet: Cut) -> None:
+    fleet = unmet.fleet
+    for worker in (fleet.victim, fleet.other):
+        fleet.start_receiver(worker)
+    unmet.fail(STORE, SILENCE)
+    fleet.start_sender(fleet.trainer)
+    report = fleet.send_without_the_victim(1)
+
+    assert (TIMED_OUT, APPLIED) == kinds(report)
+    assert "never connected" in report[0].reason

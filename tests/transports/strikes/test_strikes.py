@@ -1,0 +1,283 @@
+"""kill -9 and SIGSTOP of worker and trainer at each point of a send, over each transport (G10).
+
+A typed outcome by the deadline, nothing torn, the others served; nothing is left behind (tests/conftest.py looks).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from fleet import segments
+from fleets import APPLIED, LOST, MARKS, TIMED_OUT, Fleet, Wanted, kinds
+from striking import (
+    FROM_WITHOUT,
+    SHORT,
+    Signal,
+    Strike,
+    TrainerPoint,
+    WorkerPoint,
+    abandon,
+    arm_sender,
+    break_reading,
+    close,
+    follow_anew,
+    follow_until_gone,
+    gone_or_stopped,
+    holds,
+    incarnation,
+    look,
+    refill,
+    send,
+    send_async,
+    state,
+    wait_async,
+)
+
+from weightsync import AckTimeoutError, State, SyncReport, WorkerLostError
+
+#: Each point over one kind of pipe, and over the others where they differ.
+OVER_PIPES = {
+    "pipe": list(WorkerPoint),
+    "inline": [WorkerPoint.AHEAD, WorkerPoint.PAYLOAD, WorkerPoint.APPLIED],
+    "shared": [WorkerPoint.PAYLOAD, WorkerPoint.APPLIED, WorkerPoint.ANSWERED],
+}
+ELSEWHERE = ("ray", "rpc", "store")
+WORKER = {**OVER_PIPES, **dict.fromkeys(ELSEWHERE, tuple(WorkerPoint))}
+TRAINER = dict.fromkeys(ELSEWHERE, tuple(TrainerPoint))
+STOPPED_TRAINER = dict.fromkeys(ELSEWHERE, (TrainerPoint.DISPATCH, TrainerPoint.PAYLOAD, TrainerPoint.ANSWERED))
+ENDS = dict.fromkeys(ELSEWHERE, ("worker", "trainer"))
+CLOSED = dict.fromkeys((*OVER_PIPES, "store"), (WorkerPoint.PAYLOAD,))
+#: Of the points that are struck from without, and of those over other transports than pipes, these run in `make test`;
+#: the rest in `make verify`. Over pipes the former are tests/unit/schemes/test_sending.py's too.
+KILLED_DAILY = {
+    ("ray", WorkerPoint.OUTSTANDING),
+    ("rpc", WorkerPoint.AHEAD),
+    ("rpc", WorkerPoint.PAYLOAD),
+    ("store", WorkerPoint.IDLE),
+    ("store", WorkerPoint.OUTSTANDING),
+}
+STOPPED_DAILY = {("ray", WorkerPoint.IDLE)}
+TRAINER_DAILY = {("rpc", TrainerPoint.IDLE), ("store", TrainerPoint.IDLE), ("store", TrainerPoint.PAYLOAD)}
+
+
+def over(points: dict[str, Iterable[Any]], daily: Any = (), dies: bool = False, led: bool = False) -> Any:
+    """A fleet of each transport, and each point that is tested over it."""
+
+    def marks(transport: str, at: Any) -> tuple[Any, ...]:
+        everyday = (transport, at) in daily or (transport in OVER_PIPES and at not in FROM_WITHOUT)
+        return (*MARKS.get(transport, ()), *(() if everyday else (pytest.mark.slow,)))
+
+    cases = [
+        pytest.param(Wanted(transport, at, dies, led), at, id=f"{transport}-{at}", marks=marks(transport, at))
+        for transport, some in points.items()
+        for at in some
+    ]
+    return pytest.mark.parametrize(("fleet", "at"), cases, indirect=["fleet"])
+
+
+@over(WORKER, KILLED_DAILY, dies=True)
+def test_g10_a_killed_worker_is_lost_and_the_others_are_served(fleet: Fleet, at: WorkerPoint) -> None:
+    """Killed at that point; then one in its place, or the reason why there is none."""
+    report = _killed_from_without(fleet, at) if at in FROM_WITHOUT else _killed(fleet, at)
+    version = report.version
+
+    if at is WorkerPoint.ANSWERED:
+        assert report[0].kind in fleet.answered
+    elif at is WorkerPoint.AHEAD:
+        assert report[0].kind is fleet.unmet
+    else:
+        assert report[0].kind is LOST
+    if report[0].kind is LOST:
+        assert report[0].reason
+        with pytest.raises(WorkerLostError):
+            report.raise_on_failure()
+    assert report[1].kind is APPLIED
+    assert (version, {float(version)}) == fleet.other.do(holds)
+    fleet.goes_on(version + 1)
+
+
+def _killed(fleet: Fleet, at: WorkerPoint) -> SyncReport:
+    strike = Strike(at, Signal.KILL, fleet.worker_payload)
+    fleet.start_receiver(fleet.other)
+    fleet.start_receiver(fleet.victim, strike)
+    fleet.start_sender(fleet.trainer)
+    if at is WorkerPoint.AHEAD and fleet.unmet is TIMED_OUT:
+        report = fleet.send_without_the_victim(1)
+        fleet.trainer.do(abandon)
+        return report
+    fleet.follow(fleet.other, 1)
+    fleet.trainer.tell(send, 1.0)
+    if at is not WorkerPoint.AHEAD:
+        fleet.follow(fleet.victim, 1)
+    gone_or_stopped(fleet.victim.pid)
+    report = fleet.trainer.answer()
+    fleet.followed(fleet.other)
+    return report
+
+
+def _killed_from_without(fleet: Fleet, at: WorkerPoint) -> SyncReport:
+    fleet.start()
+    if at is WorkerPoint.OUTSTANDING:
+        fleet.victim.stop()  # so that it has not answered
+        fleet.trainer.do(send_async, 2.0)
+    fleet.victim.kill()
+    fleet.follow(fleet.other, 2)
+    report: SyncReport = fleet.trainer.do(send, 2.0) if at is WorkerPoint.IDLE else fleet.trainer.do(wait_async)[0]
+    fleet.followed(fleet.other)
+    return report
+
+
+@over(WORKER, STOPPED_DAILY)
+def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(fleet: Fleet, at: WorkerPoint) -> None:
+    """Stopped at that point, and resumed once the deadline has passed."""
+    version = _stopped(fleet, at)
+    survives = at is WorkerPoint.ANSWERED and LOST not in fleet.answered
+    report, took = fleet.trainer.do(wait_async, *(() if survives else (SHORT,)))
+
+    if survives:
+        assert report.ok
+    elif at is not WorkerPoint.ANSWERED:
+        assert (TIMED_OUT, APPLIED) == kinds(report), report
+        assert took >= SHORT
+        with pytest.raises(AckTimeoutError) as late:
+            report.raise_on_failure()
+        assert (0,) == tuple(late.value.pending)
+        assert fleet.trainer.do(state) is State.PENDING_ASYNC
+    fleet.trainer.do(refill, 99.0)  # what was sent is what the model held at the send
+    fleet.victim.resume()
+    if at is WorkerPoint.AHEAD:
+        fleet.victim.answer()
+        fleet.follow(fleet.victim, version)
+    fleet.followed(fleet.victim, polling=True)
+    if report.of(TIMED_OUT):
+        assert fleet.trainer.do(wait_async)[0].ok
+    assert (version, {float(version)}) == fleet.victim.do(holds) == fleet.other.do(holds)
+    fleet.send_to_all(version + 1)
+
+
+def _stopped(fleet: Fleet, at: WorkerPoint) -> int:
+    """Stop the victim at that point of a send that the other worker applies; the version sent."""
+    version = 2 if at in FROM_WITHOUT else 1
+    if at in FROM_WITHOUT:
+        fleet.start()
+        fleet.victim.stop()
+    else:
+        fleet.start_receiver(fleet.other)
+        fleet.start_receiver(fleet.victim, Strike(at, Signal.STOP, fleet.worker_payload))
+        fleet.start_sender(fleet.trainer)
+    fleet.follow(fleet.other, version)
+    fleet.trainer.do(send_async, float(version))
+    if at is not WorkerPoint.AHEAD:
+        fleet.follow(fleet.victim, version)
+    fleet.poll_until(fleet.victim.is_struck)
+    fleet.followed(fleet.other, polling=True)
+    return version
+
+
+@over(TRAINER, TRAINER_DAILY, dies=True, led=True)
+def test_g10_a_killed_trainer_leaves_whole_weights_and_room_for_the_next(fleet: Fleet, at: TrainerPoint) -> None:
+    """Killed at that point; its workers are told, and a new trainer takes over."""
+    workers = fleet.victim, fleet.other
+    for worker in workers:
+        fleet.start_receiver(worker)
+    _strike_trainer(fleet, at, Signal.KILL)
+    known = [worker.do(incarnation) for worker in workers] if at is TrainerPoint.CONNECT else []
+    if fleet.receives and at is not TrainerPoint.CONNECT:
+        assert all("no sender any more" in worker.answer() for worker in workers)
+    for worker in workers:
+        assert worker.do(holds) in [(None, {0.0}), (1, {1.0}), (2, {2.0})]
+    known = known or [worker.do(incarnation) for worker in workers]
+    fleet.trainer = fleet.successor()
+    fleet.start_sender(fleet.trainer)
+    if fleet.receives:
+        for worker, before in zip(workers, known, strict=True):
+            worker.tell(follow_anew, before)
+    assert fleet.trainer.do(send, 7.0).ok
+    for worker in workers:
+        fleet.followed(worker)
+        assert (1, {7.0}) == worker.do(holds)
+
+
+def _strike_trainer(fleet: Fleet, at: TrainerPoint, sent: Signal) -> None:
+    strike = Strike(at, sent, fleet.trainer_payload)
+    fleet.start_sender(fleet.trainer, strike)
+    if at is not TrainerPoint.CONNECT:
+        fleet.send_to_all(1)
+        if fleet.receives:
+            for worker in (fleet.victim, fleet.other):
+                worker.tell(follow_until_gone if sent is Signal.KILL else look)
+        if at is TrainerPoint.OUTSTANDING:
+            fleet.trainer.do(send_async, 2.0)
+        elif at is not TrainerPoint.IDLE:
+            fleet.trainer.do(arm_sender, strike)
+            fleet.trainer.tell(send, 2.0)
+    if at not in FROM_WITHOUT:
+        gone_or_stopped(fleet.trainer.pid)
+    elif sent is Signal.KILL:
+        fleet.trainer.kill()
+
+
+@over(STOPPED_TRAINER, led=True)
+def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: TrainerPoint) -> None:
+    """Stopped at that point, while its workers look; resumed, its send reaches them."""
+    workers = fleet.victim, fleet.other
+    for worker in workers:
+        fleet.start_receiver(worker)
+    _strike_trainer(fleet, at, Signal.STOP)
+    for worker in workers:
+        if fleet.receives:
+            worker.answer()
+        assert worker.do(holds) in [(1, {1.0}), (2, {2.0})]
+        fleet.follow(worker, 2)
+    fleet.trainer.resume()
+    assert fleet.trainer.answer().ok
+    for worker in workers:
+        fleet.followed(worker)
+        assert (2, {2.0}) == worker.do(holds)
+
+
+@over(CLOSED, {("store", WorkerPoint.PAYLOAD)})
+def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fleet, at: WorkerPoint) -> None:
+    """Its close waits for no answer; the worker serves the whole update, or nothing of it."""
+    fleet.start_receiver(fleet.victim, Strike(at, Signal.STOP, fleet.worker_payload))
+    fleet.start_receiver(fleet.other)
+    fleet.start_sender(fleet.trainer)
+    fleet.trainer.do(send_async, 3.0)
+    for worker in (fleet.victim, fleet.other):
+        fleet.follow(worker, 1)
+    fleet.poll_until(fleet.victim.is_struck)
+    report, _ = fleet.trainer.do(wait_async, SHORT)
+    assert report[0].kind is TIMED_OUT
+    fleet.trainer.do(close)
+    assert fleet.victim.is_struck()
+
+    fleet.victim.resume()
+    for worker in (fleet.victim, fleet.other):
+        with contextlib.suppress(ConnectionError):
+            fleet.followed(worker)
+        assert worker.do(holds) in [(1, {3.0}), (None, {0.0})]
+    fleet.victim.kill()
+    gc.collect()  # errors that earlier tests have caught hold frames, and those hold buffers
+    assert 0 == segments()
+
+
+@over(ENDS)
+def test_an_adapter_that_raises_loses_its_link_with_the_reason(fleet: Fleet, at: str) -> None:
+    """Its fault, at either end, costs that worker, and nobody else; a new link brings it back."""
+    fleet.start()
+    (fleet.victim if at == "worker" else fleet.trainer).do(break_reading, at)
+    fleet.follow(fleet.other, 2)
+    if fleet.receives:
+        fleet.victim.tell(follow_until_gone)
+    report = fleet.trainer.do(send, 2.0)
+
+    assert (LOST, APPLIED) == kinds(report)
+    assert "a fault of the adapter's own" in report[0].reason
+    fleet.followed(fleet.other)
+    if fleet.receives:
+        assert ("a fault of the adapter's own" in fleet.victim.answer()) or at == "trainer"
+    assert fleet.victim.do(holds) in [(1, {1.0}), (2, {2.0})]

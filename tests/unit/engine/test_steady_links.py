@@ -1,0 +1,132 @@
+"""A link whose descriptors stay is asked for them again, and flushed, only where something may have changed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import DIGEST, EPOCH, LAYOUT, Fleet, Scripted, ack, hello
+from test_sender_links import Process
+
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.protocol import receiver as pure
+from weightsync.protocol.messages import Bye, Update
+from weightsync.transports.base import Steady
+
+
+class Still(Scripted, Steady):
+    """A link that says whether something is left to be written, and counts how often it is asked what to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet = SimpleNamespace(idle=True)
+        #: Whether what is sent leaves at once.
+        self.leaves = True
+        self.asked = 0
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        super().send(message, payload)
+        self.outlet.idle = self.outlet.idle and self.leaves
+
+    def waitables(self) -> list[int]:
+        self.asked += 1
+        return []
+
+
+def asked(driver: Any, links: tuple[Still, ...]) -> list[int]:
+    """How often each link is asked by the next wait."""
+    before = [link.asked for link in links]
+    driver.wait(0.0, driver.waker.fired)
+    return [link.asked - known for link, known in zip(links, before, strict=True)]
+
+
+def flushed(links: tuple[Still, ...]) -> list[int]:
+    """How often each was flushed since the last time."""
+    found = [link.flushed for link in links]
+    for link in links:
+        link.flushed = 0
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- senders
+
+
+@pytest.fixture
+def links() -> tuple[Still, ...]:
+    return Still(), Still()
+
+
+@pytest.fixture
+def fleet(links: tuple[Still, ...]) -> Fleet:
+    made = Fleet(*links)
+    assert asked(made.driver, links) == [1, 1]
+    assert asked(made.driver, links) == [0, 0]
+    return made
+
+
+def test_a_sender_flushes_and_asks_a_link_until_all_has_left(fleet: Fleet, links: tuple[Still, ...]) -> None:
+    links[1].leaves = False
+    fleet.sends()
+    assert asked(fleet.driver, links) == [0, 1]
+    fleet.driver.pump()
+    assert (flushed(links), asked(fleet.driver, links)) == ([0, 1], [0, 1])
+
+    links[1].outlet.idle = True
+    fleet.driver.pump()
+    assert (flushed(links), asked(fleet.driver, links)) == ([0, 0], [0, 0])
+
+
+def test_a_sender_asks_a_link_whose_process_is_watched_from_now_on(fleet: Fleet, links: tuple[Still, ...]) -> None:
+    fleet.receives(1, hello())
+    assert asked(fleet.driver, links) == [0, 1]
+
+    late, process = Still(), Process()
+    fleet.driver.join(2, late, process)
+    assert asked(fleet.driver, (*links, late)) == [1, 1, 1]
+    process.known = (77, 88)
+    fleet.driver.pump()
+    assert (asked(fleet.driver, (*links, late)), late.watched) == ([0, 0, 1], [(77, 88)])
+
+
+# ------------------------------------------------------------------------------------------------ receivers
+
+
+def update(version: int) -> Update:
+    layout = {"layout_digest": LAYOUT.digest, "layout": LAYOUT.encode(), "nbytes": LAYOUT.nbytes}
+    return Update(model_id="policy", incarnation=EPOCH, version=version, digest=DIGEST, **layout)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def worker(links: tuple[Still, ...]) -> ReceiverDriver:
+    driver = ReceiverDriver("policy")
+    for link in links:
+        driver.add_link(link)
+    for _ in range(2):  # a new link wakes the first wait, and all are asked again after that
+        assert asked(driver, links) == [1, 1]
+    links[0].receives(hello())
+    driver.pump()
+    assert asked(driver, links) == [1, 0]
+    return driver
+
+
+def test_a_receiver_flushes_and_asks_a_link_until_all_has_left(worker: ReceiverDriver, links: Any) -> None:
+    links[0].receives(update(1))
+    worker.pump()
+    worker.take(pure.Applied(ack(1)))
+    assert (flushed(links), asked(worker, links)) == ([0, 0], [0, 0])
+
+    links[0].leaves = False
+    links[0].receives(update(2))
+    links[0].receives(update(3))
+    worker.pump()
+    assert (flushed(links), asked(worker, links)) == ([0, 0], [1, 0])
+    worker.flush()
+    assert (flushed(links), asked(worker, links)) == ([1, 0], [1, 0])
+
+
+def test_nothing_is_kept_of_a_link_that_has_ended(worker: ReceiverDriver, links: Any) -> None:
+    links[0].receives(Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+    worker.pump()
+
+    assert set(worker._links) == set(worker._outlets) == {2}

@@ -1,0 +1,69 @@
+"""What the tests of groups share: the kinds of members, and a world of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import group_workers as workers
+import pytest
+import torch.distributed as dist
+
+from weightsync import WorkerGroup
+from weightsync.clock import Deadline
+from weightsync.group.worker import MakeModel
+
+Make = Callable[..., WorkerGroup]
+
+_RAY = [
+    pytest.mark.ray,
+    pytest.mark.timeout(300),  # an actor takes seconds to start, and minutes on a busy machine
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+SHARED, PIPES = "shared", "pipes"
+RANKS = pytest.param("ranks", marks=pytest.mark.gloo)
+RAY = pytest.param("ray", marks=_RAY)
+
+
+def await_results(group: WorkerGroup, count: int = 1) -> None:
+    """Wait until so many results have come, and take none."""
+    while len(group._members.results) < count:
+        group._members.wait(Deadline(60.0))
+        group._members.pump()
+
+
+class World:
+    """A world whose rank 0 is the test, and whose other ranks are workers."""
+
+    def __init__(self, context: ForkServerContext) -> None:
+        self._context = context
+        self.processes: list[Any] = []
+
+    def start(self, run: Any, count: int, make_model: MakeModel = workers.policy) -> dist.TCPStore:
+        """Make it. Returns its store."""
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        for rank in range(1, count + 1):
+            arguments = rank, count + 1, store.port, run, make_model
+            self.processes.append(self._context.Process(target=workers.be_rank, args=arguments))
+            self.processes[-1].start()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=count + 1)
+        return store
+
+    def codes(self) -> list[int | None]:
+        """The exit codes of the ranks, which end by themselves."""
+        for process in self.processes:
+            process.join(60)
+        return [process.exitcode for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+WORLD = pytest.StashKey[World]()
