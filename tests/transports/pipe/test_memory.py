@@ -120,7 +120,25 @@ def test_a_buffer_that_is_to_be_written_again_has_no_seal():
     assert mapping.seal == bytes(16)
 
 
-def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch):
+@pytest.fixture(params=[0, LARGE], ids=["a large segment", "a small one"])
+def few(request, monkeypatch):
+    """The largest size that counts as small."""
+    monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", request.param)
+
+
+@pytest.mark.parametrize("few_nbytes", [0, LARGE - 1, LARGE])
+def test_pages_of_a_small_segment_are_dropped_without_a_look(monkeypatch, few_nbytes):
+    monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", few_nbytes)
+    monkeypatch.setattr(buffers, "_has_own_pages", lambda *_: False)
+    segment = Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    mapping.view[:1] = b"x"
+    mapping.remap()
+
+    assert mapping.view[:1] == (b"\0" if few_nbytes == LARGE else b"x")
+
+
+def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch, few):
     def own():
         return buffers._has_own_pages(address_of(mapping.view), LARGE)
 
@@ -139,7 +157,7 @@ def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch):
     assert mapping.view[:1] == b"\0"
 
 
-def test_a_slot_that_nobody_has_memory_of_is_tidied_up_before_it_is_needed(monkeypatch):
+def test_a_slot_that_nobody_has_memory_of_is_tidied_up_before_it_is_needed(monkeypatch, few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     parameter = owning(mapping.lend(LARGE))[:4096].view(torch.int32)
@@ -157,7 +175,7 @@ def test_a_slot_that_nobody_has_memory_of_is_tidied_up_before_it_is_needed(monke
 
 
 @pytest.mark.parametrize("keep", [Tensor.numpy, Tensor.detach, lambda tensor: tensor[8:].view(torch.int32).view(2, -1)])
-def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep):
+def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep, few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     kept = keep(owning(mapping.lend(LARGE)))
@@ -170,7 +188,7 @@ def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep):
     assert bytes(mapping.view) == bytes(LARGE)
 
 
-def test_a_slot_that_has_gone_live_may_have_been_written_to():
+def test_a_slot_that_has_gone_live_may_have_been_written_to(few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     mapping.tidy()
@@ -357,6 +375,20 @@ def test_a_retired_buffer_is_never_seen_again():
 
     assert first is not pool.acquire(LARGE)
     assert pool.statistics().segments == 1
+
+
+def test_a_pool_takes_the_smaller_of_two_and_passes_over_one_that_is_retired():
+    pool = Pool(Storage.HEAP)
+    large = pool.acquire(300)
+    large.pin("held")
+    small = pool.acquire(100)
+    large.unpin("held")
+    assert pool.acquire(90) is small
+    small.pin("held")
+    assert pool.acquire(90) is large
+
+    small.retire()
+    assert pool.acquire(90) is large
 
 
 # -------------------------------------------------------------------------------------------------- pins

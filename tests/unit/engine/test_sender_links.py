@@ -11,7 +11,8 @@ from weightsync.clock import Stopwatch
 from weightsync.engine.driver import Hearing
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.testing import FakeClock
-from weightsync.transports.base import Waker
+from weightsync.transports.base import SharesMemory, Waker
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.device import CarriesDevices
 from weightsync.transports.wakeup import AwaitedProcess
@@ -54,12 +55,12 @@ def test_processes_are_awaited_until_the_last_has_started() -> None:
     for worker, process in enumerate(processes, 1):
         fleet.driver.join(worker, Scripted(), process)
     fleet.driver.join(3, Scripted())
-    for process in processes:
-        assert fleet.driver.awaits_processes
+    for left, process in zip((2, 1), processes, strict=True):
+        assert fleet.driver.awaited == left
         process.known = (77, 88)
         fleet.driver.pump()
 
-    assert not fleet.driver.awaits_processes
+    assert fleet.driver.awaited == 0
 
 
 class Ringing(Scripted):
@@ -126,12 +127,12 @@ def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
     fleet.driver.pump()
     driver = fleet.driver
     assert (set(driver._links), set(driver.hearing.first)) == ({1, 2}, {1})
-    assert driver.awaits_processes
+    assert driver.awaited == 1
     fleet.driver.join(1, Scripted())
-    assert not driver.awaits_processes
+    assert driver.awaited == 0
     fleet.driver.join(0, Scripted())
     fleet.driver.join(2, Scripted(), Process())
-    assert driver.awaits_processes
+    assert driver.awaited == 1
     fleet.driver.remove(2, "not needed")
 
     assert fleet.driver.awaited == 0
@@ -181,6 +182,43 @@ class Reaching(Scripted, CarriesDevices):
 
 def test_the_devices_that_workers_reach_are_told_link_by_link() -> None:
     assert Fleet(Scripted(), Reaching()).driver.reached() == [frozenset(), Reaching.reached]
+
+
+def test_a_link_that_had_something_to_write_is_asked_again_what_to_wait_for() -> None:
+    fleet = plain()
+    driver = fleet.driver
+    driver.wait(0.0, driver.waker.fired)
+    driver.pump()
+
+    assert [waits.changed for waits in driver._waits] == [{id(fleet.links[0])}]
+
+
+class Sharing(Scripted, SharesMemory):
+    """A link whose worker maps payloads of up to 8 bytes."""
+
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        return payload.nbytes == 16 and nbytes <= 8
+
+
+def test_a_payload_is_shared_if_every_worker_maps_it() -> None:
+    buffer = Buffer(16)
+    alike, mixed = Fleet(Sharing(), Sharing()), [Fleet(Sharing(), Scripted()), Fleet(Scripted(), Sharing())]
+
+    assert Fleet().driver.all_share(buffer, 9)
+    assert alike.driver.all_share(buffer, 8)
+    assert not alike.driver.all_share(buffer, 9)
+    assert [fleet.driver.all_share(buffer, 8) for fleet in mixed] == [False, False]
+
+
+def test_a_link_that_cannot_be_written_is_read_once_more_and_never_again() -> None:
+    fleet = both()
+    link = fleet.links[0]
+    link.raises["flush"] = link.raises["receive"] = TransportError("cut")
+    fleet.driver.pump()
+
+    assert fleet.reason(0) == "cut"
+    # Once by what was read last, and once by what could not be written.
+    assert fleet.driver.data.late == 1
 
 
 def test_workers_that_need_a_waiting_caller_are_reported() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from weightsync import ConfigurationError, LayoutError
 from weightsync.weights import packing
 from weightsync.weights.layout import Layout
-from weightsync.weights.packing import digest_of, pack
-from weightsync.weights.reading import Weights, layout_of, read_weights
-from weightsync.weights.tensors import DTYPES
-from weightsync.weights.tree_digest import digest
+from weightsync.weights.packing import Pieces, digest_of, movable, pack, pack_digested
+from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
+from weightsync.weights.tensors import DTYPES, address_of
+from weightsync.weights.tree_digest import CHUNK, digest
 
 
 @given(sampled_dicts)
@@ -129,3 +129,25 @@ def test_a_tensor_that_cannot_be_copied_is_named_behind_others_that_were() -> No
         pack(sparse, known, memoryview(bytearray(known.nbytes)))
 
     assert list(caught.value.mismatched) == ["b"]
+
+
+def test_a_digest_follows_the_copy_chunk_by_chunk() -> None:
+    before = torch.get_num_threads()
+    weights = read_weights({"a": torch.randn(1000), "b": torch.randn(1_200_000), "c": torch.randn(1_300_000)})
+    layout = layout_of(weights)
+    payload = memoryview(bytearray(layout.nbytes))
+    written: list[tuple[int, int]] = []
+    tensors = ordered(weights, layout)
+    try:
+        torch.set_num_threads(1)
+        pieces = Pieces(layout, movable(layout, tensors, least=0))
+        pieces.fill(tensors, address_of(payload), lambda *part: written.append(part))
+    finally:
+        torch.set_num_threads(before)
+
+    assert bytes(payload) == b"".join(bits(tensor) for tensor in tensors)
+    written.sort()
+    assert [start for start, _ in written] == [0, *(end for _, end in written[:-1])]
+    assert written[-1][1] == layout.nbytes
+    assert all(0 < end - start <= CHUNK and start % CHUNK == 0 for start, end in written)
+    assert pack_digested(weights, layout, payload, b"x", pieces) == digest(payload, b"x")
