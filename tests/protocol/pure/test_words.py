@@ -8,8 +8,8 @@ import pytest
 
 from weightsync.errors import ConfigurationError, ProtocolError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import receiver, sender
-from weightsync.protocol._tables import SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
-from weightsync.protocol.machine import RECEIVER_ALLOWS, allowed_in, method_of, refusal
+from weightsync.protocol._tables import ReceiverInput, RefusalKind, SenderInput, State
+from weightsync.protocol.machine import RECEIVER_ALLOWS
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
@@ -85,14 +85,6 @@ def test_one_that_says_goodbye_while_it_owes_an_answer() -> None:
 
     outcomes = {0: Outcome(kind=OutcomeKind.LOST, reason="said goodbye: done")}
     assert step.data.outstanding == sender.Outstanding(1, {1: 2}, outcomes)
-
-
-def test_a_call_that_is_not_allowed_tells_what_is_and_what_prevents_it() -> None:
-    assert allowed_in(SENDER_ROWS, State.CLOSED, SenderInput) == ("close",)
-    assert allowed_in(SENDER_ROWS, State.READY, SenderInput)[-1] == "poll"
-    assert (method_of(ReceiverInput.CLOSE), method_of(ReceiverInput.HELLO)) == ("close", "an event HELLO")
-    error = refusal(SENDER_ROWS, State.READY, SenderInput, "wait_async", hint="send_async() first")
-    assert "send_async() first" in str(error)
 
 
 def test_a_deferred_answer_has_not_left() -> None:
