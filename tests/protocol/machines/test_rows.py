@@ -8,7 +8,15 @@ import transitions
 from weightsync import WeightReceiver, WeightSender
 from weightsync.errors import StateError
 from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
-from weightsync.protocol.machine import LeanEvent, ReceiverMachine, SenderMachine, allowed_in, method_of, next_state
+from weightsync.protocol.machine import (
+    LeanEvent,
+    ReceiverMachine,
+    SenderMachine,
+    allowed_in,
+    method_of,
+    next_state,
+    refusal,
+)
 
 
 class Model:
@@ -194,3 +202,11 @@ def test_an_input_of_the_other_role_is_no_input():
         machine.fire(ReceiverInput.CONNECT)
     assert machine.state is State.UNINITIALIZED
     assert SenderInput.CONNECT != ReceiverInput.CONNECT
+
+
+def test_a_call_that_is_not_allowed_tells_what_is_and_what_prevents_it() -> None:
+    assert allowed_in(SenderMachine.rows, State.CLOSED, SenderInput) == ("close",)
+    assert allowed_in(SenderMachine.rows, State.READY, SenderInput)[-1] == "poll"
+    assert (method_of(ReceiverInput.CLOSE), method_of(ReceiverInput.ANSWERED)) == ("close", "an event ANSWERED")
+    error = refusal(SenderMachine.rows, State.READY, SenderInput, "wait_async", hint="Call send_async() first.")
+    assert "Call send_async() first." in str(error)

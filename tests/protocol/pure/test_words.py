@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
+from weightsync.errors import ConfigurationError, ProtocolError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import receiver, sender
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, SenderInput, State
-from weightsync.protocol.messages import Ack, Hello, Refusal
+from weightsync.protocol.machine import RECEIVER_ALLOWS
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 UP = {
@@ -54,6 +55,51 @@ def test_every_target_is_lost(fences: tuple[int, int], told: int | None) -> None
         "add_worker() reconnects a worker on a new link, remove_worker() removes it."
     )
     assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, told)
+
+
+def test_every_target_has_refused() -> None:
+    refused = replace(lost("no"), link_state=sender.LinkState.REFUSED)
+    with pytest.raises(RefusedError) as caught:
+        sender.step(State.READY, replace(DATA, workers={0: refused}), sender.Send(None))
+
+    assert str(caught.value) == (
+        "every target has refused the handshake: {0: 'no'}. Nothing was sent and no version was used. Send weights "
+        "with the layout of the workers' models, or give the workers the right model and add_worker() them again."
+    )
+    assert (caught.value.report, caught.value.refused) == (None, {0: "no"})
+
+
+def test_nobody_is_left() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        sender.step(State.READY, replace(DATA, workers={}, left={4: "done", 2: "enough"}), sender.Send(None))
+
+    assert str(caught.value) == (
+        "there are no workers to send to. Worker 4 left: done. Worker 2 left: enough. Nothing was sent and no version "
+        "was used. add_worker() adds a worker; send(allow_empty=True) accepts that there are none."
+    )
+
+
+def test_one_that_says_goodbye_while_it_owes_an_answer() -> None:
+    bye = Bye(model_id="policy", incarnation=7, reason="done")
+    step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, bye))
+
+    outcomes = {0: Outcome(kind=OutcomeKind.LOST, reason="said goodbye: done")}
+    assert step.data.outstanding == sender.Outstanding(1, {1: 2}, outcomes)
+
+
+def test_a_deferred_answer_has_not_left() -> None:
+    data = receiver.ReceiverData(link=1, fence=7, answer=receiver.Deferred(Ack(model_id="m", incarnation=7, version=1)))
+    with pytest.raises(StateError) as caught:
+        receiver.name(State.AWAITING_ACK, data, receiver.Answered())
+
+    assert (caught.value.machine, caught.value.allowed) == ("receiver", RECEIVER_ALLOWS[State.AWAITING_ACK])
+
+
+def test_a_senders_goodbye_takes_its_link_and_what_it_sent() -> None:
+    data = receiver.ReceiverData(link=1, fence=7, pending=(7, 1))
+    step = receiver.step(State.PENDING_ASYNC, data, receiver.Goodbye(1, 7))
+
+    assert (step.data.link, step.data.pending, step.effects) == (None, None, (receiver.CloseLink(1),))
 
 
 def test_one_target_that_is_lost_already_is_reported_beside_the_others() -> None:
