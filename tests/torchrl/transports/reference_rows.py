@@ -74,10 +74,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "A WeightSyncScheme.create_transport, create_sender, create_receiver": {
         A: ("test_create_sender_and_create_receiver_are_wired_by_hand",),
-        T: (
-            "test_create_transport_takes_a_pipe_by_position_or_keyword",
-            "test_an_incomplete_transport_raises_at_its_first_send",
-        ),
+        T: ("test_create_transport_takes_a_pipe_by_position_or_keyword",),
+        "test_facades": ("test_fault_05_a_transport_with_nobody_to_send_to_says_so",),
     },
     "A WeightSyncScheme.prepare_weights": {
         A: (
@@ -171,23 +169,25 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         B: ("test_transport_backend_takes_weights_without_a_model_id",),
     },
     "A MPTransport": {
-        T: (
-            "test_mp_transport_is_driven_at_both_ends_by_one_thread",
-            "test_mp_transport_send_weights_returns_when_the_ack_has_come",
-            "test_mp_transport_wait_ack_is_bounded_by_its_timeout",
-            "test_mp_transport_wait_ack_with_nothing_pending_is_a_runtime_error",
-            "test_mp_transport_receive_weights_is_none_when_nothing_came",
-            "test_mp_transport_check_ack_refuses_another_text",
-            "test_mp_transport_check_ack_takes_the_text_it_expects",
-            "test_mp_transport_check_connection_says_whether_the_pipe_is_open",
+        T: ("test_mp_transport_check_connection_says_whether_the_pipe_is_open",),
+        "test_facades": (
+            "test_one_thread_drives_both_ends",
+            "test_send_weights_returns_when_the_ack_has_arrived",
+            "test_fault_02_a_wait_ends_by_its_timeout_and_the_late_ack_counts",
+            "test_with_nothing_pending_there_is_nothing_to_wait_for_or_to_ack",
+            "test_receive_weights_gives_none_when_time_is_up",
+            "test_check_ack_of_another_text_is_a_runtime_error",
+            "test_check_ack_takes_the_text_that_it_expects",
         ),
     },
     "A MPTransport.pipe": {
         T: (
             "test_mp_transport_pipe_yields_what_worker_loops_expect",
-            "test_mp_transport_pipe_keeps_the_users_own_messages_in_order",
             "test_mp_transport_behind_a_receiver_as_worker_loops_have_it",
-            "test_mp_transport_pipe_behind_a_receiver_as_worker_loops_have_it",
+        ),
+        "test_facades_pipes": (
+            "test_fault_06_the_users_own_messages_keep_their_place_and_are_unchanged",
+            "test_a_scheme_s_receiver_shows_the_reference_s_transport",
         ),
     },
     "A SharedMemTransport": {
@@ -208,9 +208,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "test_ray_facades": (
             "test_ray_transport_sends_to_a_plain_collector",
             "test_ray_transports_of_either_generation_reach_an_actor_of_ours",
-            "test_wait_ack_with_nothing_pending_is_refused",
-            "test_without_an_actor_nothing_is_sent_and_a_warning_says_so",
         ),
+        "test_facades": ("test_fault_05_a_transport_with_nobody_to_send_to_says_so",),
     },
     "A RayActorTransport": {
         R: (
@@ -224,10 +223,9 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "A RPCTransport": {
-        T: (
-            "test_fault_05_transports_without_anybody_to_send_to_say_so",
-            "test_check_connection_is_false_where_nothing_was_initialised",
-            "test_rpc_transport_receives_nothing",
+        "test_facades": (
+            "test_fault_05_a_transport_with_nobody_to_send_to_says_so",
+            "test_a_transport_of_calls_that_is_called_by_nobody_receives_nothing",
         ),
         "test_rpc_transport": (
             "test_send_weights_updates_the_collector",
@@ -236,26 +234,27 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "A DistributedTransport": {
-        T: ("test_check_connection_is_false_where_nothing_was_initialised",),
-        "test_store_facades": (
+        "test_facades": (
+            "test_fault_05_a_transport_with_nobody_to_send_to_says_so",
             "test_one_thread_drives_both_ends",
+            "test_with_nothing_pending_there_is_nothing_to_wait_for_or_to_ack",
+        ),
+        "test_store_facades": (
             "test_another_instruction_is_a_value_error",
             "test_check_connection_is_the_users_process_group",
             "test_the_references_keys_are_written_as_hints",
             "test_a_worker_loop_written_for_the_reference",
-            "test_wait_ack_with_nothing_pending_is_a_runtime_error",
         ),
     },
     "B DistributedTransport": {
-        T: (
-            "test_fault_05_a_distributed_transport_of_generation_b_without_a_store_says_so",
-            "test_distributed_transport_setup_methods_do_nothing",
+        "test_facades": (
+            "test_fault_05_a_transport_with_nobody_to_send_to_says_so",
+            "test_receive_weights_gives_none_when_time_is_up",
+            "test_the_setup_methods_of_a_distributed_transport_do_nothing",
         ),
         "test_store_facades": (
             "test_generation_b_receives_into_its_buffer",
-            "test_receive_weights_gives_none_when_time_is_up",
             "test_initial_weights_need_no_signalling_by_the_caller",
-            "test_the_setup_methods_do_nothing",
         ),
     },
     "A RayModuleTransformSender, RayModuleTransformReceiver": {
@@ -288,8 +287,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         T: (
             "test_rpc_scheme_names_what_its_sender_misses",
             "test_distributed_scheme_names_what_its_sides_miss",
-            "test_schemes_make_transports_of_what_they_are_given",
         ),
+        "test_facades": ("test_fault_05_a_transport_with_nobody_to_send_to_says_so",),
         "test_store_sends": ("test_what_is_missing_is_named",),
         "test_rpc_scheme": ("test_a_context_gives_what_is_not_given",),
         "test_ray_scheme": ("test_an_actor_may_initialise_its_own_scheme",),
@@ -422,7 +421,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "B constructors": {
         B: ("test_constructors_take_generation_bs_arguments",),
-        T: ("test_mp_transport_takes_queues_too",),
+        "test_facades": ("test_one_thread_drives_both_ends",),
     },
     "B InitialSyncTransport": {B: ("test_initial_sync_transport_is_a_protocol_of_its_two_methods",)},
     "B extra state, LoRA": {B: ("test_extra_state_travels", "test_lora_modules_are_merged_on_a_copy")},
@@ -430,4 +429,4 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 #: The fifteen faults, as the names of their tests begin, and the modules that these are in.
 FAULTS: Final = tuple(f"test_fault_{number:02}_" for number in range(1, 16))
-FAULTS_IN: Final = ("test_fifteen_faults", T, U, R)
+FAULTS_IN: Final = ("test_fifteen_faults", "test_facades", T, U, R)

@@ -71,18 +71,6 @@ def hurried() -> Iterator[Ends]:
 # ------------------------------------------------------------------------------------------------- the verbs
 
 
-def test_one_thread_drives_both_ends(ends: Ends) -> None:
-    for fill in (1.0, 2.0):
-        report = ends.trainer.send_weights_async("policy", filled(fill))
-        assert OutcomeKind.PENDING is report[0].kind
-        model_id, weights = ends.worker.receive_weights()
-        ends.worker.send_ack()
-        report = ends.trainer.wait_ack()
-
-        assert ("policy", fill) == (model_id, value(weights))
-        assert (OutcomeKind.APPLIED, Evidence.CALL) == (report[0].kind, report[0].evidence)
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "model_id"),
     [
@@ -210,45 +198,7 @@ def test_a_copy_owes_nothing(ends: Ends) -> None:
 # --------------------------------------------------------------------------------------------- acks by their text
 
 
-def test_check_ack_takes_the_text_that_it_expects(ends: Ends) -> None:
-    for text in ("updated", "registered"):
-        ends.trainer.send_weights_async(filled(1.0))
-        ends.worker.receive_weights()
-        ends.worker.send_ack(text)
-
-        assert 0 in ends.trainer.check_ack(text)
-
-
-@pytest.mark.parametrize(("said", "expected"), [("other", "updated"), ("updated", "other"), ("one", "other")])
-def test_check_ack_of_another_text_is_a_runtime_error(ends: Ends, said: str, expected: str) -> None:
-    ends.trainer.send_weights_async(filled(1.0))
-    ends.worker.receive_weights()
-    ends.worker.send_ack(said)
-
-    with pytest.raises(RuntimeError, match=said):
-        ends.trainer.check_ack(expected)
-
-
-def test_only_updated_means_applied(ends: Ends) -> None:
-    ends.trainer.send_weights_async(filled(1.0))
-    ends.worker.receive_weights()
-    ends.worker.send_ack("not quite")
-
-    with pytest.raises(RefusedError, match="not quite"):
-        ends.trainer.wait_ack()
-
-
 # ------------------------------------------------------------------------------------------------- the pipe
-
-
-def test_the_pipe_yields_updates_as_the_references_messages(ends: Ends) -> None:
-    ends.trainer.send_weights_async("policy", filled(3.0))
-
-    assert ends.worker.pipe.poll(PATIENCE)
-    (model_id, weights), message = ends.worker.pipe.recv()
-    assert ("policy", 3.0, "update_weights") == (model_id, value(weights), message)
-    ends.worker.pipe.send((None, "updated"))
-    assert ends.trainer.wait_ack()[0].evidence is Evidence.CALL
 
 
 def test_fault_06_the_users_own_messages_keep_their_place_and_are_unchanged(ends: Ends) -> None:
@@ -402,35 +352,6 @@ def test_fault_02_a_worker_that_dies_ends_the_wait_at_once_and_raises(forkserver
     spare.close()
 
 
-def test_fault_02_a_wait_ends_by_its_timeout_and_raises(hurried: Ends) -> None:
-    with pytest.raises(TimeoutError) as caught:
-        hurried.trainer.send_weights(filled(1.0))
-
-    assert (0,) == caught.value.pending
-    hurried.worker.receive_weights()
-    hurried.worker.send_ack()
-    assert 1 == hurried.trainer.wait_ack().version
-
-
-@pytest.mark.parametrize("transport", [MPTransport(), MPTransport(None, timeout=1.0)])
-def test_fault_05_a_transport_without_a_pipe_says_so_at_its_first_send(transport: MPTransport) -> None:
-    assert transport.check_connection() is False
-    for send in (transport.send_weights, transport.send_weights_async):
-        with pytest.raises(ConfigurationError, match="no pipe"):
-            send("policy", filled(1.0))
-
-
-def test_fault_13_a_second_send_while_one_is_outstanding_is_a_runtime_error(ends: Ends) -> None:
-    ends.trainer.send_weights_async(filled(1.0))
-    for send in (ends.trainer.send_weights, ends.trainer.send_weights_async):
-        with pytest.raises(StateError):
-            send(filled(2.0))
-    ends.worker.receive_weights()
-    ends.worker.send_ack()
-
-    assert 1 == ends.trainer.wait_ack().version
-
-
 # ----------------------------------------------------------------------------------------- generation B: queues
 
 
@@ -441,16 +362,6 @@ def queues() -> Iterator[list[Any]]:
     for queue in made:
         queue.close()
         queue.join_thread()
-
-
-def test_queues_carry_weights_and_answers(queues: list[Any]) -> None:
-    with MPTransport(*queues) as trainer, MPTransport(*queues) as worker:
-        for fill in (1.0, 2.0):
-            trainer.send_weights_async(filled(fill))
-            assert fill == value(worker.receive_weights(timeout=PATIENCE))
-            worker.send_ack()
-            assert trainer.wait_ack().ok
-        assert worker.receive_weights(timeout=0.01) is None
 
 
 def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]) -> None:
