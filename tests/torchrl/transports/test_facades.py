@@ -212,7 +212,9 @@ def alone(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
 def test_fault_05_a_transport_with_nobody_to_send_to_says_so(alone: tuple[Any, str]) -> None:
     """The reference returned None."""
     transport, lacks = alone
-    assert transport.check_connection() is False
+    # Without an actor, Ray's facade can say only whether Ray is initialised, as another test may have done.
+    in_a_cluster = type(transport) is RayTransport and require_ray("RayTransport").is_initialized()
+    assert transport.check_connection() is in_a_cluster
     for send in (transport.send_weights, transport.send_weights_async):
         with pytest.raises(ConfigurationError, match=lacks):
             send("policy", weights(1.0))
