@@ -32,6 +32,7 @@ from weightsync import (
     RPCWeightSyncScheme,
     StateError,
 )
+from weightsync.transports.ray.session import require_ray
 
 
 def weights(fill: float) -> dict[str, torch.Tensor]:
