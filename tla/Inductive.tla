@@ -115,7 +115,7 @@ LivesOfReceivers == {t \in States \X
 \* Its sender has dispatched that.
 Dispatched(key) == key = NoPayload \/
   (key[2] = key[3] /\ key[2] # 0 /\ \E s \in Senders : sdata[s].incarnation = key[1] /\ key[2] <= sdata[s].version)
-Incarnations == {0} \cup {sdata[s].incarnation : s \in Senders}
+UsedIncarnations == {0} \cup {sdata[s].incarnation : s \in Senders}
 
 \* The workers that have applied the outstanding update are recorded.
 Noted(w, key) == \A s \in Senders :
@@ -125,7 +125,7 @@ PairsOK ==
   /\ \A s, t \in Senders : s # t /\ sdata[s].incarnation # 0 => sdata[s].incarnation # sdata[t].incarnation
   /\ \A w \in Workers :
        LET d == rdata[w] IN
-       /\ d.fence \in Incarnations /\ Dispatched(d.decided) /\ Dispatched(d.pending) /\ Dispatched(d.served)
+       /\ d.fence \in UsedIncarnations /\ Dispatched(d.decided) /\ Dispatched(d.pending) /\ Dispatched(d.served)
        /\ d.answer = "ACK" => Noted(w, d.decided)
        /\ d.link # NoLink =>
             LET s == d.link[1] IN
@@ -134,7 +134,7 @@ PairsOK ==
   /\ \A s \in Senders : blocked[s] <=> sstate[s] = "awaiting_ack"
   /\ \A s \in Senders, w \in Workers :
        LET k == sdata[s].members[w].link IN
-       /\ sdata[s].members[w].fence # 0 => sdata[s].members[w].fence \in Incarnations /\ sdata[s].members[w].fence > sdata[s].incarnation
+       /\ sdata[s].members[w].fence # 0 => sdata[s].members[w].fence \in UsedIncarnations /\ sdata[s].members[w].fence > sdata[s].incarnation
        /\ gone[s][w] => Open(s, w, k) /\ Link(w) # <<s, k>>
        /\ Open(s, w, k) /\ rstate[w] = "closed" => gone[s][w]
 
@@ -147,7 +147,7 @@ AnswerOK(m) ==
       d == rdata[m.w]
       here == Link(m.w) = <<m.s, m.k>> IN
   /\ Open(m.s, m.w, m.k) /\ (here \/ gone[m.s][m.w])
-  /\ m.inc = sdata[m.s].incarnation /\ m.fence \in Incarnations
+  /\ m.inc = sdata[m.s].incarnation /\ m.fence \in UsedIncarnations
   /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ m.fence = 0
        [] m.kind = "BYE" -> m.v = 0 /\ m.p = MaxVersion + 1 /\ m.fence = 0 /\ ~here
        [] m.kind = "FAILED" -> m.v = 0 /\ m.p = MaxVersion + 1 /\ ~here
@@ -180,7 +180,7 @@ PossibleMessages == {m \in {Message(s, w, k, v, v) : s \in Senders, w \in Worker
 PossibleAnswers ==
   {m \in UNION {{Word(s, w, sdata[s].members[w].link, <<sdata[s].incarnation, v, p>>, kind, f) :
                    v \in 0..MaxVersion, p \in 0..(MaxVersion + 1), kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds,
-                   f \in Incarnations} : s \in {t \in Senders : Connected(t)}, w \in Workers} : m.k # 0 /\ AnswerOK(m)}
+                   f \in UsedIncarnations} : s \in {t \in Senders : Connected(t)}, w \in Workers} : m.k # 0 /\ AnswerOK(m)}
 
 IndInit ==
   /\ \E lives \in [Senders -> LivesOfSenders] :
