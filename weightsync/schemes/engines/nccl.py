@@ -65,6 +65,7 @@ class GroupCarrier(Carrier):
         master_port: int | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
+        self._join = self._find_join()
         if world_size < 2:
             raise ConfigurationError(
                 f"world_size= is {world_size}: it counts the trainer and each GPU of the engine, so it is 2 or more."
@@ -124,6 +125,10 @@ class GroupCarrier(Carrier):
             self._end(group)
 
     @abc.abstractmethod
+    def _find_join(self) -> Any:
+        """The engine's function that joins a group. Raises ConfigurationError: its package is missing."""
+
+    @abc.abstractmethod
     def _open(self, port: int) -> Any:
         """The group, of which this process is rank 0. Blocks until all have joined."""
 
@@ -166,16 +171,8 @@ class VLLMNCCLCarrier(GroupCarrier):
     vLLM's packed form is not used. For the arguments see `GroupCarrier`.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        master_address: str = "localhost",
-        master_port: int | None = None,
-        device: torch.device | str | int | None = None,
-    ) -> None:
-        self._join = _vllm_join()
-        super().__init__(world_size, master_address=master_address, master_port=master_port, device=device)
+    def _find_join(self) -> Any:
+        return _vllm_join()
 
     def _open(self, port: int) -> Any:
         where = {"master_address": self._address, "master_port": port, "world_size": self._world_size}
@@ -216,10 +213,12 @@ class SGLangNCCLCarrier(GroupCarrier):
         device: torch.device | str | int | None = None,
         backend: str = "nccl",
     ) -> None:
-        self._join = _imported("sglang.srt.utils", "init_custom_process_group", "SGLangNCCLCarrier", "sglang")
         super().__init__(world_size, master_address=master_address, master_port=master_port, device=device)
         self._backend = backend
         self._name = ""
+
+    def _find_join(self) -> Any:
+        return _imported("sglang.srt.utils", "init_custom_process_group", "SGLangNCCLCarrier", "sglang")
 
     def init_info(self) -> Mapping[str, Any]:
         """Where the group meets, how large it is, its name and its backend."""
