@@ -197,13 +197,24 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         if link not in self._links:
             return
         outlet = self._outlets.get(link)
+        open_link = self._links[link]
         try:
-            self._links[link].send(message)
+            open_link.send(message)
             if outlet is None or not outlet.idle:
-                self._asked_again(self._links[link])
+                self._asked_again(open_link)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
-            self._unwritable = link
-            self._down(link, str(error) or repr(error))
+            self._cannot_write(link, open_link, str(error) or repr(error))
+
+    def _cannot_write(self, number: int, link: Link, reason: str) -> None:
+        """A link failed when it was written to. A goodbye that had arrived before says how it ended."""
+        self._unwritable, unread = number, _unread(link)
+        self._down(number, reason)
+        for message in unread:
+            self._note_goodbye(message)
+
+    def _note_goodbye(self, message: Message) -> None:
+        if isinstance(message, Bye) and message.incarnation == self.data.fence:
+            self.ended, self.ended_as = _goodbye(message)
 
     def _say_last(self, link: int, message: Message) -> None:
         """Send the last message over a link that closes next, if it can still be sent."""
@@ -256,7 +267,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 try:
                     gone = flush(link)
                 except TransportError as error:
-                    self._down(number, str(error))
+                    self._cannot_write(number, link, str(error))
                     continue
             answered = gone and number == self.data.link and not isinstance(self.data.answer, pure.Deferred)
             if answered and self.machine.state is State.AWAITING_ACK:
@@ -292,9 +303,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     self._heard(number, link, received)
                     if self._todo:
                         self._finish()
-                elif number == self._unwritable and isinstance(received.message, Bye):
-                    # Its goodbye had been sent before our answer failed to be written.
-                    self.ended, self.ended_as = _goodbye(received.message)
+                elif number == self._unwritable:
+                    self._note_goodbye(received.message)
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
@@ -401,6 +411,14 @@ def _tell(link: Link) -> None:
     """Tell a link that what it receives is copied to a device."""
     if isinstance(link, CarriesDevices):
         link.copied_to_device()
+
+
+def _unread(link: Link) -> list[Message]:
+    """What has arrived over a link that has failed."""
+    try:
+        return [received.message for received in read(link)]
+    except (TransportError, ProtocolError):
+        return []
 
 
 def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:

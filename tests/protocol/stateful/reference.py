@@ -672,15 +672,30 @@ class Receiver:
         try:
             wire.post(WORKER, message)
         except BrokenWire:
-            self.unwritable = wire
-            self._down(wire)
+            self._cannot_write(wire)
+
+    def _cannot_write(self, wire: Wire) -> None:
+        self.unwritable, unread = wire, self._unread(wire)
+        self._down(wire)
+        for message in unread:
+            self._note_goodbye(message)
+
+    def _unread(self, wire: Wire) -> list[Message]:
+        try:
+            return [parcel.message for parcel in wire.take(WORKER)]
+        except BrokenWire:
+            return []
+
+    def _note_goodbye(self, message: Message) -> None:
+        if message.kind == "Bye" and message.incarnation == self.fence:
+            self.ended = "SenderClosed"
 
     def _flush(self) -> None:
         for wire in list(self.open):
             try:
                 gone = wire.flush()
             except BrokenWire:
-                self._down(wire)
+                self._cannot_write(wire)
                 continue
             if gone and wire is self.wire and self.state == "awaiting_ack":
                 self.state = "ready"
@@ -722,8 +737,8 @@ class Receiver:
         for parcel in arrived:
             if wire in self.open:
                 yield parcel
-            elif wire is self.unwritable and parcel.message.kind == "Bye":
-                self.ended = "SenderClosed"  # it had left already when what came before was answered
+            elif wire is self.unwritable:
+                self._note_goodbye(parcel.message)
 
     def _hear(self, wire: Wire, parcel: Parcel) -> None:
         message = parcel.message

@@ -328,6 +328,27 @@ def test_a_goodbye_behind_what_could_not_be_answered_is_how_the_link_ended() -> 
     assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
 
 
+def test_a_goodbye_that_arrived_before_an_answer_could_not_be_written_is_how_the_link_ended() -> None:
+    worker = Worker()
+    worker.receives(0, update(1))
+    worker.link.raises["flush"] = TransportError("cut")
+    for message in (bye(EPOCH - 1), bye()):
+        worker.link.receives(message)
+    worker.driver.flush()
+    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+
+    worker = Worker()
+    worker.link.raises["flush"] = TransportError("cut")
+    worker.link.receives(bye(EPOCH - 1))
+    worker.driver.flush()
+    assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
+
+    worker = Worker()
+    worker.link.raises |= {"flush": TransportError("cut"), "receive": ProtocolError("torn")}
+    worker.driver.flush()
+    assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
+
+
 def test_what_follows_a_goodbye_is_not_heard() -> None:
     worker = Worker()
     worker.receives(0, bye(), bye(ending=Ending.FAILED), update(1))
