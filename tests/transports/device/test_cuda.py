@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from weightsync.weights.device import cuda
-from weightsync.weights.device.base import DeviceError
+from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
-from weightsync.weights.device.cuda import CudaDevice, alike
+from weightsync.weights.device.cuda import Bounce, CudaDevice, alike
 from weightsync.weights.tensors import bits_of
 
 
@@ -65,14 +66,17 @@ def test_a_cast_is_a_cast() -> None:
 class Driver:
     """Notes what is pinned."""
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
+    def __init__(self, fails: bool = False, read_only: bool = True) -> None:
+        self.fails, self.read_only = fails, read_only
         self.calls: list[str] = []
 
     def pin(self, address: int, nbytes: int, read_only: bool) -> None:
         if self.fails:
             raise DeviceError("it cannot.")
         self.calls.append(f"pin {nbytes} {read_only}")
+
+    def pins_read_only(self, ordinal: int) -> bool:
+        return self.read_only
 
     def unpin(self, address: int) -> None:
         self.calls.append("unpin")
@@ -107,6 +111,85 @@ def test_memory_that_cannot_be_pinned_is_named_once_and_used_as_it_is(caplog: py
     for _ in range(2):
         assert device.register(memoryview(bytearray(10)), read_only=False) is None
     assert caplog.text.count("shared memory cannot be pinned: it cannot") == 1
+
+
+def test_memory_that_cannot_be_written_is_not_pinned_for_a_device_that_would_write(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver: Any = Driver(read_only=False)
+    assert CudaDevice(driver, 0).register(memoryview(bytearray(10)).toreadonly(), read_only=True) is None
+    assert (driver.calls, caplog.text) == ([], "")
+    assert CudaDevice(driver, 0).register(memoryview(bytearray(10)), read_only=False) is not None
+
+
+class Lane:
+    """A stream whose copies have ended once they are queued. Notes what waits for what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Lane) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> Event:
+        return Event(f"an event of {self.name}", self.log)
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for {self.name}")
+
+
+class Event:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for {self.name}")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, list[str]]:
+    """A device on the host whose staging areas have 16 bytes, and what waits for what there."""
+    log: list[str] = []
+    made, here, beside = CudaDevice(cast(Any, Driver()), 0), Lane("here", log), Lane("beside", log)
+    monkeypatch.setattr(cuda, "STAGING_NBYTES", 16)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    staging, bounce = torch.zeros((2, 2, 16), dtype=torch.uint8)
+    made.__dict__.update(_beside=beside, _staging=tuple(staging), _bounce=Bounce((bounce[0], bounce[1])))
+    return made, log
+
+
+def pieces_of(host: Tensor, tensors: list[Tensor]) -> Iterator[Piece]:
+    """A piece for each tensor, whose bytes follow each other on the host."""
+    start = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.itemsize
+
+        def among(flat: Tensor, like: Tensor = tensor) -> list[Tensor]:
+            return [flat.view(like.dtype).view(like.shape)]
+
+        yield Piece(host[start : start + nbytes], [tensor], among)
+        start += nbytes
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pieces_of_every_size_arrive_from_memory_that_is_pinned_or_not(
+    device: tuple[CudaDevice, list[str]], pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_device, log = device
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: pinned)
+    tensors = [torch.zeros(n, dtype=torch.float32) for n in (4, 1, 3, 13, 4)]
+    tensors += [torch.zeros(6, 2, dtype=torch.int16).t(), torch.zeros(21, dtype=torch.bool)]
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    host = torch.arange(nbytes, dtype=torch.uint8).remainder_(2)
+    cuda_device.from_host(list(pieces_of(host, tensors)))
+
+    assert bytes(torch.cat([bits_of(tensor) for tensor in tensors]).tolist()) == bytes(host.tolist())
+    assert ("the host waits for an event of beside" in log) is not pinned
+    assert log[-2:] == ["the host waits for here", "the host waits for beside"]
 
 
 class Watcher:

@@ -21,6 +21,8 @@ class Library:
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
         self.calls: list[str] = []
+        #: What a device says of an attribute, by its number; 0 of all others.
+        self.attributes: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
@@ -28,6 +30,8 @@ class Library:
             out = {"cuMemGetAllocationGranularity": GRAIN, "cuMemCreate": 7, "cuMemAddressReserve": 4096}
             if name in out:
                 arguments[0]._obj.value = out[name]
+            if name == "cuDeviceGetAttribute":
+                arguments[0]._obj.value = self.attributes.get(arguments[1].value, 0)
             if name == "cuMemExportToShareableHandle":
                 arguments[0]._obj.value = os.dup(2)
             if name == "cuGetErrorName":
@@ -56,6 +60,14 @@ def test_the_structures_have_the_sizes_of_the_drivers() -> None:
 def test_memory_comes_in_whole_grains(loaded: Any, nbytes: int, size: int) -> None:
     cuda, _ = loaded()
     assert cuda.create(0, nbytes) == (7, size)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_whether_memory_mapped_read_only_can_be_pinned_is_asked_of_the_device(loaded: Any, pins: bool) -> None:
+    cuda, library = loaded()
+    library.attributes[113] = pins
+    assert cuda.pins_read_only(3) is pins
+    assert not cuda.shares(3)
 
 
 def test_a_descriptor_is_not_inherited(loaded: Any) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from weightsync import OutcomeKind, SharedMemWeightSyncScheme
 from weightsync.transports.buffers import Mapping, Segment
 from weightsync.weights.device.base import DeviceMemory
+from weightsync.weights.device.driver import Driver
 from weightsync.weights.device.registry import device_of
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.layout import ITEMSIZES
@@ -257,7 +258,7 @@ def test_weights_cross_between_the_host_and_the_gpu_in_pinned_memory(
             worker.answer()
             assert worker.do(contents) == {float(version)}
         if worker_on == "cuda":
-            assert worker.do(pinned_mappings) == 2
+            assert worker.do(pinned_mappings) == (2 if Driver().pins_read_only(0) else 0)
     assert "cannot be pinned" not in caplog.text
 
 
@@ -278,7 +279,9 @@ def test_memory_that_is_pinned_crosses_whole_and_is_released() -> None:
     torch.frombuffer(segment.view, dtype=torch.uint8).copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     pinned = mapping.pinned(2**22, partial(device.register, read_only=True))
-    assert pinned is not None, "the driver pins no memory that is mapped for reading alone"
+    assert (pinned is not None) is Driver().pins_read_only(0)
+    if pinned is None:
+        return  # it crosses through other memory
     there = borrowed(address_of(pinned), 2**22).to("cuda")
     assert torch.equal(there, source)
     assert bytes(mapping.view[:100]) == bytes(source[:100].tolist())

@@ -83,7 +83,7 @@ class Device(Protocol):
     def register(self, view: memoryview, read_only: bool) -> object | None:
         """Pin memory of the host, whole pages of it, for copies from and to the device, until the result is dropped.
 
-        The result keeps the view. None: it cannot be pinned; copies are slower then, as the log says once.
+        The result keeps the view. None: it cannot be pinned; copies then go through pinned memory of this process.
 
         Args:
             read_only: the device only reads it. Memory that this process cannot write must be given so.

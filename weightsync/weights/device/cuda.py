@@ -97,6 +97,33 @@ class _Pinned:
             logger.debug("memory pinned for cuda:%d could not be released: %s", self._ordinal, error)
 
 
+class Bounce:
+    """Pinned memory through which bytes that are not pinned cross to a device, a part at a time.
+
+    The driver would copy them through pinned memory of its own, on one thread, while nothing else of ours crosses.
+
+    Args:
+        areas: the memory, of `STAGING_NBYTES` bytes each, used in turn.
+    """
+
+    def __init__(self, areas: tuple[Tensor, Tensor]) -> None:
+        self._areas = areas
+        self._crossed: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def send(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
+        """Queue a copy of bytes of the host in the current stream, which is ``stream``."""
+        for start in range(0, source.numel(), STAGING_NBYTES):
+            part, before = source[start : start + STAGING_NBYTES], self._crossed[self._turn]
+            if before is not None:
+                before.synchronize()  # what was in this area before has left it
+            area = self._areas[self._turn][: part.numel()]
+            area.copy_(part)
+            target[start : start + STAGING_NBYTES].copy_(area, non_blocking=True)
+            self._crossed[self._turn] = stream.record_event()
+            self._turn = 1 - self._turn
+
+
 class CudaDevice:
     """A CUDA device of this process: see `Device`."""
 
@@ -171,6 +198,12 @@ class CudaDevice:
             first, second = torch.empty((2, STAGING_NBYTES), dtype=torch.uint8, device=f"cuda:{self._ordinal}")
         return first, second
 
+    @cached_property
+    def _bounce(self) -> Bounce:
+        with torch.inference_mode(False):
+            first, second = torch.empty((2, STAGING_NBYTES), dtype=torch.uint8, pin_memory=True)
+        return Bounce((first, second))
+
     def to_host(self, pieces: Sequence[Piece]) -> None:
         """See `Device.to_host`."""
         here = torch.cuda.current_stream(self._ordinal)
@@ -199,19 +232,34 @@ class CudaDevice:
             spread: list[torch.cuda.Event | None] = [None, None]
             for turn, piece in enumerate(pieces):
                 if piece.host.numel() > STAGING_NBYTES:
-                    with torch.cuda.stream(self._beside):
-                        self.copy(piece.tensors, piece.among(piece.host))
+                    self._send_large(piece)
                     continue
                 staged = self._staging[turn % 2][: piece.host.numel()]
                 before = spread[turn % 2]
                 if before is not None:
                     self._beside.wait_event(before)
-                with torch.cuda.stream(self._beside):
-                    staged.copy_(piece.host, non_blocking=True)
+                self._send(staged, piece.host)
                 here.wait_event(self._beside.record_event())
                 with torch.cuda.stream(here):
                     self.copy(piece.tensors, piece.among(staged))
                 spread[turn % 2] = here.record_event()
+
+    def _send_large(self, piece: Piece) -> None:
+        """Queue the copy of a piece that is one tensor, larger than the staging area."""
+        (target,), (source,) = piece.tensors, piece.among(piece.host)
+        if target.is_contiguous() and target.dtype is source.dtype and not _is_lazy(target):
+            self._send(target.view(-1).view(torch.uint8), piece.host)
+            return
+        with torch.cuda.stream(self._beside):
+            self.copy([target], [source])
+
+    def _send(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy of bytes of the host in the stream beside."""
+        with torch.cuda.stream(self._beside):
+            if source.is_pinned():
+                target.copy_(source, non_blocking=True)
+            else:
+                self._bounce.send(target, source, self._beside)
 
     @contextlib.contextmanager
     def _all_ended(self, here: torch.cuda.Stream) -> Iterator[None]:
@@ -226,11 +274,15 @@ class CudaDevice:
 
     def register(self, view: memoryview, read_only: bool) -> object | None:
         """See `Device.register`."""
+        if read_only and not self._driver.pins_read_only(self._ordinal):
+            return None
         try:
             return _Pinned(self._driver, self._ordinal, view, read_only)
         except DeviceError as error:
             if not self._warned_unpinned:
-                text = "copies between cuda:%d and the host are slow: shared memory cannot be pinned: %s"
+                text = (
+                    "weights cross between cuda:%d and the host with one more copy: shared memory cannot be pinned: %s"
+                )
                 logger.warning(text, self._ordinal, error)
                 self._warned_unpinned = True
             return None

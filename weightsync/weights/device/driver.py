@@ -25,6 +25,7 @@ _PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _READ_ONLY: Final = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 #: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED and ..._HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED.
 _NEEDED: Final = (102, 103)
+_PINS_READ_ONLY: Final = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 
 
 class _Location(ctypes.Structure):
@@ -83,6 +84,12 @@ class Driver:
             self._call("cuDeviceGetAttribute", byref(value), c_int(attribute), c_int(ordinal))
             found.append(value.value)
         return all(found)
+
+    def pins_read_only(self, ordinal: int) -> bool:
+        """Whether memory of the host that this process cannot write can be pinned for a device."""
+        value = c_int()
+        self._call("cuDeviceGetAttribute", byref(value), c_int(_PINS_READ_ONLY), c_int(ordinal))
+        return bool(value.value)
 
     def reaches(self, ordinal: int, peer: int) -> bool:
         """Whether kernels of a device can read memory of ``peer``."""
