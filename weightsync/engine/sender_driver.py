@@ -6,8 +6,9 @@ A link carries at most two unanswered versions, so that a worker that does not r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from weightsync.engine.delta import Travelling, travelling
@@ -111,8 +112,8 @@ class Lane:
     """
 
     __slots__ = (
-        *("awaited", "backlog", "blocks", "link", "loses", "named"),
-        *("orders", "outlet", "shares", "known_layout", "worker"),
+        *("awaited", "backlog", "blocks", "link", "loses", "orders"),
+        *("outlet", "shares", "known_layout", "worker"),
     )
 
     def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
@@ -122,8 +123,6 @@ class Lane:
         self.backlog = Backlog()
         #: The digest of the layout that the worker knows; empty if it knows none.
         self.known_layout = b""
-        #: What an ack of each version must name; empty: nothing.
-        self.named: dict[int, bytes] = {}
         #: Whether the worker maps a payload: see `SharesMemory.shares`.
         self.shares: Callable[[Buffer, int], bool] = link.shares if isinstance(link, SharesMemory) else _maps_nothing
         #: Where a link writes that says whether something is left there; None if it must be asked.
@@ -133,6 +132,9 @@ class Lane:
         self.orders = link.delivery in _IN_TURN
         # Where answers may be lost, a full backlog might never empty.
         self.loses = link.delivery in _LOSING
+
+
+_NOTHING_NAMED: Final[Mapping[int, set[bytes]]] = MappingProxyType({})
 
 
 def _carries_deltas(link: Link) -> bool:
@@ -156,6 +158,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: How many processes to be watched have not started yet. Nothing wakes us when one starts.
         self.awaited = 0
         self._packed: dict[int, Packed] = {}
+        #: For each version that is kept, what was named to each worker over any of its links.
+        self._named: dict[int, dict[int, set[bytes]]] = {}
         #: The update that was sent last; None if none was, or its version is no longer due.
         self._said: Said | None = None
         #: The ending and the reason that its goodbyes carry: it has not failed.
@@ -257,7 +261,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if said is None or (said.update.version, said.layout_known, said.shared) != (version, layout_known, shared):
             # One message for all workers that get the same: a link may keep how it is encoded.
             said = self._said = self._message_of(version, packed, layout_known, shared)
-        lane.named[version] = said.named
+        self._named.setdefault(version, {}).setdefault(worker, set()).add(said.named)
         update, payload = said.update, packed.buffer
         if packed.travelling is not None and _carries_deltas(lane.link):
             update, payload = packed.travelling.to(worker, link, self.data.workers[worker].served, update, payload)
@@ -431,7 +435,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._require_handshake(worker, message)
             case Ack() | Refusal():
                 if isinstance(message, Ack):
-                    self._verify(number, message)
+                    self._verify(worker, message)
                 packed, stale = self._packed.get(message.version), self.data.stale
                 take(pure.Answer(worker, number, message))
                 # Handshakes carry a layout that a worker has accepted, not one that was only sent.
@@ -480,18 +484,21 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 return False
         return True
 
-    def _verify(self, link: int, message: Ack) -> None:
-        """Check that an ack names what was sent over its link."""
-        packed, lane = self._packed.get(message.version), self._links.get(link)
-        if packed is None or lane is None or message.incarnation != self.data.incarnation:
+    def _verify(self, worker: int, message: Ack) -> None:
+        """Check that an ack names what was sent to its worker.
+
+        A worker that serves the version already names what it was sent over an earlier link.
+        """
+        packed = self._packed.get(message.version)
+        if packed is None or message.incarnation != self.data.incarnation:
             return
-        sent = lane.named.get(message.version)
-        if sent is None:  # it was not sent over this link
-            sent = packed.digest_to_send(False)
-        if sent and message.digest != sent:
+        sent = self._named.get(message.version, _NOTHING_NAMED).get(worker)
+        if sent is None:  # it was not sent to this worker
+            sent = {packed.digest_to_send(False)}
+        if message.digest not in sent and b"" not in sent:
             raise ProtocolError(
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
-                f"was sent ({sent.hex()}). The link is taken down."
+                f"was sent ({', '.join(sorted(each.hex() for each in sent))}). The link is taken down."
             )
 
     def _forget(self) -> None:
@@ -510,8 +517,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _release(self, version: int) -> None:
         if self._said is not None and self._said.update.version == version:
             self._said = None
-        for lane in self._links.values():
-            lane.named.pop(version, None)
+        self._named.pop(version, None)
         self._packed.pop(version).buffer.pins.discard(self)
 
     def travelling(self, packed: Packed) -> Travelling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from weightsync.engine.recorder import What
 from weightsync.protocol import receiver as receiving
@@ -46,18 +47,19 @@ def _closed_is_final(machine: Machine) -> Iterator[Finding]:
 def _of_receiver(machine: Machine) -> Iterator[Finding]:
     served: Key = (0, 0)
     fence = 0
-    digests: dict[Key, bytes] = {}
+    named: dict[Key, set[bytes]] = {}
     for moment in machine.moments:
         before, after, event = moment.before, moment.after, moment.event
         assert isinstance(before, receiving.ReceiverData)
         assert isinstance(after, receiving.ReceiverData)
         if isinstance(moment.message, Update) and moment.line.what is What.RECEIVED:
-            digests[moment.message.incarnation, moment.message.version] = _named(moment.message)
+            key = moment.message.incarnation, moment.message.version
+            named.setdefault(key, set()).add(_named(moment.message))
         if after.fence < fence:
             yield _broken(moment, "G4 ServingIsMonotone", "its fence falls")
         fence = after.fence
         if after.served != before.served and after.served is not None:
-            yield from _serves(moment, after.served, served, fence, digests)
+            yield from _serves(moment, after.served, served, fence, named)
             served = max(served, after.served)
         if isinstance(event, receiving.Refused) and after.served != before.served:
             yield _broken(moment, "G6 RefusalKeepsServing", "a refusal changes the served version")
@@ -70,7 +72,7 @@ def _named(update: Update) -> bytes:
     return slot_digest(update.slot.seal, update.incarnation, update.version, update.layout_digest, b"")
 
 
-def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key, bytes]) -> Iterator[Finding]:
+def _serves(moment: Moment, new: Key, served: Key, fence: int, named: dict[Key, set[bytes]]) -> Iterator[Finding]:
     if new <= served or new[0] < fence:
         yield _broken(moment, "G4 ServingIsMonotone", f"version {new[1]} is served after version {served[1]}")
     if not isinstance(moment.event, receiving.Applied | receiving.Defer):
@@ -81,21 +83,36 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key
         yield _broken(
             moment, "G1 AckNamesItsVersion", f"version {new[1]} is applied, but its ack names {answer.version}"
         )
-    wanted = digests.get(new)
-    if wanted is None:
+    arrived = named.get(new)
+    if arrived is None:
         yield _broken(moment, "G2 AckedMeansServed", f"version {new[1]} never arrived")
-    elif wanted and answer.digest and answer.digest != wanted:
-        what = f"digest {answer.digest.hex()} was applied, but {wanted.hex()} arrived"
+    elif _names_another(answer, arrived):
+        what = f"digest {answer.digest.hex()} was applied, but {', '.join(each.hex() for each in arrived)} arrived"
         yield _broken(moment, "G2 AckedMeansServed", what)
 
 
-#: The digest that each version was sent with, by link; with None, the one that it has wherever it has one.
-Digests = dict[tuple[int, int | None], bytes]
+def _names_another(ack: Ack, named: set[bytes]) -> bool:
+    """Whether an ack names something else than any of ``named``; not if what it must name is unknown."""
+    return bool(ack.digest) and b"" not in named and ack.digest not in named
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a sender has sent of its versions.
+
+    Attributes:
+        digests: the digest of each version that has one.
+        named: what an ack of a version must name, for each version and worker. A worker may have several links one
+            after another, and name over a later one what it applied over an earlier one.
+    """
+
+    digests: dict[int, bytes] = field(default_factory=dict)
+    named: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
 
 
 def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
     targets: dict[int, tuple[int, ...]] = {}
-    digests: Digests = {}
+    sent = Sent()
     for moment in machine.moments:
         before, after = moment.before, moment.after
         assert isinstance(before, sending.SenderData)
@@ -105,18 +122,16 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
                 yield _broken(moment, "G5 OneOutstanding", "a version is dispatched while another is outstanding")
             asked = moment.event.targets
             targets[after.version] = tuple(before.workers) if asked is None else asked
-        yield from _sends(machine, moment, targets, digests)
+        yield from _sends(machine, moment, targets, sent)
         yield from _concludes(moment, targets)
         yield from _reports(moment, targets)
         if moment.step is not None and moment.step.input in _COUNTS:
-            yield from _counts(network, machine, moment, digests)
+            yield from _counts(network, machine, moment, sent)
         if isinstance(moment.event, sending.Join) and moment.step is not None:
             yield from _sends_hello(moment, targets)
 
 
-def _sends(
-    machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: Digests
-) -> Iterator[Finding]:
+def _sends(machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], sent: Sent) -> Iterator[Finding]:
     update = moment.message
     if moment.line.what is not What.SENT or not isinstance(update, Update):
         return
@@ -128,8 +143,9 @@ def _sends(
         yield _broken(
             moment, "G7 OnlyTargetsChange", f"version {update.version} is sent to {workers}, which is no target of it"
         )
-    digests[update.version, moment.link] = update.digest
-    if update.digest and digests.setdefault((update.version, None), update.digest) != update.digest:
+    for worker in workers:
+        sent.named.setdefault((update.version, worker), set()).add(_named(update))
+    if update.digest and sent.digests.setdefault(update.version, update.digest) != update.digest:
         yield _broken(moment, "G1 AckNamesItsVersion", f"version {update.version} is sent with two digests")
 
 
@@ -164,7 +180,7 @@ def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterato
                 )
 
 
-def _counts(network: Network, machine: Machine, moment: Moment, digests: Digests) -> Iterator[Finding]:
+def _counts(network: Network, machine: Machine, moment: Moment, sent: Sent) -> Iterator[Finding]:
     """An answer counts: the worker must have done what it says."""
     event, data = moment.event, moment.after
     assert isinstance(data, sending.SenderData)
@@ -173,8 +189,7 @@ def _counts(network: Network, machine: Machine, moment: Moment, digests: Digests
         return
     if ack.incarnation != data.incarnation:
         yield _broken(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")
-    known = digests.get((ack.version, event.link))
-    if known and ack.digest and known != ack.digest:
+    if _names_another(ack, sent.named.get((ack.version, event.worker), {b""})):
         yield _broken(moment, "G2 AckedMeansServed", "the ack names the digest of other weights than were sent")
     peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]
     if peers and not any(_applied(peer, (ack.incarnation, ack.version), moment, machine.clock) for peer in peers):

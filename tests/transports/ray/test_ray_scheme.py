@@ -114,6 +114,19 @@ def test_small_payloads_go_with_the_call_and_large_ones_of_the_same_host_are_map
     assert get(setups[0].shows.remote()) == {4.0}
 
 
+def test_an_actor_that_serves_the_version_already_takes_a_new_link(setups: list[Any], trainer: Any) -> None:
+    """Over a link that has not been answered yet the weights travel; before, the actor had mapped them."""
+    get(setups[0].do.remote(set_policy, nn.Linear, 200, 200))
+    sender = trainer(setups[:1], nn.Linear(200, 200))
+    for fill in (1.0, 2.0):
+        assert sender.send(filled(nn.Linear(200, 200), fill), timeout=PATIENCE).ok
+    for fill in (3.0, 4.0):
+        sender.add_worker(0, setups[0])
+        _until(lambda: sender.poll() is None and sender.workers[0].served == sender.version)
+        assert sender.send(filled(nn.Linear(200, 200), fill), timeout=PATIENCE).ok
+        assert get(setups[0].shows.remote()) == {fill}
+
+
 def _no_put(*_: Any, **__: Any) -> Any:
     raise AssertionError("the payload was put into Ray's object store")
 

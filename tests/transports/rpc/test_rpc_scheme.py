@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -39,10 +40,12 @@ from weightsync import (
     OutcomeKind,
     RefusedError,
     RPCWeightSyncScheme,
+    SenderClosed,
     State,
     StateError,
     WorkerLostError,
 )
+from weightsync.clock import Deadline
 
 # ----------------------------------------------------------------------------------------------- sending
 
@@ -345,6 +348,37 @@ def test_a_receiver_that_closes_is_removed_and_another_may_come(world: World) ->
 
 def add_again(setup: WorkerSetup, worker_id: int, name: str) -> None:
     setup.kept["sender"].add_worker(worker_id, name)
+
+
+def test_a_worker_that_serves_the_version_already_takes_a_new_link(world: World) -> None:
+    """Over a link that has not been answered yet the weights travel; before, the worker had mapped them."""
+    with world.syncing([0], large) as trainer:
+        for version in (1, 3):
+            trainer.tell(send, float(version))
+            world.workers[0].do(take_until, version)
+            assert trainer.answer().ok
+            trainer.do(add_again, 0, "w0")
+            world.workers[0].tell(take_until, version + 1)
+            trainer.do(catch_up)
+            trainer.do(send, float(version + 1))
+            world.workers[0].answer()
+            assert world.workers[0].do(shows) == (version + 1, {float(version + 1)})
+
+
+def take_until(setup: WorkerSetup, version: int) -> None:
+    """Receive until this version is served. The old link may end before the new one is here."""
+    waited = Deadline(PATIENCE)
+    while setup.receiver.version != version and not waited.passed:
+        with contextlib.suppress(SenderClosed):
+            setup.receiver.receive(timeout=0.5)
+
+
+def catch_up(setup: WorkerSetup) -> None:
+    """Wait until the worker has answered over its new link with the version that it serves."""
+    sender, waited = setup.kept["sender"], Deadline(PATIENCE)
+    while sender.workers[0].served != sender.version and not waited.passed:
+        sender.poll()
+        time.sleep(0.01)
 
 
 def test_one_receiver_a_model_in_a_process(world: World) -> None:

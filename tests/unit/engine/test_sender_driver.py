@@ -196,6 +196,27 @@ def test_who_maps_a_version_names_its_seal_and_who_gets_its_bytes_their_digest()
     assert [outcomes[worker].kind for worker in range(3)] == [OutcomeKind.APPLIED] * 3
 
 
+@pytest.mark.parametrize("named", ["seal", "digest", "neither"])
+def test_a_worker_with_a_new_link_names_what_it_was_sent_over_either(named: str) -> None:
+    """It serves the version already; over its first link it mapped the memory, over the new one it gets the bytes."""
+    fleet, again, sent = Fleet(Sharing()), Scripted(), in_a_segment(Verify.AUTO)
+    fleet.sends(sent)
+    names = {
+        "seal": slot_digest(sent.buffer.sealed(), EPOCH, 1, LAYOUT.digest, b"extras"),
+        "digest": sent.digested(),
+        "neither": b"\2" * 16,
+    }
+    fleet.receives(0, ack(1, names["seal"]))
+    fleet.driver.join(0, again)
+    again.receives(ack(1, names[named]))
+    fleet.driver.pump()
+
+    assert [told.digest for told in again.said if isinstance(told, Update)] == [names["digest"]]
+    assert (fleet.link_state() is pure.LinkState.LOST) is (named == "neither")
+    if named == "neither":
+        assert all(names[each].hex() in fleet.reason() for each in names)
+
+
 @pytest.mark.parametrize("verify", [Verify.AUTO, Verify.LAYOUT])
 def test_an_answer_that_names_another_seal_ends_its_link(verify: Verify) -> None:
     fleet = Fleet(Sharing())
@@ -381,7 +402,7 @@ def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
     assert [each.buffer.pinned for each in (first, second, third)] == [False, False, True]
     assert fleet.driver._said is not None
     assert fleet.driver._said.update.version == 3
-    assert [set(lane.named) for lane in fleet.driver._links.values()] == [{3}, {3}]
+    assert set(fleet.driver._named) == {3}
     fleet.driver.close()
     assert fleet.driver._said is None
     assert fleet.driver.packed(3) is None
