@@ -19,7 +19,8 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.messages import Ack, Refusal, Update
 from weightsync.protocol.report import Evidence
-from weightsync.transports.buffers import Mapping, NoRoom, Slot
+from weightsync.transports.buffers import Mapping, NoRoom
+from weightsync.transports.device import Slot
 from weightsync.weights.target import Mode, SwapBroken, Target
 from weightsync.weights.tree_digest import digest
 

@@ -16,8 +16,7 @@ from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
 from weightsync.transports.base import Link, Outlet, Received, Steady
-from weightsync.transports.buffers import Slot
-from weightsync.transports.device import CarriesDevices
+from weightsync.transports.device import CarriesDevices, Slot
 from weightsync.transports.process import own_host, own_identity
 from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import Layout

@@ -17,8 +17,8 @@ from typing import Final, Generic, Protocol, TypeVar
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
-from weightsync.transports.buffers import Buffer, Slot
-from weightsync.transports.device import OnDevice
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.device import OnDevice, Slot
 from weightsync.transports.process import forget_after_fork
 
 

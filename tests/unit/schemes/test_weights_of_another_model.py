@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, small
+from pools import statistics
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State
@@ -39,7 +40,7 @@ def test_other_weights_are_refused_in_the_trainer_which_names_both(
 ) -> None:
     one.sync()
     pool = one.sender._packer._pool
-    pinned = pool.statistics().pinned
+    pinned = statistics(pool).pinned
 
     with pytest.raises(LayoutError, match=told) as caught:
         getattr(one.sender, send)(change(state()))
@@ -48,7 +49,7 @@ def test_other_weights_are_refused_in_the_trainer_which_names_both(
     assert "are not those of the model that is registered for 'policy'" in message
     assert "The model has 9 tensors (1 int64, 8 float32): '0.bias', '0.weight', '1.bias' and 6 more." in message
     assert "The weights have " in message
-    assert (one.sender.version, one.sender.state, pool.statistics().pinned) == (1, State.READY, pinned)
+    assert (one.sender.version, one.sender.state, statistics(pool).pinned) == (1, State.READY, pinned)
     assert one.sync(state()).ok
     assert one.receiver.version == 2
 
