@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from weightsync import SyncReport
+from weightsync import ConfigurationError, SyncReport
+from weightsync.local_workers import SchemeName
 
 if TYPE_CHECKING:
     from weightsync import WeightSender
-from weightsync import ConfigurationError
 
 _MEAN_OVER = 20
 
@@ -214,16 +214,6 @@ CHUNK_STEPS = 32
 START_TIMEOUT = 60.0
 #: Seconds for a worker to apply a version, to send experience, or to prove its version.
 WORKER_TIMEOUT = 15.0
-
-
-class SchemeName(enum.Enum):
-    """The schemes that the demo runs over."""
-
-    SHARED = "shared"
-    PROCESS = "process"
-    RAY = "ray"
-    RPC = "rpc"
-    DISTRIBUTED = "distributed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

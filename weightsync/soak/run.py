@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from weightsync import ConfigurationError, OutcomeKind, State, SyncReport
-from weightsync.local_workers import LocalWorkerError, start_forkserver
+from weightsync.local_workers import LocalWorkerError, SchemeName, start_forkserver
 from weightsync.soak.members import MEMBERS, PROCESS_S, Member
-from weightsync.soak.worker import MODEL_ID, Look, Request, SchemeName, SoakModel, work
+from weightsync.soak.worker import MAKE, MODEL_ID, Look, Request, SoakModel, work
 
 #: How many seconds a send waits for a worker that is well; a stopped worker gets `_STOPPED_S`.
 _PATIENCE_S = 60.0
@@ -157,7 +157,7 @@ class Soak:
         self._values: dict[int, float] = {}
         self._sender: Any = None
         self._model = SoakModel(nbytes)
-        self._scheme = scheme.make()
+        self._scheme = MAKE[scheme]()
         self._does: dict[Action, Callable[[], object]] = {
             Action.SEND: lambda: self._send(),  # noqa: PLW0108 - its arguments have defaults
             Action.SUBSET: lambda: self._send(self._some()),
@@ -226,7 +226,7 @@ class Soak:
             member.worker.close()
         self._members.clear()
         self._scheme.close()
-        self._scheme = self._name.make()  # the closed one and its sender know the store, which is this process's
+        self._scheme = MAKE[self._name]()  # the closed one and its sender know the store, which is this process's
         self._sender = None
         self._setup.close()
         self.tally.after = self._settled()

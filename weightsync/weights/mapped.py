@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from torch import Tensor
 
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import views
+from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import Form, address_of, borrowed, owning
-
-if TYPE_CHECKING:
-    from weightsync.weights.target import DestinationPlan
 
 #: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made each time, which
 #: costs less than to look for pages that this process has written through views that may still be referenced.
@@ -28,23 +26,23 @@ class MappedPayload:
 
     def __init__(self, views: list[Tensor]) -> None:
         self.views = views
-        self._family: object = None
+        #: The family of plans that the memory is chosen for: see `DestinationPlan.family`.
+        self.family: object = None
         self.memory: list[Tensor] = []
         #: The tensors that are copied beside the mapped ones.
         self.copied: Sequence[int] = ()
         self._form: Form | None = None
 
-    def prepare(self, plan: DestinationPlan) -> None:
-        """Choose the parameters' memory."""
-        if self._family is not plan.family:
-            self._family, self._form = plan.family, None
-            self.memory = [self.views[source] for source in plan.mappable.values()]
-            self.copied = [index for index in plan.copied() if index not in plan.mappable]
+    def prepare(self, family: object, sources: Iterable[int], copied: Sequence[int]) -> None:
+        """Choose the parameters' memory: the views with these indices."""
+        self.family, self._form = family, None
+        self.memory = [self.views[source] for source in sources]
+        self.copied = copied
 
-    def form(self, plan: DestinationPlan) -> Form:
+    def form(self, weights: Weights) -> Form:
         """What the destination's tensors are known by, once the parameters have that memory."""
         if self._form is None:
-            self._form = Form(plan.weights.tensors.values())
+            self._form = Form(weights.tensors.values())
         return self._form
 
 

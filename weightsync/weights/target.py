@@ -257,7 +257,7 @@ class Target:
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
-            plan = plan.moved(mapped.form(plan), mapped)
+            plan = plan.moved(mapped.form(plan.weights), mapped)
         elif self._slot is not None:
             plan = plan.moved(Form(plan.weights.tensors.values()))
         self._slot = staged.payload if mapped and isinstance(staged.payload, DeviceMemory) else None
@@ -341,7 +341,9 @@ class Target:
 
     def _point(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload:
         mapped = self._mapped.of(plan.layout, staged.payload)
-        mapped.prepare(plan)
+        if mapped.family is not plan.family:
+            copied = [index for index in plan.copied() if index not in plan.mappable]
+            mapped.prepare(plan.family, plan.mappable.values(), copied)
         undo.remember(plan.parameters, plan.mapped.memory if plan.mapped else None)
         for parameter, data in zip(plan.parameters, mapped.memory, strict=True):
             parameter.data = data
