@@ -271,7 +271,7 @@ def seconds(results: dict[str, Any], nbytes: float, links: int, copies: float, r
 
     Args:
         results: has the constants.
-        nbytes: of the payload.
+        nbytes: the size of the payload.
         links: how many workers the trainer itself talks to.
         copies: how often the payload leaves the trainer's host.
         rate: bytes a second of the trainer's network link.

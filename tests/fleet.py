@@ -132,7 +132,7 @@ class WorkerSetup:
 
 
 def work(control: Any, scheme: Any, pipe: Any) -> None:
-    """The body of a worker process: do what is asked, until told to end or the asker is gone."""
+    """Run a worker process: execute each request until one ends it or the other end is gone."""
     torch.set_num_threads(1)
     setup = WorkerSetup(scheme, pipe)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -140,7 +140,7 @@ def work(control: Any, scheme: Any, pipe: Any) -> None:
             function, arguments = asked
             try:
                 control.send((True, function(setup, *arguments)))
-            except Exception as error:  # noqa: BLE001 - told to the test
+            except Exception as error:  # noqa: BLE001 - the test gets it
                 control.send((False, error))
 
 
@@ -252,7 +252,7 @@ def crew(forkserver: Any) -> Iterator[Crew]:
     made.end()
 
 
-# ------------------------------------------------------------------------------ what workers can be told to do
+# ------------------------------------------------------------------------------ what workers can be asked to do
 
 
 def join(setup: WorkerSetup, make: Callable[..., nn.Module] = small) -> None:

@@ -64,10 +64,10 @@ class StorePair:
             scheme.close()
 
 
-# ------------------------------------------------------------------------------ what workers can be told to do
+# ------------------------------------------------------------------------------ what workers can be asked to do
 
 
-def meet(  # noqa: PLR0917 - told over a pipe, by position
+def meet(  # noqa: PLR0917 - sent over a pipe, by position
     setup: WorkerSetup,
     port: int,
     rank: int,
@@ -114,7 +114,7 @@ def lead(
 
 
 def wait_until_met(setup: WorkerSetup) -> int | None:
-    """Receive, through losses, until a version came over a link; which one that was."""
+    """Receive, despite losses, until a version has arrived over a link. Returns that version."""
     before = setup.receiver.version
     while setup.receiver.version == before:
         with contextlib.suppress(ConnectionError):

@@ -18,12 +18,12 @@ class Situation:
     """One payload with one number of workers.
 
     Attributes:
-        settings: of the run.
+        settings: the settings of the run.
         payload: what is sent.
-        workers: to how many.
+        workers: the number of workers that it is sent to.
         source: the trainer's weights.
-        model_id: differs for each situation of a run.
-        cleanup: ends what contenders start for it.
+        model_id: the name of the model, another one in each situation of a run.
+        cleanup: ends everything that contenders start for it.
         left_out: names of schemes that cannot be measured here.
     """
 

@@ -37,7 +37,7 @@ class Label:
     """The name of a contender.
 
     Attributes:
-        name: of the floor or the scheme.
+        name: the name of the floor or the scheme.
         kind: what it is.
         verify: the value of `weightsync.Verify` that it was measured with; None for what has none.
     """

@@ -225,7 +225,7 @@ class Settings:
         workers: the number of rollout processes.
         overlap: send with `send_async`, so that the sync overlaps with training, instead of `send`.
         seconds: the longest time to train.
-        seed: for weights, environments and actions. Processes race, so two runs with the same seed still differ.
+        seed: the seed for weights, environments and actions. Processes race, so runs with one seed still differ.
         kill_worker: whether to kill the last worker half way.
 
     Raises ConfigurationError: there are no workers, no time, or a negative seed, or no worker would survive.

@@ -273,7 +273,7 @@ class WeightSender(Participant):
             return report
 
     def progress(self) -> None:
-        """Read what has arrived, and write what can be written. As `poll`, but no outcome counts as told."""
+        """Read what has arrived, and write what can be written. As `poll`, but no outcome counts as reported."""
         with Shield(self._driver.waker.fire):
             self._driver.pump()
 

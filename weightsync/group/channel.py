@@ -84,7 +84,7 @@ class TrainerEnd:
 
     Args:
         sock: one end of a socket pair; None if the worker is to connect.
-        arrival: where it will.
+        arrival: where it will arrive.
     """
 
     def __init__(self, sock: socket.socket | None, arrival: Arrival | None = None) -> None:

@@ -284,7 +284,7 @@ class Members:
     """All members.
 
     Args:
-        members: by index.
+        members: the members by index.
         capacity: how many results of each may be untaken.
         is_stale: whether a worker waits for newer weights.
         feed: what sends them their weights; None: nothing does yet.

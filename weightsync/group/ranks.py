@@ -103,7 +103,7 @@ class RankLauncher:
     """Leaves a note for each rank, which comes by itself.
 
     Args:
-        scheme: of torch.distributed.
+        scheme: the scheme over torch.distributed.
         asked: what the user has asked for.
 
     Raises:

@@ -139,7 +139,7 @@ class Soak:
         scheme: the scheme to soak.
         workers: how many workers, at least 2.
         nbytes: the size of the weights.
-        seed: of the choices. Processes race, so that two runs with one seed still differ.
+        seed: the seed of the random choices. Processes race, so two runs with one seed still differ.
 
     Raises:
         ConfigurationError: there are fewer than 2 workers.
@@ -283,7 +283,7 @@ class Soak:
             self.tally.outcomes[outcome.kind] += 1
 
     def _kill(self) -> None:
-        """Kill a worker, sometimes amid a send; it is LOST, the others are served, and it is started again."""
+        """Kill a worker, sometimes during a send; it is LOST, the others are served, and it is started again."""
         index = self._one()
         worker = self._members[index].worker
         if self._random.random() < 0.5:

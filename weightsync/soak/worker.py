@@ -93,7 +93,7 @@ class SoakModel(nn.Module):
         self.fill = fill
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The value, beside the weights."""
+        """The value, which travels with the weights."""
         return {"fill": self.fill}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

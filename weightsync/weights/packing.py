@@ -184,7 +184,7 @@ class Pieces:
     It keeps addresses and no tensors: it is good for as long as the tensors are where they are.
 
     Args:
-        layout: of the tensors.
+        layout: the layout of the tensors.
         places: the addresses of those whose bytes are moved: see `movable`.
     """
 

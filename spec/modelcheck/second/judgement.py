@@ -25,7 +25,7 @@ class SecondVerdict:
 
     Attributes:
         first: TLC's verdict on it.
-        counts: of the graph that was read; None if none was, or not to its end.
+        counts: the counts of the graph that was read; None if none was read to its end.
         nodes: how many were read.
         edges: the labelled edges that were read.
         broken: what does not hold in it.

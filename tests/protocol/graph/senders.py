@@ -23,7 +23,7 @@ Attempt = tuple[Label, Any]
 
 
 def attempts(world: World) -> Iterator[Attempt]:
-    """Whatever a sender may try or be told."""
+    """Every event that a sender may have."""
     bounds = world.bounds
     for s in bounds.all_senders:
         if "copy" in bounds.features:

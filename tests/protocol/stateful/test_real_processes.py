@@ -1,6 +1,6 @@
 """Random walks of a real sender and real worker processes over both schemes, compared with the reference at each step.
 
-What was sent is at once in the pipe, and a worker looks into it when it is told to: so it is known what must happen,
+What was sent is at once in the pipe, and a worker reads it on request: so it is known what must happen,
 though all is real: pipes, shared memory, and processes that die by SIGKILL, also in the midst of a swap.
 """
 

@@ -58,7 +58,7 @@ class CloggedLink(LocalLink):
         super().__init__(network, side, payloads)
         self.clogged = False
         self._queued: list[messages.Message] = []
-        #: Told of each message that is sent over this end.
+        #: Called with each message that is sent over this end.
         self.listener: Callable[[messages.Message], None] = lambda message: None
 
     def send(self, message: messages.Message, payload: Any = None) -> None:
@@ -560,7 +560,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def _told(found: Any) -> Any:
-    """What a caller was told, by either."""
+    """What a caller got, from either."""
     match found:
         case Raised(kind=kind, report=report, fence=fence):
             return kind, _told(report), fence

@@ -1,4 +1,4 @@
-"""A worker with workers of its own: it answers once they were updated, and what became of that is told."""
+"""A worker with workers of its own: it answers once they were updated, and reports their outcomes."""
 
 from __future__ import annotations
 

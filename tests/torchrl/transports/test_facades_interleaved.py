@@ -23,7 +23,7 @@ class Account:
     """What is known of one model: versions by number, as the trainer and the worker must see them."""
 
     version: int = 0
-    #: The version that the trainer may wait for, and whether its failure was told.
+    #: The version that the trainer may wait for, and whether its failure was reported.
     outstanding: int | None = None
     reported: bool = False
     #: The newest version that lies unread in the pipe; that which was handed out and not answered.

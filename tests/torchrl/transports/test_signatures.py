@@ -185,8 +185,8 @@ def only_adds(theirs: str, ours: str) -> bool:
     """Whether ours takes all that theirs does, in the same way, and besides it only keywords that have defaults."""
     before, after = parameters(theirs), parameters(ours)
     more = [after[name] for name in after if name not in before]
-    return all(after.get(name) == told for name, told in before.items()) and all(
-        told.startswith("keyword") and "=" in told for told in more
+    return all(after.get(name) == parameter for name, parameter in before.items()) and all(
+        parameter.startswith("keyword") and "=" in parameter for parameter in more
     )
 
 

@@ -45,7 +45,7 @@ def test_weights_that_do_not_fit_are_refused_by_each_worker(three: Pair, case: s
     with pytest.raises(RefusedError) as refused:
         three.sender.wait_async()
 
-    assert all(culprit in told and how in told for told in refused.value.refused.values())
+    assert all(culprit in reason and how in reason for reason in refused.value.refused.values())
     assert all(culprit in receiver.last_refusal for receiver in three.receivers)
     assert [constants(model) for model in three.models] == [{1.0}] * 3
     assert [receiver.version for receiver in three.receivers] == [1] * 3

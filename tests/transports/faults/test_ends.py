@@ -1,4 +1,4 @@
-"""Ends of every kind, of either side: who is told what, who goes on, and that nothing stays behind."""
+"""Ends of every kind, of either side: what the other side learns, who continues, and that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -222,11 +222,11 @@ def test_memory_for_no_payload_is_mapped_and_one_in_no_segment_has_no_seal():
 )
 def test_what_cannot_be_mapped_for_want_of_resources_is_told_from_what_never_can_be(number, kind, monkeypatch):
     def mmap(*_, **__):
-        raise OSError(number, "told why") if number else ValueError("told why")
+        raise OSError(number, "the reason") if number else ValueError("the reason")
 
     segment = Segment(LARGE)
     monkeypatch.setattr(buffers.mmap, "mmap", mmap)
-    with pytest.raises(TransportError, match=r"cannot be mapped: .*told why") as caught:
+    with pytest.raises(TransportError, match=r"cannot be mapped: .*the reason") as caught:
         Mapping(segment.fd)
     assert type(caught.value) is kind
 

@@ -60,7 +60,7 @@ class Row:
 
 
 class Actor:
-    """Takes calls, and ends all of them as it is told."""
+    """Takes calls, and ends all of them on request."""
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []

@@ -29,8 +29,8 @@ UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbyte
 def hello(**changed: Any) -> bytes:
     """A trainer's handshake, from this process unless something is changed."""
     pid, started = own_identity()
-    told = {"host": own_host(), "pid": pid, "started": started, **changed}
-    return codec.encode(Hello(model_id="m", incarnation=1, **told))
+    fields = {"host": own_host(), "pid": pid, "started": started, **changed}
+    return codec.encode(Hello(model_id="m", incarnation=1, **fields))
 
 
 class Ends(NamedTuple):

@@ -88,7 +88,7 @@ class StrikableActor(ray_fleet.Bench, WeightSyncActor):
 
 
 class Actor(Process):
-    """An actor, told as a process is. Ray may restart it once it is dead: `RayFleet.readmit` finds its next life."""
+    """An actor, asked like a process. Ray may restart it once it is dead: `RayFleet.readmit` finds its next life."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle

@@ -63,7 +63,7 @@ class Wanted:
     led: bool
 
 
-#: A function that a process is told to call, and its arguments.
+#: A function that a process is asked to call, and its arguments.
 Order = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -166,7 +166,7 @@ class Fleet(abc.ABC):
     trainer_payload: tuple[Place, ...] = ()
     #: What becomes of a worker that was killed before its handshake.
     unmet = LOST
-    #: What becomes of a worker that was killed after its answer, which may be lost with it.
+    #: The outcomes of a worker that was killed after its answer, which may be lost with it.
     answered: tuple[OutcomeKind, ...] = (APPLIED, LOST)
     #: Whether a worker's call of `receive` is what reads its links.
     receives = True

@@ -34,19 +34,19 @@ class Listening:
     """Remembers how a run went."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def began(self, cases: int) -> None:
-        self.told.append(f"{cases} cases")
+        self.calls.append(f"{cases} cases")
 
     def setting_up(self, payload: Payload, workers: int) -> None:
-        self.told.append(f"{payload.name} for {workers}")
+        self.calls.append(f"{payload.name} for {workers}")
 
     def measured(self, samples: Mapping[Label, Sequence[float]], share: float) -> None:
-        self.told.append("round")
+        self.calls.append("round")
 
     def ended(self, case: Case) -> None:
-        self.told.append("ended")
+        self.calls.append("ended")
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_a_run_tells_how_it_goes() -> None:
     listening = Listening()
     run(Settings((PAYLOADS["E"],), (1,), (SchemeName.PROCESS,), ("layout",), rounds=1), listening)
 
-    assert listening.told == ["1 cases", "E for 1", "round", "ended"]
+    assert listening.calls == ["1 cases", "E for 1", "round", "ended"]
 
 
 # --------------------------------------------------------------------------------------- what is no measurement

@@ -161,11 +161,11 @@ def test_what_a_device_cannot_copy_is_named_and_any_other_fault_of_it_is_raised(
 
 def test_the_same_layout_is_the_same_object_version_after_version() -> None:
     packer = Packer()
-    told = packer.layout_of(weights())
+    layout = packer.layout_of(weights())
 
-    assert packer.pack(weights(2.0)).layout is told
-    assert packer.layout_of(weights(3.0)) is told
-    assert packer.layout_of({"a": torch.ones(4)}) != told
+    assert packer.pack(weights(2.0)).layout is layout
+    assert packer.layout_of(weights(3.0)) is layout
+    assert packer.layout_of({"a": torch.ones(4)}) != layout
 
 
 def test_names_and_extra_state_beyond_what_a_message_carries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

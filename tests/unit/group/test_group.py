@@ -193,7 +193,7 @@ def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make
             next(results)
         assert "in fail_first" in caught.value.remote_traceback
         assert (caught.value.worker, caught.value.version, caught.value.restarts) == (0, 1, 0)
-        assert list(group.results()) == []  # it is told once
+        assert list(group.results()) == []  # it is reported once
         assert len(group.send()) == 0
 
 

@@ -26,7 +26,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "error"),
     [
         (lambda found: {f"module.{name}": tensor for name, tensor in found.items()}, "by the prefix 'module.'"),
         (lambda found: {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}, "dtype bfloat16, expected"),
@@ -36,13 +36,13 @@ def state() -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("send", ["send", "send_async"])
 def test_other_weights_are_refused_in_the_trainer_which_names_both(
-    one: Pair, change: Any, told: str, send: str
+    one: Pair, change: Any, error: str, send: str
 ) -> None:
     one.sync()
     pool = one.sender._packer._pool
     pinned = statistics(pool).pinned
 
-    with pytest.raises(LayoutError, match=told) as caught:
+    with pytest.raises(LayoutError, match=error) as caught:
         getattr(one.sender, send)(change(state()))
 
     message = str(caught.value)

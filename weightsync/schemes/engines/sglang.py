@@ -41,7 +41,7 @@ class SGLangEngine(Engine):
     is LOST. Reload its model, then `add_worker` it.
 
     Args:
-        url: of the server.
+        url: the URL of the server.
         carrier: brings the tensors; None if they travel in the calls.
         tp_size: its tensor-parallel size: each rank gets the whole tensors, and takes its part.
         pause: what becomes of requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,

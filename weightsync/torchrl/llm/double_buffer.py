@@ -88,7 +88,7 @@ def newest(at: Path) -> int:
 
 
 def read(at: Path) -> tuple[int, TensorDictBase | None]:
-    """Read the newest version, and its number. One that is removed meanwhile is older than the newest: look again."""
+    """Read the newest version, and its number. If it is removed meanwhile, there is a newer one: look again."""
     while (version := newest(at)) != 0:
         try:
             found = TensorDict.load_memmap(at / str(version)).flatten_keys(".").clone()

@@ -20,10 +20,10 @@ class SGLangCollectiveTransport(EngineTransport):
     """Sends to one SGLang server: see `SGLangEngine`.
 
     Args:
-        server_url: of the server.
+        server_url: the URL of the server.
         master_address: ignored: there is no group to join.
         master_port: ignored.
-        rank: of this process: 0, the trainer.
+        rank: the rank of this process: 0, the trainer.
         world_size: the server's GPUs, and one for the trainer.
         device: ignored.
         timeout: seconds until `send_weights` ends.
@@ -62,7 +62,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
     """One SGLang server as the worker: see `SGLangEngine`.
 
     Args:
-        server_url: of the server.
+        server_url: the URL of the server.
         master_address: ignored: there is no group to join.
         master_port: ignored.
         num_gpus: the server's tensor-parallel size.

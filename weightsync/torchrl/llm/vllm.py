@@ -20,9 +20,9 @@ class VLLMCollectiveTransport(EngineTransport):
     """Sends to one vLLM engine: see `VLLMEngine`.
 
     Args:
-        master_address: of the group in which the carrier is rank 0; the carrier says it to the engine.
+        master_address: the address of the group in which the carrier is rank 0; the carrier sends it to the engine.
         master_port: its port.
-        rank: of this process: 0, the trainer; None at the engine.
+        rank: the rank of this process: 0, the trainer; None at the engine.
         world_size: the size of the group.
         device: the carrier's.
         vllm_engine: the engine, a Ray actor that holds one, or the URL of a server.
@@ -79,7 +79,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     """One vLLM engine as the worker: see `VLLMEngine`.
 
     Args:
-        master_address: of the group in which the carrier is rank 0; default: "localhost".
+        master_address: the address of the group in which the carrier is rank 0; default: "localhost".
         master_port: its port; default: a free one.
         gpus_per_replica: GPUs of each replica of the engine.
         num_replicas: how many replicas there are.
