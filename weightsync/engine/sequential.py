@@ -54,8 +54,8 @@ class SequentialSends:
         """Settle the previous update, then send as `WeightSender.send_async` does.
 
         Raises:
-            SyncError: the previous update did not reach every worker. This one was dispatched all the same. Otherwise as
-                `WeightSender.send_async`.
+            SyncError: the previous update did not reach every worker. This one was dispatched all the same.
+                Otherwise as `WeightSender.send_async`.
         """
         before = self.settle(deadline.remaining)
         report = self._sender.send_async(weights, worker_ids)
