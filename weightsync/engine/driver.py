@@ -160,7 +160,7 @@ def close(link: Link) -> None:
     """Close a link, whatever its adapter raises: see `Link.close`."""
     try:
         link.close()
-    except Exception as error:  # noqa: BLE001 - this link is finished; the others go on
+    except Exception as error:  # noqa: BLE001 - this link is finished; the others continue
         _fault(link, error)
 
 

@@ -200,7 +200,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._links[link].send(message)
             if outlet is None or not outlet.idle:
                 self._asked_again(self._links[link])
-        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
             self._unwritable = link
             self._down(link, str(error) or repr(error))
 

@@ -368,7 +368,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                         self._message(worker, number, link, received.message, take)
         except (TransportError, ProtocolError) as error:
             take(pure.LinkLost(worker, number, str(error)))
-        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
             take(pure.LinkLost(worker, number, mishandled(link, error)))
 
     def _give_up(self, link: Link, reason: str) -> None:

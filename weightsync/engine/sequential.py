@@ -54,7 +54,7 @@ class SequentialSends:
         """Settle the previous update, then send as `WeightSender.send_async` does.
 
         Raises:
-            SyncError: the previous update did not reach every worker. This one was dispatched all the same.
+            SyncError: the previous update did not reach every worker. This one was dispatched anyway.
                 Otherwise as `WeightSender.send_async`.
         """
         before = self.settle(deadline.remaining)

@@ -203,7 +203,7 @@ class ActorLauncher:
         return Launched(Running(process, channel, channel.announce), handle, None)
 
     def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - actors leave nothing to close
-        """Listen no more."""
+        """Stop listening."""
         if self._reception is not None:
             self._reception.close()
             self._reception = None

@@ -342,7 +342,7 @@ class Members:
         return all(member.over for member in self.by_index.values())
 
     def _drive(self) -> None:
-        """Let the sender go on: a version may wait in it for answers, and the workers for that version."""
+        """Let the sender continue: a version may wait in it for answers, and the workers for that version."""
         feed = self._feed()
         if feed is None:
             return

@@ -396,7 +396,7 @@ class WeightSyncScheme(Configured):
             StateError: not initialised, not connected, or shut down.
             ConfigurationError, LayoutError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as
                 `WeightSender.send`. With ``sync=False`` the outcomes are those of the update before; this one was
-                dispatched all the same.
+                dispatched anyway.
         """
         report = self._sender_side.send(weights, worker_ids_of(worker_ids), Deadline(timeout), OnFailure(on_failure))
         self._workers_answered()

@@ -209,7 +209,7 @@ class RayMembers(PipeMembers):
         return member.worker.actor
 
     def dismiss(self, member: Member) -> None:
-        """Kill the actor, which never ends by itself."""
+        """Kill the actor, which never ends on its own."""
         member.worker.kill()
 
     def reached(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:

@@ -299,7 +299,7 @@ class Soak:
         self._add(index, self._start(index))
 
     def _stop(self) -> None:
-        """Stop a worker until the send has timed out, and let it go on."""
+        """Stop a worker until the send has timed out, and let it continue."""
         index = self._one()
         pid = self._members[index].worker.pid
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""An end of a connection that gives its driver one message at a time, when the replay says so."""
+"""An end of a connection that gives its driver one message at a time, when the replay allows it."""
 
 from __future__ import annotations
 

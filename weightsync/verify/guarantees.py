@@ -89,7 +89,7 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key
         yield _broken(moment, "G2 AckedMeansServed", what)
 
 
-#: The digest that each version was sent with, by link; with None, the one that it has wherever it has one.
+#: The digest that each version was sent with, by link; with None, the digest that it has on any link.
 Digests = dict[tuple[int, int | None], bytes]
 
 

@@ -42,7 +42,7 @@ CHUNK = 64 << 20
 #: Tensors of so many bytes are moved one by one as bytes, whatever their dtype. Smaller ones are copied many at a time
 #: by torch, which uses no threads of its own for them.
 LARGE: Final = 32 << 10
-#: Runs of up to so many small tensors are moved one by one all the same: torch's first call after other work takes as
+#: Runs of up to so many small tensors are moved one by one nevertheless: torch's first call after other work takes as
 #: long as many moves.
 FEW: Final = 32
 

@@ -379,9 +379,9 @@ class Target:
         return own
 
     def keep_addresses(self) -> None:
-        """A graph of kernels is about to be captured: give parameters that view a slot memory of their own, for good.
+        """Give parameters that view a slot permanent memory of their own: a graph of kernels is about to be captured.
 
-        What kernels read there now, they go on to read: the slot is free once the next version is applied.
+        Kernels may still read the slot: it is free once the next version is applied.
         """
         with self._moving:
             if self._movable is not False:

@@ -28,7 +28,7 @@ class SGLangCollectiveTransport(EngineTransport):
         device: ignored.
         timeout: seconds until `send_weights` ends.
         flush_cache_on_update: whether the server's prefix cache is flushed; default: with ``pause_mode="abort"``.
-        pause_mode: what becomes of requests in progress; default: "retract".
+        pause_mode: what happens to requests in progress; default: "retract".
 
     Raises:
         ConfigurationError: (a ValueError) another rank, or a flush without ``pause_mode="abort"``.
@@ -113,7 +113,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         return SGLangWeightSender(self)
 
     def create_receiver(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """None: the server receives by itself."""
+        """None: the server receives on its own."""
         return
 
 

@@ -122,7 +122,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # type: ignore[override]
-        """The engine's end, which receives by itself."""
+        """The engine's end, which receives on its own."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 

@@ -197,7 +197,7 @@ class Acceptor:
                     sock.close()
 
     def close(self) -> None:
-        """Listen no more. In a forked child: close our copy of the descriptor."""
+        """Stop listening. In a forked child: close our copy of the descriptor."""
         self._listener.close()
 
 

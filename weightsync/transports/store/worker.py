@@ -450,7 +450,7 @@ class StoreWorker:
         try:
             buffer = self._receive_buffers.find(nbytes)
         except NoRoom as error:
-            # Later messages are for us all the same.
+            # Later messages are still for us.
             self._group.skip(stream, client, nbytes)
             return Received(message, untaken=str(error))
         self._group.read(stream, client, buffer)
@@ -492,7 +492,7 @@ class StoreWorker:
         self._waker.fire()
 
     def _end_rendezvous(self) -> None:
-        """Release threads that wait for the peer to connect. The wait for a connection ends by itself."""
+        """Release threads that wait for the peer to connect. The wait for a connection ends on its own."""
         self._listening.set()
         self._connected.set()
         self._group.abort()
