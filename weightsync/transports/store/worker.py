@@ -13,13 +13,14 @@ from weightsync.errors import AuthenticationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.buffers import NoRoom, digest_of
+from weightsync.transports.pipe.framing import ReceiveBuffers
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
-from weightsync.transports.store.stream import Acceptor, EndOfStream, ReceiveBuffers, Stream, decoded, dial, own_address
+from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, decoded, dial, own_address
 from weightsync.transports.store.worker_threads import Outgoing, notify_later, start, unforeseen
 
 logger = logging.getLogger("weightsync")
