@@ -180,7 +180,7 @@ def _slots(pid: int) -> int:
 
 
 def _poll(links: int) -> float:
-    """What the kernel needs to look at the three descriptors of each of so many links, in microseconds."""
+    """The time in microseconds that the kernel needs to look at three descriptors of each link."""
     poller, times = select.poll(), []
     descriptors = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(3 * links)]
     try:

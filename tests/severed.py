@@ -145,11 +145,10 @@ def _reset(sock: socket.socket) -> None:
 
 
 class Network:
-    """All by which one process is reached, and reaches others: its store, and the peers whose addresses that names.
+    """All connections of one process: to its store, and between it and the peers that the store names.
 
-    What is written to the store, and its answers, are rewritten on their way: each address in them becomes that of a
-    wire of ours that leads there, but the process reads its own as it wrote it. Neither RPC nor gloo can be given a
-    proxy otherwise.
+    Messages to and from the store are rewritten: each address in them becomes that of a wire of ours that leads there,
+    but the process reads its own address as it wrote it. There is no other way to give RPC and gloo a proxy.
 
     Args:
         port: the store's.

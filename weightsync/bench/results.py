@@ -38,7 +38,7 @@ class Label:
 
     Attributes:
         name: the name of the floor or the scheme.
-        kind: what it is.
+        kind: the kind of contender.
         verify: the value of `weightsync.Verify` that it was measured with; None for what has none.
     """
 

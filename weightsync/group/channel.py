@@ -258,7 +258,7 @@ class WorkerEnd:
             raise SenderClosed("the trainer has closed its worker group, or is gone: the result is dropped.") from error
 
     def _listen(self, wait: int) -> None:
-        """Read what the trainer says: wait for it so many milliseconds."""
+        """Read what the trainer says, and wait at most this many milliseconds for it."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         if self._ended or not poller.poll(wait):

@@ -464,7 +464,7 @@ class Pool:
 
     Args:
         storage: the kind of memory of its buffers.
-        make: makes a buffer of at least so many bytes; None: of that kind.
+        make: makes a buffer of at least the given size in bytes; None: one of that kind.
     """
 
     def __init__(self, storage: Storage = Storage.SEGMENTS, make: Callable[[int], Buffer] | None = None) -> None:

@@ -38,7 +38,7 @@ class Loader:
             keep.
         name_map: the engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
         bucket_bytes: tensors are views of what arrived. Where that cannot be viewed (read-only or unaligned memory),
-            they are copied in buckets of so many bytes, or of one larger tensor.
+            they are copied in buckets of this size, or of one larger tensor.
 
     Raises:
         ConfigurationError: an argument is of another type, or ``load`` is ``async``.

@@ -210,7 +210,7 @@ class Target:
         That is read again if the update does not fit it, and once more by `swap`.
 
         Args:
-            payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or at least so many on a device. It must not
+            payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or on a device at least of that size. It must not
                 be written before the swap, and in mode MAP never again.
 
         Raises:

@@ -44,7 +44,7 @@ SIMPLE = inspect.Parameter.empty
 
 
 def torchrl_modules() -> tuple[Any, Any]:
-    """TorchRL's two modules. Where it is not installed the test is skipped, in CI it fails."""
+    """TorchRL's two modules. If it is not installed, the test is skipped; in CI it fails."""
     try:
         with warnings.catch_warnings(action="ignore"):  # TorchRL and what it imports warn of their own deprecations
             from torchrl import collectors, weight_update  # noqa: PLC0415 - takes seconds, and may be missing

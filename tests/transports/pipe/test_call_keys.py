@@ -40,11 +40,11 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "weightsync")
 
 
-# -------------------------------------------------------------------------------- the whole way, RPC's calls faked
+# -------------------------------------------------------------------------------- end to end, with RPC's calls faked
 
 
 class Calls:
-    """RPC within this process; what is called can be changed on its way."""
+    """RPC within this process; a test can change a call in transit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         #: Of each call, the link and the frame.

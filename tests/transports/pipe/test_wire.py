@@ -60,7 +60,7 @@ REPORT = SyncReport(
 
 
 def nested(depth: int) -> SyncReport:
-    """Reports in one another's outcomes, so many deep."""
+    """Reports nested in outcomes, to this depth."""
     report = REPORT
     for _ in range(depth - 1):
         report = replace(REPORT, not_caught_up={7: Outcome(kind=OutcomeKind.APPLIED, nested=report)})

@@ -136,7 +136,7 @@ class Fleet:
         return sent
 
     def gives_up(self, times: int, targets: tuple[int, ...] | None = None) -> None:
-        """Dispatch so many versions, and wait for none."""
+        """Dispatch this many versions, and wait for none."""
         for _ in range(times):
             self.driver.dispatch(pure.SendAsync(targets), packed())
             self.driver.take(pure.Abandon())

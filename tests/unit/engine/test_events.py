@@ -47,7 +47,7 @@ class Listener:
             self._more.notify_all()
 
     def until(self, count: int) -> list[SyncEvent]:
-        """The events, once there are so many."""
+        """The events, once there are this many."""
         with self._more:
             assert self._more.wait_for(lambda: len(self.events) >= count, PATIENCE), self.events
             return list(self.events)

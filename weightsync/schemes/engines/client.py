@@ -130,7 +130,7 @@ class EngineClient:
 
 
 def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
-    """Group tensors into buckets of at most so many bytes, or of one larger tensor."""
+    """Group tensors into buckets of at most ``nbytes`` bytes, or of one larger tensor."""
     bucket: Bucket = []
     held = 0
     for name, tensor in weights:

@@ -142,7 +142,7 @@ class VLLMDoubleBufferWeightSender:
     """Writes a model's weights.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
@@ -171,7 +171,7 @@ class VLLMDoubleBufferWeightReceiver:
     """Reads versions, and loads them into a vLLM engine.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
         vllm_engine: an engine with ``collective_rpc``, whose workers have TorchRL's ``load_weights_from_storage``; or
             an ``LLM`` in this process, whose model's ``load_weights`` is called.
     """

@@ -121,7 +121,7 @@ class SGLangWeightSender(EngineSender):
     """Sends to one SGLang server.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
     """
 
     def __init__(self, scheme: SGLangWeightSyncScheme) -> None:

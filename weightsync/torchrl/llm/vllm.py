@@ -130,7 +130,7 @@ class VLLMWeightSender(EngineSender):
     """Sends to one vLLM engine.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
@@ -150,7 +150,7 @@ class VLLMWeightReceiver:
     """The engine's end: vLLM's own workers receive and apply when the sender calls the engine.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
         vllm_engine: the engine.
     """
 

@@ -424,7 +424,7 @@ class Outgoing:
         self.over = False
 
     def taken(self, nbytes: int) -> None:
-        """Record that the socket has taken so many bytes more, but not all, and the descriptors."""
+        """Record that the socket has taken more bytes, but not all, and the descriptors."""
         self.nbytes -= nbytes
         self.descriptors = ()
         while self.pieces and nbytes >= len(self.pieces[0]):

@@ -16,7 +16,7 @@ from weightsync.transports.store.worker_threads import start
 
 #: Seconds between two beats.
 PERIOD: Final = 0.5
-#: After so many rounds without a beat a process counts as dead: within 5 s, including the duration of a round.
+#: After this many rounds without a beat a process counts as dead: within 5 s, including the duration of a round.
 ROUNDS: Final = 8
 #: Seconds without a whole round after which the store counts as lost. Checked twice, since this process itself may have
 #: been stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
