@@ -44,7 +44,7 @@ _BATCH = 4000
 
 
 class TlcFailedError(WeightSyncError):
-    """`weightsync verify` with TLC: TLC failed before it had followed the traces to their end.
+    """In `weightsync verify`, TLC failed before it had followed the traces to their end.
 
     What to do: read TLC's own words in the message; traces are still judged without TLC.
     """

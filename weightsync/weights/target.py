@@ -210,8 +210,8 @@ class Target:
         That is read again if the update does not fit it, and once more by `swap`.
 
         Args:
-            payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or on a device at least of that size. It must not
-                be written before the swap, and in mode MAP never again.
+            payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or on a device at least of that size. It must
+                not be written before the swap, and in mode MAP never again.
 
         Raises:
             LayoutError: names, shapes, dtypes or modules with extra state differ from the destination's, or the
