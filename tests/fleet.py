@@ -65,6 +65,9 @@ def constants(model: nn.Module) -> set[float]:
 class Pair:
     """A sender and its receivers in this process, over real pipes: one thread can drive both ends."""
 
+    #: Seconds until a version has arrived.
+    arrival = 0.0
+
     def __init__(self, scheme_class: Any, workers: int = 1, model: Callable[..., nn.Module] = small) -> None:
         self.pipes = [multiprocessing.Pipe() for _ in range(workers)]
         self.source = model(1.0)
@@ -86,10 +89,10 @@ class Pair:
         return self.models[0]
 
     def sync(self, weights: Any = None, worker_ids: Any = None) -> Any:
-        """One whole send."""
+        """One whole send to those named, or all."""
         self.sender.send_async(weights, worker_ids)
-        for receiver in self.receivers:
-            receiver.receive(timeout=0)
+        for index, receiver in enumerate(self.receivers):
+            receiver.receive(timeout=self.arrival if worker_ids is None or index in worker_ids else 0.0)
         return self.sender.wait_async(timeout=PATIENCE)
 
     def close(self) -> None:
