@@ -130,7 +130,7 @@ def _fleet(workers: int) -> dict[str, Any]:
 
 
 def _memory(name: SchemeName, nbytes: int = 128 * MIB, workers: int = 2) -> dict[str, Any]:
-    """The most memory beside the models, while versions are sent: in multiples of the payload."""
+    """The peak memory besides the models while versions are sent, in multiples of the payload."""
     with _scheme(name, Payload("memory", nbytes, 50), workers) as (scheme, source):
         pids = [os.getpid(), *(process.pid for process in scheme._workers.processes)]
         before = [_anonymous(pid) for pid in pids]

@@ -1,4 +1,4 @@
-"""Workers for tests: processes that do one thing after another, as the test tells them; and what they do.
+"""Workers for tests: processes that do one thing after another on request, and what they do.
 
 Everything here is importable by a process of any start method. Nothing waits without a bound: a worker that does not
 answer within `PATIENCE` fails the test.

@@ -21,7 +21,7 @@ _MARGIN = 500
 
 @dataclass(frozen=True, slots=True)
 class SecondVerdict:
-    """What became of one configuration.
+    """The result for one configuration.
 
     Attributes:
         first: TLC's verdict on it.

@@ -18,7 +18,7 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 
 MODEL = "policy"
-#: An action, and what makes the world after it; None: it cannot happen.
+#: An action, and a function that makes the world after it; None: it cannot happen.
 Attempt = tuple[Label, Any]
 
 

@@ -57,7 +57,7 @@ class Link(reference.Wire):
 
 
 class Fleet:
-    """One sender at a time, its workers, and the models of all."""
+    """One sender at a time, its workers, and all their models."""
 
     def __init__(self, scheme: Any, staff: Staff, patch: pytest.MonkeyPatch) -> None:
         self.scheme, self.staff = scheme, staff

@@ -425,7 +425,7 @@ class World:
         return self.same(lambda: trainer.real.remove_worker(id), lambda: trainer.model.remove(id))
 
     def close(self, trainer: Trainer) -> None:
-        """From another thread, as a signal handler's or an exit's would."""
+        """From another thread, like a close by a signal handler or at exit."""
         self.same(lambda: _elsewhere(trainer.real.close), trainer.model.close)
 
     def _noted(self, trainer: Trainer, found: Any) -> Any:

@@ -43,7 +43,7 @@ class Run:
         return next((m, i) for m in machines for i, moment in enumerate(m.moments) if wanted(moment))
 
     def change(self, role: str, wanted: Wanted, **how: Callable[[Moment], Any]) -> None:
-        """Have the first such moment be otherwise in these respects."""
+        """Change the first such moment in these respects."""
         machine, index = self.find(role, wanted)
         moment = machine.moments[index]
         machine.moments[index] = replace(moment, **{name: of(moment) for name, of in how.items()})

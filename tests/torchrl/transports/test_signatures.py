@@ -97,7 +97,7 @@ def classes() -> dict[str, type]:
 def compared() -> dict[str, tuple[str, str]]:
     """Each member of each of TorchRL's public classes: how it can be used there, and here.
 
-    What a subclass has from its base, on both sides, stands there only.
+    What a subclass inherits on both sides is listed with its base only.
     """
     found: dict[str, tuple[str, str]] = {}
     for name, theirs in classes().items():

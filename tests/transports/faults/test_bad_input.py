@@ -1,4 +1,4 @@
-"""Bad input gives its typed error, which names the culprit; every worker keeps its weights, and the sender works on."""
+"""Bad input raises a typed error that names the culprit; every worker keeps its weights, and the sender continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An actor that dies ends the calls on their way to it: shown without a cluster, so that every test run does."""
+"""An actor that dies ends the calls in transit to it. Tested without a cluster, so that every run includes it."""
 
 from __future__ import annotations
 

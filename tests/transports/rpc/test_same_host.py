@@ -1,4 +1,4 @@
-"""Calls to a worker on the same host: it maps the payload where it lies, and who may still read it."""
+"""Calls to a worker on the same host: it maps the payload in place; and who may still read it."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _shows(setup: Any) -> set[float]:
 
 
 def _unreachable(setup: Any) -> None:
-    """From now on this worker finds nothing where its trainer says."""
+    """From now on this worker finds no memory at the trainer's places."""
     setup.kept["blind"] = _Blind()
 
 

@@ -109,7 +109,7 @@ class Actor(Process):
 class RayFleet(Fleet):
     """Two actors, and a trainer in the test's process or in an actor of its own.
 
-    An actor reads nothing by itself: it comes to a point in the call that brings the weights.
+    An actor reads nothing on its own: it reaches a point in the call that carries the weights.
     """
 
     worker_payload = (Place(applier.__name__, "Applier", "verified", after=True),)

@@ -43,7 +43,7 @@ MARKS: dict[str, tuple[Any, ...]] = {
     "ray": (
         pytest.mark.ray,
         pytest.mark.timeout(300),
-        # Ray's C++ and its background threads leave what they do not close to the collector.
+        # Ray's C++ and its background threads leave sockets and files to the garbage collector.
         pytest.mark.filterwarnings("ignore::ResourceWarning"),
     ),
     "rpc": (pytest.mark.rpc,),
@@ -184,7 +184,7 @@ class Fleet(abc.ABC):
         """Have a living worker in the victim's place, joined; or say why there is none."""
 
     def successor(self) -> Any:
-        """A process that can be the trainer in the place of one that is dead."""
+        """A process that can replace a dead trainer."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing
@@ -275,5 +275,5 @@ class Fleet(abc.ABC):
 
 
 def kinds(report: SyncReport) -> tuple[OutcomeKind, OutcomeKind]:
-    """What became of the victim's update, and of the other's."""
+    """The outcomes of the victim's update and of the other's."""
     return report[0].kind, report[1].kind
