@@ -48,7 +48,7 @@ class Large(WeightSyncActor):
 def over_ray(
     setup: WorkerSetup, folder: str, room: int, nbytes: int, system: dict[str, Any]
 ) -> tuple[list[Outcome], int, list[str]]:
-    """Send twice over a Ray of this process's own. Returns outcomes, faults in the actor, and what Ray wrote to disk."""
+    """Send twice over a Ray of this process. Returns outcomes, faults in the actor, and what Ray wrote to disk."""
     os.environ.update(ENVIRONMENT)
     ray = importlib.import_module("ray")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
