@@ -32,9 +32,9 @@ _FOLLOW = frozenset(
 _TEXTS = frozenset({".py", ".tla", ".md"})
 #: The tables of protocol.toml whose names other files repeat.
 _NAMED = ("refusal_kind", "state", "delivery")
-#: Records of what was: nobody adds a new name to them.
+#: Records of the past, to which new names are not added.
 _HISTORY = frozenset({"CHANGELOG.md", "docs/design.md"})
-#: By the table of protocol.toml: the enum whose members it names in Python. Of another enum a name counts for nothing.
+#: By the table of protocol.toml: the enum whose members it names in Python. Names of other enums do not count.
 _ENUMS = {
     "refusal_kind": "RefusalKind",
     "state": "State",

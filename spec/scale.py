@@ -130,7 +130,7 @@ def _fleet(workers: int) -> dict[str, Any]:
 
 
 def _memory(name: SchemeName, nbytes: int = 128 * MIB, workers: int = 2) -> dict[str, Any]:
-    """The most memory beside the models, while versions are sent: in multiples of the payload."""
+    """The peak memory besides the models while versions are sent, in multiples of the payload."""
     with _scheme(name, Payload("memory", nbytes, 50), workers) as (scheme, source):
         pids = [os.getpid(), *(process.pid for process in scheme._workers.processes)]
         before = [_anonymous(pid) for pid in pids]
@@ -180,7 +180,7 @@ def _slots(pid: int) -> int:
 
 
 def _poll(links: int) -> float:
-    """What the kernel needs to look at the three descriptors of each of so many links, in microseconds."""
+    """The time in microseconds that the kernel needs to look at three descriptors of each link."""
     poller, times = select.poll(), []
     descriptors = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(3 * links)]
     try:
@@ -271,7 +271,7 @@ def seconds(results: dict[str, Any], nbytes: float, links: int, copies: float, r
 
     Args:
         results: has the constants.
-        nbytes: of the payload.
+        nbytes: the size of the payload.
         links: how many workers the trainer itself talks to.
         copies: how often the payload leaves the trainer's host.
         rate: bytes a second of the trainer's network link.

@@ -1,4 +1,4 @@
-"""A server that speaks the routes of vLLM or SGLang, keeps the weights, and fails or stalls when it is told to."""
+"""A server that speaks the routes of vLLM or SGLang, keeps the weights, and fails or stalls on request."""
 
 from __future__ import annotations
 

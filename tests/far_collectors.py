@@ -39,7 +39,7 @@ class Run:
     Args:
         kind: "rpc" or "distributed".
         port: a free port, with free ones behind it.
-        strategy: of the scheme; None: its default.
+        strategy: the strategy of the scheme; None: its default.
         updater: what pushes in the scheme's place.
         workers: how many.
         options: for the collector.

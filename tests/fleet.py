@@ -1,4 +1,4 @@
-"""Workers for tests: processes that do one thing after another, as the test tells them; and what they do.
+"""Workers for tests: processes that do one thing after another on request, and what they do.
 
 Everything here is importable by a process of any start method. Nothing waits without a bound: a worker that does not
 answer within `PATIENCE` fails the test.
@@ -65,6 +65,9 @@ def constants(model: nn.Module) -> set[float]:
 class Pair:
     """A sender and its receivers in this process, over real pipes: one thread can drive both ends."""
 
+    #: Seconds until a version has arrived.
+    arrival = 0.0
+
     def __init__(self, scheme_class: Any, workers: int = 1, model: Callable[..., nn.Module] = small) -> None:
         self.pipes = [multiprocessing.Pipe() for _ in range(workers)]
         self.source = model(1.0)
@@ -86,10 +89,10 @@ class Pair:
         return self.models[0]
 
     def sync(self, weights: Any = None, worker_ids: Any = None) -> Any:
-        """One whole send."""
+        """One whole send to those named, or all."""
         self.sender.send_async(weights, worker_ids)
-        for receiver in self.receivers:
-            receiver.receive(timeout=0)
+        for index, receiver in enumerate(self.receivers):
+            receiver.receive(timeout=self.arrival if worker_ids is None or index in worker_ids else 0.0)
         return self.sender.wait_async(timeout=PATIENCE)
 
     def close(self) -> None:
@@ -132,7 +135,7 @@ class WorkerSetup:
 
 
 def work(control: Any, scheme: Any, pipe: Any) -> None:
-    """The body of a worker process: do what is asked, until told to end or the asker is gone."""
+    """Run a worker process: execute each request until one ends it or the other end is gone."""
     torch.set_num_threads(1)
     setup = WorkerSetup(scheme, pipe)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -140,7 +143,7 @@ def work(control: Any, scheme: Any, pipe: Any) -> None:
             function, arguments = asked
             try:
                 control.send((True, function(setup, *arguments)))
-            except Exception as error:  # noqa: BLE001 - told to the test
+            except Exception as error:  # noqa: BLE001 - the test gets it
                 control.send((False, error))
 
 
@@ -252,7 +255,7 @@ def crew(forkserver: Any) -> Iterator[Crew]:
     made.end()
 
 
-# ------------------------------------------------------------------------------ what workers can be told to do
+# ------------------------------------------------------------------------------ what workers can be asked to do
 
 
 def join(setup: WorkerSetup, make: Callable[..., nn.Module] = small) -> None:

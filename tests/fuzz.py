@@ -24,7 +24,7 @@ from pathlib import Path
 
 #: How many examples Hypothesis tries before it looks at the clock.
 EXAMPLES = 500
-#: Seconds after which so many examples have hung.
+#: Seconds after which this many examples count as hung.
 _HUNG_S = 120.0
 #: Hypothesis's share of the seconds, beside atheris.
 _SHARE = 0.5

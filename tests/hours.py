@@ -16,7 +16,7 @@ AGAIN = 5.0
 
 @contextlib.contextmanager
 def hours(seconds: float) -> Iterator[FakeClock]:
-    """Inside the block time stands still, but that once, soon, that many seconds pass; on a slow machine again."""
+    """Inside the block time stands still, but soon that many seconds pass at once; on a slow machine, repeatedly."""
     over = threading.Event()
 
     def move() -> None:

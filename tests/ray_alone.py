@@ -1,7 +1,7 @@
 """Ray clusters whose nodes come and go: each in a process of its own.
 
-Adding a node forks the process that is connected to Ray. After that, new connections of its gRPC may fail or never come
-to be, and with them whatever the tests that follow would ask for.
+Adding a node forks the process that is connected to Ray. Then new connections of its gRPC may fail, or never open,
+and so may everything that the following tests need.
 """
 
 from __future__ import annotations

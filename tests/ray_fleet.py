@@ -1,4 +1,4 @@
-"""Actors for tests: what they are, and what they can be told to do."""
+"""Actors for tests: their classes, and what they can be asked to do."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Threads(Bench, WeightSyncActor):
         self.inside = threading.Event()
 
     def serve(self) -> tuple[set[float], set[float]]:
-        """Hold the version served until told: what the weights were before and after."""
+        """Hold the version served until asked to release it: what the weights were before and after."""
         with self.weight_receiver().serving():
             before = self.shows()
             self.inside.set()

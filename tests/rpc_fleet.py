@@ -1,4 +1,4 @@
-"""RPC worlds for tests: a trainer and its workers, all processes of their own, and what they can be told to do."""
+"""RPC worlds for tests: a trainer and its workers, each a process of its own, and what they can be asked to do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class World:
                     self.workers[worker].do(retire)
 
 
-# -------------------------------------------------------------------------------------- what anybody can be told
+# -------------------------------------------------------------------------------------- what any process can be asked
 
 
 def enter(setup: WorkerSetup, name: str, rank: int, size: int, options: dict[str, Any]) -> int:
@@ -105,7 +105,7 @@ def retire(setup: WorkerSetup) -> None:
     setup.scheme, setup.model, setup.receiver, setup.kept = None, None, None, {}
 
 
-# ---------------------------------------------------------------------------------------- what a worker can be told
+# ---------------------------------------------------------------------------------------- what a worker can be asked
 
 
 def listen(setup: WorkerSetup, make: Callable[..., nn.Module] = small, model_id: str = "policy") -> None:
@@ -137,7 +137,7 @@ def state_dict(setup: WorkerSetup) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in setup.model.state_dict().items()}
 
 
-# --------------------------------------------------------------------------------------- what the trainer can be told
+# --------------------------------------------------------------------------------------- what the trainer can be asked
 
 
 def command(setup: WorkerSetup, names: list[Any], make: Callable[..., nn.Module] = small, given: Any = None) -> None:

@@ -33,9 +33,9 @@ class Failure(enum.StrEnum):
 
     #: Both ends read an end of file.
     CUT = "cut"
-    #: Both ends are told that the connection was reset.
+    #: Both ends see that the connection was reset.
     RESET = "reset"
-    #: Nobody is told anything, and nothing is carried any more.
+    #: Neither end notices anything, and nothing is carried any more.
     SILENCE = "silence"
 
 
@@ -47,8 +47,8 @@ class Wire:
     """Carries connections to a port of this machine, until it fails.
 
     Args:
-        port: where they go.
-        at: where they are taken; port 0: a free one.
+        port: the port to which connections go.
+        at: the address at which they are accepted; port 0: a free one.
         out: what is passed on of what came from who connected.
         back: what is passed on of what came from whom it leads to.
     """
@@ -138,18 +138,17 @@ def _nothing() -> None:
 
 
 def _reset(sock: socket.socket) -> None:
-    """Have the peer told of a reset: Linux sends it when a connected socket is connected to nowhere."""
+    """Send the peer a reset: Linux sends it when a connected socket is connected to nowhere."""
     nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
     if _LIBC.connect(sock.fileno(), nowhere, len(nowhere)) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 class Network:
-    """All by which one process is reached, and reaches others: its store, and the peers whose addresses that names.
+    """All connections of one process: to its store, and between it and the peers that the store names.
 
-    What is written to the store, and its answers, are rewritten on their way: each address in them becomes that of a
-    wire of ours that leads there, but the process reads its own as it wrote it. Neither RPC nor gloo can be given a
-    proxy otherwise.
+    Messages to and from the store are rewritten: each address in them becomes that of a wire of ours that leads there,
+    but the process reads its own address as it wrote it. There is no other way to give RPC and gloo a proxy.
 
     Args:
         port: the store's.

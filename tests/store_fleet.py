@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fleet import PATIENCE, WorkerSetup, filled, large
+from fleet import PATIENCE, Pair, WorkerSetup, filled, large
 from torch import nn
 
 from weightsync import DistributedTransport, DistributedWeightSyncScheme, WeightReceiver, WeightSender
@@ -25,13 +25,16 @@ def big(fill: float = 0.0) -> nn.Module:
     return filled(nn.Linear(4096, 4096, bias=False), fill)
 
 
-class StorePair:
+class StorePair(Pair):
     """A sender and its receivers in this process: one thread can drive both ends."""
+
+    arrival = PATIENCE
 
     def __init__(
         self, store: Any, workers: int = 1, model: Callable[..., nn.Module] = large, sync: bool = True, **names: Any
     ) -> None:
         self.store = store
+        self.pipes = []
         self.source = model(1.0)
         self.models = [model(0.0) for _ in range(workers)]
         self.scheme = DistributedWeightSyncScheme(sync=sync)
@@ -42,32 +45,11 @@ class StorePair:
             scheme.init_on_worker("policy", store=store, rank=index + 1, model=destination)
         self.receivers: list[WeightReceiver] = [scheme.get_receiver() for scheme in self.schemes]
 
-    @property
-    def receiver(self) -> WeightReceiver:
-        return self.receivers[0]
 
-    @property
-    def model(self) -> nn.Module:
-        return self.models[0]
-
-    def sync(self, weights: Any = None, worker_ids: Any = None) -> Any:
-        """One whole send to those named, or all."""
-        self.sender.send_async(weights, worker_ids)
-        for index, receiver in enumerate(self.receivers):
-            if worker_ids is None or index in worker_ids:
-                receiver.receive(timeout=PATIENCE)
-        return self.sender.wait_async(timeout=PATIENCE)
-
-    def close(self) -> None:
-        self.scheme.close()
-        for scheme in self.schemes:
-            scheme.close()
+# ------------------------------------------------------------------------------ what workers can be asked to do
 
 
-# ------------------------------------------------------------------------------ what workers can be told to do
-
-
-def meet(  # noqa: PLR0917 - told over a pipe, by position
+def meet(  # noqa: PLR0917 - sent over a pipe, by position
     setup: WorkerSetup,
     port: int,
     rank: int,
@@ -114,7 +96,7 @@ def lead(
 
 
 def wait_until_met(setup: WorkerSetup) -> int | None:
-    """Receive, through losses, until a version came over a link; which one that was."""
+    """Receive, despite losses, until a version has arrived over a link. Returns that version."""
     before = setup.receiver.version
     while setup.receiver.version == before:
         with contextlib.suppress(ConnectionError):

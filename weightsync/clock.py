@@ -30,7 +30,7 @@ class Clock:
         """Nanoseconds since the epoch."""
         return time.time_ns()
 
-    #: How many real seconds to sleep before checking again, when so many seconds of this clock remain: all of them.
+    #: How many real seconds to sleep before checking again, given the seconds of this clock that remain: all of them.
     nap: Callable[[float], float] = staticmethod(float)
 
 

@@ -263,7 +263,7 @@ class EngineError(WeightSyncError):
 
     @property
     def began_nothing(self) -> bool:
-        """Whether the status says that the call was turned away, and so changed nothing."""
+        """Whether the status says that the call was rejected, and so changed nothing."""
         return self.status in _REJECTED
 
 

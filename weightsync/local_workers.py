@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,16 @@ from weightsync import MissingExtraError, TransportError
 STOP_TIMEOUT = 3.0
 #: How many seconds a call of torch's RPC may take.
 CALL_TIMEOUT = 60.0
+
+
+class SchemeName(enum.Enum):
+    """The schemes that the demo and the soak run over."""
+
+    SHARED = "shared"
+    PROCESS = "process"
+    RAY = "ray"
+    RPC = "rpc"
+    DISTRIBUTED = "distributed"
 
 
 class LocalWorkerError(TransportError):

@@ -106,7 +106,7 @@ class KeptTlc:
                     _end(self._process)
                 library = jvm_library(self._toolchain.java)
                 words = [sys.executable, "-P", str(_SCRIPT), str(self._toolchain.jar.resolve()), str(library)]
-                # In a folder without modules: TLC looks where it runs before it looks where it is told to.
+                # In a folder without modules: TLC searches its working directory before the path that it is given.
                 folder = Path(self._folder.name)
                 self._process = launched([*words, str(folder), _MARK], subprocess.PIPE, folder)
             return self._process

@@ -131,7 +131,7 @@ def _home(name: str) -> str:
 
 
 def _linked(text: str, source: str) -> str:
-    """The text of a file of the repository, with its links as the site has them."""
+    """The text of a file of the repository, with links for the site."""
 
     def replaced(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""

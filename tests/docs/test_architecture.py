@@ -15,9 +15,6 @@ PAGE = (ROOT / architecture.PAGE).read_text(encoding="utf-8")
 
 #: Modules over 500 lines, and why each is one file.
 LONG = {
-    "engine/sender_driver.py": "what is known of a link, and how it is written and read; one file fewer for an update",
-    "weights/target.py": "a destination's plan, its checks and its swap; one file fewer for an update",
-    "transports/buffers.py": "memory of the host, and who may read, write and pin it when, are one subject",
     "schemes/base.py": "TorchRL's verbs with their documentation, and what a scheme overrides, are one class",
     "protocol/sender.py": "a role's values, guards and step are in one file",
 }

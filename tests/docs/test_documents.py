@@ -1,4 +1,4 @@
-"""What the documents promise: a page's program runs and prints what the page says, and every link leads somewhere."""
+"""The documents are right: a page's program runs and prints what the page says, and every link works."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from weightsync.bench.models import Source
+from weightsync.bench.models import Source, digest_of_model
+from weightsync.bench.processes import calls_of
 from weightsync.bench.results import Label
 from weightsync.bench.settings import Payload, SchemeName, Settings
 
@@ -18,12 +19,12 @@ class Situation:
     """One payload with one number of workers.
 
     Attributes:
-        settings: of the run.
+        settings: the settings of the run.
         payload: what is sent.
-        workers: to how many.
+        workers: the number of workers that it is sent to.
         source: the trainer's weights.
-        model_id: differs for each situation of a run.
-        cleanup: ends what contenders start for it.
+        model_id: the name of the model, another one in each situation of a run.
+        cleanup: ends everything that contenders start for it.
         left_out: names of schemes that cannot be measured here.
     """
 
@@ -67,6 +68,20 @@ class Contender(abc.ABC):
         """Send once, and count the Python calls in the trainer and in the first worker. None: not counted."""
         self.send()
         return None, None
+
+
+class ModelContender(Contender):
+    """Carries a model. The Python calls of a send are counted in the trainer."""
+
+    source: Source
+
+    def sent_digest(self) -> str:
+        """The digest of the trainer's model."""
+        return digest_of_model(self.source.model)
+
+    def count_calls(self) -> tuple[int | None, int | None]:
+        """Count the calls in the trainer; a subclass that can also asks a worker."""
+        return calls_of(self.send), None
 
 
 class Backend(Protocol):

@@ -100,12 +100,12 @@ class Target:
     """What a scheme should cost.
 
     Attributes:
-        scheme: which.
-        payload: of what.
+        scheme: the scheme that is judged.
+        payload: the payload that it sends.
         limit: the most that it may be, in `unit`.
         unit: the floor that it is measured in; or "ms", or "calls in the trainer" or "in a worker".
-        device: where.
-        kind: of the contender.
+        device: where the models are.
+        kind: the kind of the contender.
     """
 
     scheme: str
@@ -244,7 +244,7 @@ class Compared:
     """A contender in two runs. Ratios to the floor are compared where both runs have them, else times.
 
     Attributes:
-        case: of the first run.
+        case: the case of the first run.
         first: its record there.
         second: its record in the second run.
         factor: the second in units of the first.

@@ -18,7 +18,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class PayloadModel(nn.Module):
-    """A model without a forward: so many float32 parameters with so many bytes in all."""
+    """A model without a forward: a number of float32 parameters, and their bytes in all."""
 
     def __init__(self, payload: Payload) -> None:
         super().__init__()

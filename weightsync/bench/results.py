@@ -37,8 +37,8 @@ class Label:
     """The name of a contender.
 
     Attributes:
-        name: of the floor or the scheme.
-        kind: what it is.
+        name: the name of the floor or the scheme.
+        kind: the kind of contender.
         verify: the value of `weightsync.Verify` that it was measured with; None for what has none.
     """
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import weightsync
 from weightsync import Verify, WeightReceiver, WeightSender, WeightSyncScheme
-from weightsync.bench.contenders import Contender, Situation
+from weightsync.bench.contenders import Contender, ModelContender, Situation
 from weightsync.bench.models import digest_of_model, make_model
 from weightsync.bench.processes import Ask, Workers, calls_of
 from weightsync.bench.results import Kind, Label
@@ -26,25 +26,17 @@ from weightsync.transports.store.store import hosted
 _PAUSE = 0.2
 
 
-class Sending(Contender):
+class Sending(ModelContender):
     """A scheme of weightsync, set up, with the trainer's sender. Subclasses know how to ask the workers."""
 
     def __init__(self, name: SchemeName, verify: str, situation: Situation, sender: WeightSender) -> None:
         self.label = Label(name.value, Kind.SCHEME, verify)
         self.sender = sender
-        self._source = situation.source
+        self.source = situation.source
 
     def send(self) -> None:
         """Send the next version. Returns when every worker has applied it and acked it; else raises."""
         self.sender.send(timeout=SEND_TIMEOUT)
-
-    def sent_digest(self) -> str:
-        """The digest of the trainer's model."""
-        return digest_of_model(self._source.model)
-
-    def count_calls(self) -> tuple[int | None, int | None]:
-        """Count the calls in the trainer; a subclass that can also asks a worker."""
-        return calls_of(self.send), None
 
 
 class ProcessScheme(Sending):
@@ -78,12 +70,12 @@ class ProcessScheme(Sending):
         return calls_of(self.send), self._workers.answer_of(0)
 
 
-class AsyncReturn(Contender):
+class AsyncReturn(ModelContender):
     """How long `send_async()` of a scheme takes to return. What it sent is awaited before the next one, untimed."""
 
     def __init__(self, scheme: Sending) -> None:
         self.label = Label(scheme.label.name, Kind.ASYNC, scheme.label.verify)
-        self._scheme = scheme
+        self._scheme, self.source = scheme, scheme.source
 
     def send(self) -> None:
         """Hand the next version over."""
@@ -93,17 +85,9 @@ class AsyncReturn(Contender):
         """Wait until every worker has it."""
         self._scheme.sender.wait_async(timeout=SEND_TIMEOUT)
 
-    def sent_digest(self) -> str:
-        """The digest of the trainer's model."""
-        return self._scheme.sent_digest()
-
     def digests(self) -> Mapping[int, str]:
         """The digest of each worker's model."""
         return self._scheme.digests()
-
-    def count_calls(self) -> tuple[int | None, int | None]:
-        """Count the calls in the trainer until it returns."""
-        return calls_of(self.send), None
 
 
 def make_scheme(name: SchemeName, verify: str, device: Device = Device.CPU) -> WeightSyncScheme:

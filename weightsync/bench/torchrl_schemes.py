@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from weightsync.bench.contenders import Contender, Situation
+from weightsync.bench.contenders import Contender, ModelContender, Situation
 from weightsync.bench.models import digest_of_model, make_model
-from weightsync.bench.processes import Ask, Workers, calls_of
+from weightsync.bench.processes import Ask, Workers
 from weightsync.bench.results import Kind, Label
 from weightsync.bench.settings import Payload, SchemeName
 
@@ -33,21 +33,24 @@ class _Queues:
         return queue
 
 
-class TorchRLScheme(Contender):
-    """A scheme of TorchRL with worker processes of its own. A send ends when each worker's answer is there."""
+class TorchRLScheme(ModelContender):
+    """A scheme of TorchRL with worker processes of its own. A send ends when each worker's answer is there.
+
+    A worker's calls are in a thread of TorchRL's, which is not counted.
+    """
 
     def __init__(self, name: SchemeName, situation: Situation) -> None:
         self.label = Label(name.value, Kind.TORCHRL)
-        self._source = situation.source
+        self.source = situation.source
         device = situation.settings.device.worker
         self._scheme = _make(name)
         # TorchRL moves the model into shared memory, also for the schemes after that: a descriptor travels for each
         # tensor, and a fork server takes at most 256.
-        many = self._source.tensors + 16 * situation.workers > 240
+        many = self.source.tensors + 16 * situation.workers > 240
         method = "spawn" if many else "forkserver"
         self._scheme.init_on_sender(
             model_id="policy",
-            model=self._source.model,
+            model=self.source.model,
             devices=[torch.device(device)] * situation.workers,
             num_workers=situation.workers,
             ctx=_Queues(method),
@@ -66,19 +69,11 @@ class TorchRLScheme(Contender):
 
     def send(self) -> None:
         """Send the weights."""
-        self._scheme.send(self._source.model)
-
-    def sent_digest(self) -> str:
-        """The digest of the trainer's model."""
-        return digest_of_model(self._source.model)
+        self._scheme.send(self.source.model)
 
     def digests(self) -> Mapping[int, str]:
         """The digest of each worker's model."""
         return self._workers.ask(Ask.DIGEST)
-
-    def count_calls(self) -> tuple[int | None, int | None]:
-        """Count the calls in the trainer. A worker's are in a thread of TorchRL's, which is not counted."""
-        return calls_of(self.send), None
 
 
 def _make(name: SchemeName) -> Any:

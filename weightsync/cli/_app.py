@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -53,6 +57,23 @@ def write_report(record: Any, report: Path | None) -> None:
 def is_printed(report: Path | None) -> bool:
     """Whether standard output is for the JSON alone."""
     return str(report) == "-"
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the command like an interrupt, so that no process is left. Keep nohup's SIGHUP."""
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    unhandled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def with_file_of_json(arguments: Sequence[str]) -> list[str]:

@@ -13,9 +13,9 @@ from weightsync.bench import Device, Results, SchemeName, Settings
 from weightsync.bench.reporting import compared_rows, require_matplotlib
 from weightsync.bench.reporting import plot as draw
 from weightsync.bench.settings import DEFAULT_VERIFY, listed, members, numbers, payloads
-from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
 from weightsync.cli._bench_display import Display, show, show_compared
-from weightsync.cli.check import console, ended_by_signals
+from weightsync.cli.check import console
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: The names in JSON of the columns of a comparison.

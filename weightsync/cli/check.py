@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
 from weightsync.cli._check_display import Display, listing, results, summary
 from weightsync.errors import ConfigurationError
 from weightsync.model import (
@@ -40,7 +39,6 @@ from weightsync.model import (
 DIFFERS = 1
 _PLAIN_WIDTH = 120
 _TOOL_MISSING = 2
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def check(  # noqa: PLR0917
@@ -131,23 +129,6 @@ def tools() -> Iterator[Toolchain]:
         raise typer.Exit(_TOOL_MISSING) from error
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the command like an interrupt, so that no JVM is left. Keep nohup's SIGHUP."""
-
-    def end(number: int, _frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    unhandled = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in unhandled:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in unhandled:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def print_summary(manifest: Manifest, verdicts: Sequence[Verdict], seconds: float, screen: Console) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
 from weightsync.cli._demo_display import live_display, plain_display, proof_table, summary
 from weightsync.demo import RunState, SchemeName, Settings, run
 
@@ -53,7 +49,7 @@ def demo(  # noqa: PLR0917
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
     live = console.is_terminal and not plain and console.encoding.startswith("utf")
     try:
-        with _ended_by_signals(), (live_display if live else plain_display)(console, state):
+        with ended_by_signals(), (live_display if live else plain_display)(console, state):
             result = run(state)
     except KeyboardInterrupt:
         typer.echo("weightsync: interrupted; all workers have ended.", err=True)
@@ -64,18 +60,3 @@ def demo(  # noqa: PLR0917
         console.print(line, soft_wrap=True, highlight=False)
     if result.failures:
         raise typer.Exit(_FAILED)
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the run like an interrupt: the workers end, and the terminal is restored."""
-
-    def end(number: int, _frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 
 from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.local_workers import SchemeName
 from weightsync.soak.run import Action, Soak, Tally, Usage
-from weightsync.soak.worker import SchemeName
 
 #: The exit code if something happened that must not.
 FINDINGS = 1

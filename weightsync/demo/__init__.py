@@ -18,13 +18,12 @@ from weightsync.demo.state import (
     Proof,
     Result,
     RunState,
-    SchemeName,
     Settings,
     Verdict,
     WorkerResult,
     WorkerState,
 )
-from weightsync.local_workers import start_forkserver
+from weightsync.local_workers import SchemeName, start_forkserver
 
 __all__ = [
     "Phase",

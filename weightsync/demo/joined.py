@@ -24,8 +24,17 @@ from weightsync import (
     WorkerResult,
 )
 from weightsync.demo.learning import Policy
-from weightsync.demo.state import MODEL_ID, START_TIMEOUT, SchemeName, Settings
-from weightsync.local_workers import LocalWorker, LocalWorkerError, join_rpc, joined_rpc, rpc_address, rpc_name, stop
+from weightsync.demo.state import MODEL_ID, START_TIMEOUT, Settings
+from weightsync.local_workers import (
+    LocalWorker,
+    LocalWorkerError,
+    SchemeName,
+    join_rpc,
+    joined_rpc,
+    rpc_address,
+    rpc_name,
+    stop,
+)
 from weightsync.local_workers import store as local_store
 
 #: How many seconds a worker waits for a new version before it checks whether its result was taken.

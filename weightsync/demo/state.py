@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from weightsync import SyncReport
+from weightsync import ConfigurationError, SyncReport
+from weightsync.local_workers import SchemeName
 
 if TYPE_CHECKING:
     from weightsync import WeightSender
-from weightsync import ConfigurationError
 
 _MEAN_OVER = 20
 
@@ -216,16 +216,6 @@ START_TIMEOUT = 60.0
 WORKER_TIMEOUT = 15.0
 
 
-class SchemeName(enum.Enum):
-    """The schemes that the demo runs over."""
-
-    SHARED = "shared"
-    PROCESS = "process"
-    RAY = "ray"
-    RPC = "rpc"
-    DISTRIBUTED = "distributed"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """One run of the demo.
@@ -235,7 +225,7 @@ class Settings:
         workers: the number of rollout processes.
         overlap: send with `send_async`, so that the sync overlaps with training, instead of `send`.
         seconds: the longest time to train.
-        seed: for weights, environments and actions. Processes race, so two runs with the same seed still differ.
+        seed: the seed for weights, environments and actions. Processes race, so runs with one seed still differ.
         kill_worker: whether to kill the last worker half way.
 
     Raises ConfigurationError: there are no workers, no time, or a negative seed, or no worker would survive.

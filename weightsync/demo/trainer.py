@@ -33,12 +33,11 @@ from weightsync.demo.state import (
     Proof,
     Result,
     RunState,
-    SchemeName,
     Settings,
     judge,
 )
 from weightsync.demo.worker import act
-from weightsync.local_workers import running_ray
+from weightsync.local_workers import SchemeName, running_ray
 
 #: Steps of experience for one update of the policy.
 _BATCH_STEPS = 512

@@ -1,4 +1,4 @@
-"""Applies a pending version: verifies it, stages it beside the weights served, swaps it in whole, and answers."""
+"""Applies a pending version: verifies it, stages it next to the live weights, swaps it in whole, and answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.messages import Ack, Refusal, Update
 from weightsync.protocol.report import Evidence
-from weightsync.transports.buffers import Mapping, NoRoom, Slot
+from weightsync.transports.buffers import Mapping, NoRoom
+from weightsync.transports.device import Slot
 from weightsync.weights.target import Mode, SwapBroken, Target
 from weightsync.weights.tree_digest import digest
 
@@ -134,7 +135,7 @@ class Applier:
             serving.end_swap()
 
     def _stage(self, target: Target) -> bool:
-        """Verify and stage the pending version beside the weights served; False: it was refused."""
+        """Verify and stage the pending version next to the live weights; False: it was refused."""
         pending = self._driver.pending
         assert pending is not None
         stopwatch = Stopwatch()

@@ -38,7 +38,52 @@ class Context:
         return self._held()
 
 
-class Participant(abc.ABC):
+class Closing(abc.ABC):
+    """Closes at the end of its `with` block. If an exception leaves the block, the other ends are notified of it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close for good."""
+
+    @abc.abstractmethod
+    def _close_after(self, error: BaseException) -> None:
+        """Close for good because ``error`` was raised."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or is_clean(error):
+            self.close()
+        else:
+            self._close_after(error)
+
+
+class Configured(Closing):
+    """A scheme or a transport class. Copied, deep-copied, pickled or forked, it keeps its configuration only."""
+
+    #: Attributes that a copy does not get; `_begin` sets them again.
+    _not_copied: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def _begin(self) -> None:
+        """Become uninitialized, with the configuration only."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def forget(self) -> None:
+        """Become a copy: called in a forked child."""
+        self._begin()
+
+
+class Participant(Closing):
     """A sender or a receiver.
 
     Copied, deep-copied or pickled, it becomes `uninitialized`: a copy carries the configuration, and neither owes nor
@@ -63,12 +108,11 @@ class Participant(abc.ABC):
         """Become `uninitialized`, with only the scheme and the model's id."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Close for good."""
-
-    @abc.abstractmethod
     def fail(self, error: BaseException) -> None:
         """Close for good because ``error`` was raised: what `with` does when an exception leaves its block."""
+
+    def _close_after(self, error: BaseException) -> None:
+        self.fail(error)
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Set the object on which models are found (referenced weakly), and which model is meant.
@@ -92,17 +136,6 @@ class Participant(abc.ABC):
     def model_id(self) -> str:
         """The name of the model, the same in the trainer and the worker."""
         return self._model_id
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or is_clean(error):
-            self.close()
-        else:
-            self.fail(error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scheme": self._scheme, "model_id": self._model_id, "carried": self._carried()}

@@ -68,7 +68,7 @@ def travelling(layout: Layout, payload: memoryview, base: BaseRef, held: memoryv
     """Encode a version once for all its workers.
 
     Args:
-        layout: of the version, and of its base.
+        layout: the layout of the version and of its base.
         payload: its packed bytes.
         base: the version before.
         held: the packed bytes of that.

@@ -1,7 +1,7 @@
 """What both drivers share: each event is one step of the pure half, and its effects are executed in order.
 
-Calls of links are wrapped: an adapter that raises loses its own link and nothing else. `Hearing` records when each
-worker was last heard from.
+Calls of links are wrapped: an adapter that raises loses its own link and nothing else. `Backlog` limits what a sender
+writes to a link, and `Hearing` records when each worker was last heard from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from weightsync.clock import Stopwatch, monotonic
 from weightsync.errors import ProtocolError, StateError, TransportError
@@ -27,6 +27,46 @@ from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received, WaitFailed, Waits, Waker
 from weightsync.transports.process import own_host
 from weightsync.weights.layout import Layout
+
+#: Unanswered updates that a link may carry: one that is being applied, one behind it.
+MAX_UNANSWERED: Final = 2
+
+
+class Backlog:
+    """The unanswered versions on one link, and the newest one that waits behind them.
+
+    There are at most two, so that a worker that does not read costs no more memory than these.
+
+    A waiting version that is superseded is never sent. It was abandoned before the newer one was dispatched, so no
+    answer for it is awaited.
+    """
+
+    def __init__(self) -> None:
+        self._unanswered: set[int] = set()
+        self._waiting = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a version waits here."""
+        return bool(self._waiting)
+
+    def admit(self, version: int) -> bool:
+        """Whether a version may be sent now; otherwise it waits, and replaces an older one that waits."""
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            self._waiting = version
+            return False
+        self._unanswered.add(version)
+        return True
+
+    def answered(self, version: int) -> int:
+        """Take the answer to a version, and so to all before it. Returns the version to be sent now, or 0."""
+        for unanswered in tuple(self._unanswered):
+            if unanswered <= version:
+                self._unanswered.discard(unanswered)
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            return 0
+        waiting, self._waiting = self._waiting, 0
+        return waiting
 
 
 class Hearing:
@@ -120,7 +160,7 @@ def close(link: Link) -> None:
     """Close a link, whatever its adapter raises: see `Link.close`."""
     try:
         link.close()
-    except Exception as error:  # noqa: BLE001 - this link is finished; the others go on
+    except Exception as error:  # noqa: BLE001 - this link is finished; the others continue
         _fault(link, error)
 
 

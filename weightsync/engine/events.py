@@ -19,7 +19,7 @@ logger = logging.getLogger("weightsync")
 
 #: How many events may wait for the callbacks. Further ones are dropped, and counted.
 CAPACITY: Final = 4096
-#: The thread ends after so many seconds without an event; the next event starts another.
+#: The thread ends after this many seconds without an event; the next event starts another.
 _IDLE_S: Final = 5.0
 #: How many seconds `Events.close` waits for the callbacks to take what is queued.
 _CLOSING_S: Final = 5.0

@@ -83,6 +83,6 @@ class Listening:
         )
 
     def stop(self) -> None:
-        """Take no more links. Those that are open stay open."""
+        """Stop taking links. Those that are open stay open."""
         while self._listeners:
             self._listeners.pop()()

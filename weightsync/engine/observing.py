@@ -54,7 +54,7 @@ class SenderObserver:
                 self._trace(step.data.version)
             for found in self._found(data, event, step):
                 self._events.emit(found)
-        except Exception:  # whatever it is, the sync must go on
+        except Exception:  # whatever it is, the sync must continue
             logger.exception("the events of a step of %r were lost; the sync is not affected", self._driver.model_id)
 
     def _trace(self, version: int) -> None:
@@ -206,7 +206,7 @@ class ReceiverObserver:
         try:
             for found in self._found(state, data, event, step):
                 self._events.emit(found)
-        except Exception:  # whatever it is, the sync must go on
+        except Exception:  # whatever it is, the sync must continue
             logger.exception("the events of a step of %r were lost; the sync is not affected", self._driver.model_id)
 
     def _found(

@@ -43,7 +43,7 @@ class Readers(Protocol):
     """The workers of a sender, and what of its memory they can map."""
 
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
-        """Whether all of them map a buffer with so many bytes of payload, so that no byte of it travels."""
+        """Whether all of them map a buffer with a payload of this size, so that no byte of it travels."""
 
     def reached(self) -> Sequence[frozenset[bytes]]:
         """For each link, the devices whose slots its worker can open."""

@@ -16,8 +16,7 @@ from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
 from weightsync.transports.base import Link, Outlet, Received, Steady
-from weightsync.transports.buffers import Slot
-from weightsync.transports.device import CarriesDevices
+from weightsync.transports.device import CarriesDevices, Slot
 from weightsync.transports.process import own_host, own_identity
 from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import Layout
@@ -202,7 +201,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             open_link.send(message)
             if outlet is None or not outlet.idle:
                 self._asked_again(open_link)
-        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
             self._cannot_write(link, open_link, str(error) or repr(error))
 
     def _cannot_write(self, number: int, link: Link, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""`WeightSender`: sends the weights of one model to its workers, and reports what became of each version."""
+"""`WeightSender`: sends the weights of one model to its workers, and reports the outcome of each version."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class WeightSender(Participant):
 
         Raises:
             SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was
-                dispatched all the same, unless time was up (`AckTimeoutError`). Otherwise as `send`, without its errors
+                dispatched anyway, unless time was up (`AckTimeoutError`). Otherwise as `send`, without its errors
                 for outcomes.
         """
         deadline, stopwatch = Deadline(timeout), Stopwatch()
@@ -273,7 +273,7 @@ class WeightSender(Participant):
             return report
 
     def progress(self) -> None:
-        """Read what has arrived, and write what can be written. As `poll`, but no outcome counts as told."""
+        """Read what has arrived, and write what can be written. As `poll`, but no outcome counts as reported."""
         with Shield(self._driver.waker.fire):
             self._driver.pump()
 

@@ -1,7 +1,4 @@
-"""The sender's driver: takes events, executes their effects over the links, and feeds the results back.
-
-A link carries at most two unanswered versions, so that a worker that does not read costs no more memory than these.
-"""
+"""The sender's driver: takes events, executes their effects over the links, and feeds the results back."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from weightsync.engine.delta import Travelling, travelling
-from weightsync.engine.driver import Driver, Hearing, close, flush, mishandled, read, watch
+from weightsync.engine.driver import Backlog, Driver, Hearing, close, flush, mishandled, read, watch
 from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
@@ -45,45 +42,6 @@ _LOSING: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
 _IN_TURN: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
 _DUE: Final = attrgetter("due")
 _WORKER: Final = attrgetter("worker")
-
-#: Unanswered updates that a link may carry: one that is being applied, one behind it.
-MAX_UNANSWERED: Final = 2
-
-
-class Backlog:
-    """The unanswered versions on one link, and the newest one that waits behind them.
-
-    A waiting version that is superseded is never sent. It was abandoned before the newer one was dispatched, so no
-    answer for it is awaited.
-    """
-
-    def __init__(self) -> None:
-        self._unanswered: set[int] = set()
-        self._waiting = 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether a version waits here."""
-        return bool(self._waiting)
-
-    def admit(self, version: int) -> bool:
-        """Whether a version may be sent now; otherwise it waits, and replaces an older one that waits."""
-        if len(self._unanswered) >= MAX_UNANSWERED:
-            self._waiting = version
-            return False
-        self._unanswered.add(version)
-        return True
-
-    def answered(self, version: int) -> int:
-        """Take the answer to a version, and so to all before it. Returns the version to be sent now, or 0."""
-        for unanswered in tuple(self._unanswered):
-            if unanswered <= version:
-                self._unanswered.discard(unanswered)
-        if len(self._unanswered) >= MAX_UNANSWERED:
-            return 0
-        waiting, self._waiting = self._waiting, 0
-        return waiting
-
 
 logger = logging.getLogger("weightsync")
 
@@ -414,7 +372,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                         self._message(worker, number, link, received.message, take)
         except (TransportError, ProtocolError) as error:
             take(pure.LinkLost(worker, number, str(error)))
-        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
             take(pure.LinkLost(worker, number, mishandled(link, error)))
 
     def _give_up(self, link: Link, reason: str) -> None:

@@ -51,11 +51,11 @@ class SequentialSends:
     def dispatch(
         self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
-        """Settle the update before, then send as `WeightSender.send_async` does.
+        """Settle the previous update, then send as `WeightSender.send_async` does.
 
         Raises:
-            SyncError: the update before did not reach every worker. This one was dispatched all the same. Otherwise as
-                `WeightSender.send_async`.
+            SyncError: the previous update did not reach every worker. This one was dispatched anyway.
+                Otherwise as `WeightSender.send_async`.
         """
         before = self.settle(deadline.remaining)
         report = self._sender.send_async(weights, worker_ids)

@@ -190,7 +190,7 @@ class ActorLauncher:
         """Start an actor: see `Launcher.launch`."""
         if self._reception is None:
             raise TransportError("the group is closed.")
-        if not self._ray.is_initialized():  # else Ray would start a cluster of its own for it
+        if not self._ray.is_initialized():  # otherwise Ray would start a cluster for it
             raise TransportError(f"Ray was shut down: worker {index} cannot be started.")
         invitation, channel = self._reception.expect()
         handle = self._class.options(max_concurrency=_THREADS, max_restarts=0, **self._options).remote()
@@ -203,7 +203,7 @@ class ActorLauncher:
         return Launched(Running(process, channel, channel.announce), handle, None)
 
     def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - actors leave nothing to close
-        """Listen no more."""
+        """Stop listening."""
         if self._reception is not None:
             self._reception.close()
             self._reception = None

@@ -84,7 +84,7 @@ class TrainerEnd:
 
     Args:
         sock: one end of a socket pair; None if the worker is to connect.
-        arrival: where it will.
+        arrival: where it will arrive.
     """
 
     def __init__(self, sock: socket.socket | None, arrival: Arrival | None = None) -> None:
@@ -258,7 +258,7 @@ class WorkerEnd:
             raise SenderClosed("the trainer has closed its worker group, or is gone: the result is dropped.") from error
 
     def _listen(self, wait: int) -> None:
-        """Read what the trainer says: wait for it so many milliseconds."""
+        """Read what the trainer says, and wait at most this many milliseconds for it."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         if self._ended or not poller.poll(wait):

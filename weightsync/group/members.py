@@ -284,7 +284,7 @@ class Members:
     """All members.
 
     Args:
-        members: by index.
+        members: the members by index.
         capacity: how many results of each may be untaken.
         is_stale: whether a worker waits for newer weights.
         feed: what sends them their weights; None: nothing does yet.
@@ -342,7 +342,7 @@ class Members:
         return all(member.over for member in self.by_index.values())
 
     def _drive(self) -> None:
-        """Let the sender go on: a version may wait in it for answers, and the workers for that version."""
+        """Let the sender continue: a version may wait in it for answers, and the workers for that version."""
         feed = self._feed()
         if feed is None:
             return

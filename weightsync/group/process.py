@@ -63,7 +63,7 @@ class WorkerProcess:
 
     @property
     def dead(self) -> bool:
-        """Whether it is dead. Its pipes may be open all the same, where a child of its own has inherited them."""
+        """Whether it is dead. Its pipes may still be open, if a child of it has inherited them."""
         return self._watch.dead
 
     def how_it_ended(self, started: bool) -> str:

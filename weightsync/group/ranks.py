@@ -100,10 +100,10 @@ class RankProcess:
 
 
 class RankLauncher:
-    """Leaves a note for each rank, which comes by itself.
+    """Leaves a note for each rank, which connects on its own.
 
     Args:
-        scheme: of torch.distributed.
+        scheme: the scheme over torch.distributed.
         asked: what the user has asked for.
 
     Raises:
@@ -163,7 +163,7 @@ class RankLauncher:
         return Launched(Running(RankProcess(rank, channel), channel, channel.announce), (self._store, rank), None)
 
     def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - ranks leave nothing to close
-        """Listen no more, and leave a note that the group is closed."""
+        """Stop listening, and leave a note that the group is closed."""
         if self._reception is not None:
             with contextlib.suppress(TransportError):
                 self._notes.set(_CLOSED, b"")

@@ -169,7 +169,7 @@ class ChannelListener:
             )
 
     def close(self) -> None:
-        """Listen no more, and send away who has shown no token."""
+        """Stop listening, and close connections that have shown no token."""
         self.forget()
 
     def forget(self) -> None:

@@ -161,7 +161,7 @@ def live(job: Job, listening: Callable[[], None] = lambda: None) -> BaseExceptio
     """Run a worker until its function ends, and report to the trainer how it ended.
 
     Args:
-        job: what it is.
+        job: what the worker runs.
         listening: called once the receiver takes weights.
 
     Returns:

@@ -126,7 +126,7 @@ class Manifest:
 
     Attributes:
         folder: the model's folder.
-        configurations: in the order of the file.
+        configurations: the configurations, in the order of the file.
         bounds: what the bounds leave out; printed below the verdicts.
         planted: actions that only reverts may take.
         idle: parts that no proof may evaluate.

@@ -25,7 +25,7 @@ _PROBE_SECONDS = 60.0
 
 
 class ToolMissingError(WeightSyncError):
-    """Of `weightsync check`, and of `verify` with TLC: Java or TLC is missing.
+    """Java or TLC is missing, which `weightsync check` needs, and `verify` with TLC.
 
     What to do: install what the message names, in one line.
     """

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 _BITS: Final = 5
 _FAN_OUT: Final = 1 << _BITS
-#: Up to so many workers, a plain dict is copied.
+#: Up to this many workers, a plain dict is copied.
 SMALL: Final = _FAN_OUT
 
 #: Children, by the next bits of the id; or up to `_FAN_OUT` workers.

@@ -174,7 +174,7 @@ def encode(message: Message, descriptors: int = 0, slot: SlotRef | None = None) 
     """Encode the control part of ``message``. The caller appends the payload, if it travels inline.
 
     Args:
-        slot: of an update, where its payload lies; None: what the message says.
+        slot: where an update's payload lies; None: where the message says.
 
     Raises:
         ConfigurationError: a field cannot be encoded (a digest that is not 16 bytes, a number out of range, a layout

@@ -29,7 +29,7 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverData:
-    """Everything a receiver stores beside its state."""
+    """Everything a receiver stores besides its state."""
 
     #: The current link, over which the last handshake was completed; None without one.
     link: int | None = None

@@ -74,7 +74,7 @@ class Outstanding:
 
 @dataclass(frozen=True, slots=True)
 class SenderData:
-    """Everything a sender stores beside its state."""
+    """Everything a sender stores besides its state."""
 
     #: 0 until CONNECT.
     incarnation: int = 0

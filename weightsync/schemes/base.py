@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -14,9 +13,9 @@ from torch import nn
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.background import Background, RelayCall
 from weightsync.engine.copies import (
+    Configured,
     expected_number,
     held,
-    is_clean,
     optional,
     require_name,
     require_whole,
@@ -68,7 +67,7 @@ _ALWAYS_ON_SENDER = (
 _ALWAYS_ON_WORKER = ("model", "names", "loader", "name_map", "bucket_bytes", "worker_idx")
 
 
-class WeightSyncScheme(abc.ABC):
+class WeightSyncScheme(Configured):
     """One model across all workers: makes the sender in the trainer and the receivers in the workers.
 
     Both generations of TorchRL's API: `get_sender` and `get_receiver` give the objects of the first; `connect`, `send`
@@ -104,7 +103,6 @@ class WeightSyncScheme(abc.ABC):
     #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
     _sender_arguments: tuple[str, ...] = ()
     _worker_arguments: tuple[str, ...] = ()
-    #: Attributes that a copy does not get; `_begin` sets them again.
     _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
 
     def __init__(
@@ -398,7 +396,7 @@ class WeightSyncScheme(abc.ABC):
             StateError: not initialised, not connected, or shut down.
             ConfigurationError, LayoutError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as
                 `WeightSender.send`. With ``sync=False`` the outcomes are those of the update before; this one was
-                dispatched all the same.
+                dispatched anyway.
         """
         report = self._sender_side.send(weights, worker_ids_of(worker_ids), Deadline(timeout), OnFailure(on_failure))
         self._workers_answered()
@@ -564,16 +562,10 @@ class WeightSyncScheme(abc.ABC):
     def _participants(self) -> tuple[WeightSender | None, WeightReceiver | None]:
         return self._sender_side.sender, self._receiver_side.receiver
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not is_clean(error):
-            for participant in self._participants:
-                if participant is not None:
-                    participant.fail(error)  # the other ends are notified
+    def _close_after(self, error: BaseException) -> None:
+        for participant in self._participants:
+            if participant is not None:
+                participant.fail(error)  # the other ends are notified
         self.close()
 
     @abc.abstractmethod
@@ -774,14 +766,3 @@ class WeightSyncScheme(abc.ABC):
     def _copy_uninitialized(self) -> Self:
         """A copy, which carries the configuration only: TorchRL's name of `copy.copy`."""
         return copy.copy(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    def forget(self) -> None:
-        """Become a copy: called in a forked child."""
-        self._begin()

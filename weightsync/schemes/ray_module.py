@@ -1,4 +1,4 @@
-"""`RayModuleTransformScheme`: one model in one Ray actor that many share, and its two sides."""
+"""`RayModuleTransformScheme`: one model in one shared Ray actor, and its two sides."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class _Ranks:
 
     @contextlib.contextmanager
     def limited(self, *groups: Any) -> Iterator[_Limit]:
-        """Give collectives of these groups no more time than is left; afterwards their own timeouts hold again."""
+        """Limit the collectives of these groups to the time that is left; restore their own timeouts afterwards."""
         cpu = torch.device("cpu")
         gloo = [group._get_backend(cpu) for group in groups if "cpu:gloo" in dist.get_backend_config(group)]
         timeouts = [backend.options._timeout for backend in gloo]

@@ -107,7 +107,7 @@ def is_weightless(model: Any) -> bool:
 def registered(
     given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] | None = None
 ) -> Any:
-    """What a send without weights sends: the first that is found of the sources below; None: nothing."""
+    """What a send without weights sends: the first of the sources below that has weights; None: none has."""
     for source in _SOURCES if context is not None else _WITHOUT_CONTEXT:
         found = source(given, context, model_id)
         if found is None or found is MISSING or (unfit is not None and unfit(found)):

@@ -18,6 +18,7 @@ from typing import Any
 from weightsync.local_workers import (
     LocalWorker,
     LocalWorkerError,
+    SchemeName,
     joined_rpc,
     rpc_address,
     rpc_name,
@@ -25,7 +26,7 @@ from weightsync.local_workers import (
     stop,
     store,
 )
-from weightsync.soak.worker import Look, Request, SchemeName, SoakActor, work
+from weightsync.soak.worker import Look, Request, SoakActor, work
 
 #: Seconds in which an actor must have started: it imports torch first, on a machine that may be busy.
 _START_S = 300.0
@@ -41,7 +42,7 @@ class Member:
 
     worker: LocalWorker | ActorWorker
     #: What it has said last.
-    looked: Look = field(default_factory=lambda: Look(None, 0.0, 0, 0, 0))
+    looked: Look = field(default_factory=lambda: Look(None, 0.0, 0, 0))
 
 
 class PipeMembers:
@@ -208,7 +209,7 @@ class RayMembers(PipeMembers):
         return member.worker.actor
 
     def dismiss(self, member: Member) -> None:
-        """Kill the actor, which never ends by itself."""
+        """Kill the actor, which never ends on its own."""
         member.worker.kill()
 
     def reached(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:

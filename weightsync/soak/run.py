@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from weightsync import ConfigurationError, OutcomeKind, State, SyncReport
-from weightsync.local_workers import LocalWorkerError, start_forkserver
+from weightsync.local_workers import LocalWorkerError, SchemeName, start_forkserver
 from weightsync.soak.members import MEMBERS, PROCESS_S, Member
-from weightsync.soak.worker import MODEL_ID, Look, Request, SchemeName, SoakModel, work
+from weightsync.soak.worker import MAKE, MODEL_ID, Look, Request, SoakModel, work
 
 #: How many seconds a send waits for a worker that is well; a stopped worker gets `_STOPPED_S`.
 _PATIENCE_S = 60.0
@@ -139,7 +139,7 @@ class Soak:
         scheme: the scheme to soak.
         workers: how many workers, at least 2.
         nbytes: the size of the weights.
-        seed: of the choices. Processes race, so that two runs with one seed still differ.
+        seed: the seed of the random choices. Processes race, so two runs with one seed still differ.
 
     Raises:
         ConfigurationError: there are fewer than 2 workers.
@@ -157,7 +157,7 @@ class Soak:
         self._values: dict[int, float] = {}
         self._sender: Any = None
         self._model = SoakModel(nbytes)
-        self._scheme = scheme.make()
+        self._scheme = MAKE[scheme]()
         self._does: dict[Action, Callable[[], object]] = {
             Action.SEND: lambda: self._send(),  # noqa: PLW0108 - its arguments have defaults
             Action.SUBSET: lambda: self._send(self._some()),
@@ -226,7 +226,7 @@ class Soak:
             member.worker.close()
         self._members.clear()
         self._scheme.close()
-        self._scheme = self._name.make()  # the closed one and its sender know the store, which is this process's
+        self._scheme = MAKE[self._name]()  # the closed one and its sender know the store, which is this process's
         self._sender = None
         self._setup.close()
         self.tally.after = self._settled()
@@ -283,7 +283,7 @@ class Soak:
             self.tally.outcomes[outcome.kind] += 1
 
     def _kill(self) -> None:
-        """Kill a worker, sometimes amid a send; it is LOST, the others are served, and it is started again."""
+        """Kill a worker, sometimes during a send; it is LOST, the others are served, and it is started again."""
         index = self._one()
         worker = self._members[index].worker
         if self._random.random() < 0.5:
@@ -299,7 +299,7 @@ class Soak:
         self._add(index, self._start(index))
 
     def _stop(self) -> None:
-        """Stop a worker until the send has timed out, and let it go on."""
+        """Stop a worker until the send has timed out, and let it continue."""
         index = self._one()
         pid = self._members[index].worker.pid
         os.kill(pid, signal.SIGSTOP)

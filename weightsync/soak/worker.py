@@ -7,7 +7,7 @@ import enum
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -27,28 +27,15 @@ from weightsync import (
     WeightSyncActor,
     WeightSyncScheme,
 )
-from weightsync.local_workers import join_rpc, leave_rpc, store
+from weightsync.local_workers import SchemeName, join_rpc, leave_rpc, store
 
 MODEL_ID = "soak"
 #: How long a worker waits for a new version before it reads its weights again, in seconds.
 _PAUSE_S = 0.001
 
 
-class SchemeName(enum.Enum):
-    """The schemes that can be soaked."""
-
-    SHARED = "shared"
-    PROCESS = "process"
-    DISTRIBUTED = "distributed"
-    RPC = "rpc"
-    RAY = "ray"
-
-    def make(self) -> WeightSyncScheme:
-        """Make one end's scheme."""
-        return _CLASSES[self]()
-
-
-_CLASSES: dict[SchemeName, Callable[[], WeightSyncScheme]] = {
+#: Makes one end of a scheme.
+MAKE: Mapping[SchemeName, Callable[[], WeightSyncScheme]] = {
     SchemeName.SHARED: SharedMemWeightSyncScheme,
     SchemeName.PROCESS: MultiProcessWeightSyncScheme,
     SchemeName.DISTRIBUTED: DistributedWeightSyncScheme,
@@ -74,14 +61,12 @@ class Look:
         value: the value of all its weights.
         reads: how often it has read all its weights.
         torn: how often they were not of one version.
-        refused: how many updates it was asked to refuse, and has refused.
     """
 
     version: int | None
     value: float
     reads: int
     torn: int
-    refused: int
 
 
 class SoakModel(nn.Module):
@@ -100,7 +85,6 @@ class SoakModel(nn.Module):
         self.small = nn.ParameterList(nn.Parameter(piece.clone(), requires_grad=False) for piece in pieces)
         self.fill = fill
         self.refusals = 0
-        self.refused = 0
 
     def set(self, fill: float) -> None:
         """Give all weights one value."""
@@ -109,14 +93,13 @@ class SoakModel(nn.Module):
         self.fill = fill
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The value, beside the weights."""
+        """The value, which travels with the weights."""
         return {"fill": self.fill}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take the value. Raises if the next update is to be refused."""
         if self.refusals:
             self.refusals -= 1
-            self.refused += 1
             raise ValueError("this worker was asked to refuse")
         self.fill = state["fill"]
 
@@ -131,7 +114,7 @@ def work(control: Connection, scheme: SchemeName, index: int, nbytes: int, endpo
     if scheme is SchemeName.RPC:
         address, world_size = endpoint
         join_rpc(address, index + 1, world_size)
-    with contextlib.suppress(EOFError, OSError), scheme.make() as made:
+    with contextlib.suppress(EOFError, OSError), MAKE[scheme]() as made:
         made.init_on_worker(MODEL_ID, model=model, **reached(scheme, index, endpoint))
         _Worker(made.get_receiver(), model, control).run()
     if scheme is SchemeName.RPC:
@@ -183,8 +166,7 @@ class _Reader:
         """What was seen, after doing what was asked."""
         if request is Request.REFUSE_NEXT:
             self._model.refusals = 1
-        refused = self._model.refused
-        return Look(self._receiver.version, self._model.fill, self._reads, self._torn, refused)
+        return Look(self._receiver.version, self._model.fill, self._reads, self._torn)
 
 
 class SoakActor(WeightSyncActor):

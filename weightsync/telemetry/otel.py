@@ -37,7 +37,7 @@ _ENDINGS: Final = {
     EventKind.LOST: "it is lost",
     EventKind.ABANDONED: "the version was given up",
 }
-#: What became of a version, by the event that ends its span. All else means that it was given up.
+#: The outcome of a version, by the event that ends its span. Any other event means that it was given up.
 _OUTCOMES: Final = {
     EventKind.REPLY: OutcomeKind.APPLIED,
     EventKind.REFUSED: OutcomeKind.REFUSED,
@@ -191,7 +191,7 @@ class Spans:
 def _finish(
     span: Span, at: float, outcome: OutcomeKind, reason: str, seconds: Mapping[SyncPhase, float], *, failed: bool
 ) -> None:
-    """End a span, with what became of the version."""
+    """End a span, with the outcome of the version."""
     span.set_attribute("weightsync.outcome", outcome.value)
     for phase, spent in seconds.items():
         span.set_attribute(f"weightsync.{phase.value}_s", spent)

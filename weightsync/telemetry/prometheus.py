@@ -98,7 +98,7 @@ class Metrics(Collector):
         self._bytes.labels(model).inc(event.nbytes)
         packed_before = (event.version or 0) <= self._newest.get(model, 0)
         for phase, seconds in event.seconds.items():
-            # The time of packing comes with each worker's dispatch, and happened once.
+            # Each worker's dispatch carries the time of packing, which is spent only once.
             if not (phase is SyncPhase.PACK and packed_before):
                 self._phases.labels(model, role, phase.value).observe(seconds)
 

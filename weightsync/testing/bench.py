@@ -281,7 +281,7 @@ class Bench(Comparing):
             if not sender.gone:
                 sender.driver.take(sending.Close())
         self.link_setup.watch.check()
-        # A link may arrive only now. Whoever sends over it waits until it is closed.
+        # A link may arrive only now. A caller that sends over it waits until it is closed.
         self.payloads.all_free(self.link_setup, self._close_late_links)
 
     def _close_late_links(self) -> None:

@@ -111,7 +111,7 @@ def an_update_that_is_cut_off(link_setup: LinkSetup) -> None:
 
 
 def a_receiver_that_is_gone(link_setup: LinkSetup) -> None:
-    """The receiver's end is closed while no message is in flight: the sender's end reports that by itself."""
+    """The receiver's end is closed while no message is in flight: the sender's end reports that unasked."""
     line = Line(link_setup)
     line.greet()
     line.receiver.close()

@@ -177,7 +177,7 @@ class LinkSetup:
                 )
 
     def until_written(self, recorder: LinkRecorder, read: Callable[[], object]) -> None:
-        """Have it write whenever one of its own descriptors says so, while the other end is read."""
+        """Have it write whenever one of its own descriptors is ready, while the other end is read."""
         deadline, asked = Deadline(self.patience), True
         while not (asked and recorder.flush()):
             if deadline.passed:

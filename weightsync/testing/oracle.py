@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from weightsync.engine.driver import Backlog
 from weightsync.engine.receiver_driver import ReceiverDriver
-from weightsync.engine.sender_driver import Backlog, SenderDriver
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State

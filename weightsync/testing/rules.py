@@ -38,7 +38,7 @@ class RuleViolation(AssertionError):
     """A rule was broken just now. Used inside the kit.
 
     Args:
-        rule: which rule.
+        rule: the rule that was broken.
         what: how it was broken, in words.
     """
 

@@ -1,4 +1,4 @@
-"""An end of a connection that gives its driver one message at a time, when the replay says so."""
+"""An end of a connection that gives its driver one message at a time, when the replay allows it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class StepGate(LinkRecorder):
                 raise self.link_pair.broke(Rule.LIVES, self.end, f"{words(message)} was refused: {error}") from error
 
     def flush(self) -> bool:
-        """Write, unless the answer is held back: a driver that owes an answer reads nothing: writing reports it."""
+        """Write, unless the answer is held back. A driver that owes an answer only writes, and so reports it."""
         if self._end_due and self.ended is not None:
             raise self.ended
         if self.holding:

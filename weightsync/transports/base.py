@@ -17,8 +17,8 @@ from typing import Final, Generic, Protocol, TypeVar
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
-from weightsync.transports.buffers import Buffer, Slot
-from weightsync.transports.device import OnDevice
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.device import OnDevice, Slot
 from weightsync.transports.process import forget_after_fork
 
 
@@ -166,7 +166,7 @@ class Remarks(ABC):
 class Waker:
     """Ends a `wait` from another thread.
 
-    A waker stays fired until a wait has seen it, and a closed waker stays fired for good. In a forked child an
+    A waker stays fired until a wait has seen it, and a closed waker stays fired. In a forked child an
     inherited waker counts as closed, and firing it there wakes no thread of the parent.
 
     Raises:
@@ -216,7 +216,7 @@ class Waker:
                 _drain(self.fd)
 
     def enter(self) -> int | None:
-        """Begin a wait; returns the descriptor to watch, open until `leave`, or None if it is fired for good."""
+        """Begin a wait; returns the descriptor to watch, open until `leave`, or None if it is fired permanently."""
         with self._lock:
             if self._closed:
                 return None
@@ -231,7 +231,7 @@ class Waker:
                 self._release()
 
     def close(self) -> None:
-        """Fire for good. Closing twice is allowed."""
+        """Fire permanently. Closing twice is allowed."""
         with self._lock:
             # Mark it closed before firing: a wait that saw it fired first would clear it, and the next would never end.
             self._closed = True

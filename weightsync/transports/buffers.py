@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 from weakref import WeakKeyDictionary
 from weakref import ref as weakref
 
@@ -139,7 +139,6 @@ _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 #: The numbers of slots: no two of this process have the same.
 NUMBERS: Final = itertools.count(1)
 
-
 #: Bytes of a seal, and the seal of a segment that may be written.
 SEAL_NBYTES: Final = 16
 _UNSEALED: Final = bytes(SEAL_NBYTES)
@@ -152,7 +151,6 @@ _PAGEMAP: Final = "/proc/self/pagemap"
 #: Bits of an entry in it.
 _PRESENT_OR_SWAPPED: Final = numpy.uint64(3 << 62)
 _OF_FILE: Final = numpy.uint64(1 << 61)
-
 #: The errors with which the kernel reports that a process or the machine has no resources left.
 _NO_ROOM: Final = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
@@ -369,20 +367,6 @@ class Mapping:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-class Slot(Protocol):
-    """The memory that a payload was received in, where the trainer's own memory is mapped."""
-
-    @property
-    def seal(self) -> bytes:
-        """The seal that lies in it now."""
-
-    def remap(self) -> None:
-        """Undo what this process has written there. From now on it may write there again."""
-
-    def tidy(self) -> None:
-        """Undo it now, while there is time, if it cannot be written before the next update lies in it."""
-
-
 def _has_own_pages(address: int, nbytes: int) -> bool:
     """Whether a private mapping of a file has pages that this process has written; True if the kernel does not say."""
     first, last = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
@@ -475,21 +459,12 @@ def anonymous(nbytes: int) -> mmap.mmap:
 _NBYTES: Final = attrgetter("nbytes")
 
 
-class PoolStatistics(NamedTuple):
-    """The contents of a pool."""
-
-    buffers: int
-    pinned: int
-    segments: int
-    nbytes: int
-
-
 class Pool:
     """The payload buffers of one sender. Called under its driver's lock.
 
     Args:
         storage: the kind of memory of its buffers.
-        make: makes a buffer of at least so many bytes; None: of that kind.
+        make: makes a buffer of at least the given size in bytes; None: one of that kind.
     """
 
     def __init__(self, storage: Storage = Storage.SEGMENTS, make: Callable[[int], Buffer] | None = None) -> None:
@@ -519,16 +494,6 @@ class Pool:
         self._buffers = [*held, chosen, *fitting[1 : 1 + SPARE_BUFFERS]]
         chosen.unseal()
         return chosen
-
-    def statistics(self) -> PoolStatistics:
-        """The current contents, without retired buffers."""
-        held = [buffer for buffer in self._buffers if not buffer.retired]
-        return PoolStatistics(
-            buffers=len(held),
-            pinned=sum(buffer.pinned for buffer in held),
-            segments=sum(buffer.segment is not None for buffer in held),
-            nbytes=sum(buffer.nbytes for buffer in held),
-        )
 
     def close(self) -> None:
         """Drop all buffers. Each is freed when it is no longer mapped."""

@@ -14,13 +14,27 @@ from typing import Protocol
 
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Hello, Message, Refusal, SlotRef, Update
-from weightsync.transports.buffers import NUMBERS, SEAL_NBYTES, Buffer, Slot, Storage
+from weightsync.transports.buffers import NUMBERS, SEAL_NBYTES, Buffer, Storage
 from weightsync.transports.process import forget_after_fork
 
 logger = logging.getLogger("weightsync")
 
 #: The size of a device's identity in bytes.
 IDENTITY_NBYTES = 16
+
+
+class Slot(Protocol):
+    """The memory that a payload was received in, where the trainer's own memory is mapped."""
+
+    @property
+    def seal(self) -> bytes:
+        """The seal that lies in it now."""
+
+    def remap(self) -> None:
+        """Undo what this process has written there. From now on it may write there again."""
+
+    def tidy(self) -> None:
+        """Undo it now, while there is time, if it cannot be written before the next update lies in it."""
 
 
 class OnDevice(Slot, Protocol):

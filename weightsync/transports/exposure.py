@@ -5,29 +5,22 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-import threading
 from pathlib import Path
 from typing import Final
 
 from weightsync.keys import VARIABLE
-from weightsync.transports.process import forget_after_fork
+from weightsync.transports.process import PerProcess
 
 logger = logging.getLogger("weightsync")
 
 _LISTENS: Final = "0A"
 
 
-class _Warning:
+class _Warning(PerProcess):
     """Whether this process has already warned."""
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """In a forked child: not yet."""
-        self._lock = threading.Lock()
+    def _begin(self) -> None:
         self._warned = False
-        forget_after_fork(self)
 
     def once(self) -> bool:
         """Whether to warn now."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import select
+import threading
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +43,23 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+class PerProcess(ABC):
+    """What one process has, with a lock. A forked child begins without it, and so does each child of its own."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: begin anew."""
+        self._lock = threading.Lock()
+        self._begin()
+        forget_after_fork(self)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Set what a process begins with."""
 
 
 def own_identity() -> tuple[int, int]:

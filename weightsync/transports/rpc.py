@@ -155,7 +155,7 @@ class _Return:
 
 
 def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
-    """The sender's last call of a link: its calls wait for no more answers, with or without a receiver."""
+    """The sender's last call of a link: its calls no longer wait for answers, with or without a receiver."""
     try:
         call_server_of(model_id).hang_up(Parcel(link, number, frame))
     except WeightSyncError as error:
@@ -318,7 +318,7 @@ class RpcCallClient(SharesMemory):
         return answers
 
     def _ask_for_others(self) -> None:
-        """Find out whether receivers of other models only listen there. The handshake waits for ours all the same."""
+        """Find out whether receivers of other models only listen there. The handshake still waits for ours."""
         with contextlib.suppress(TransportError):  # the call that carries the message reports it
             ask_listening(self._worker, self._model_id, self._peer).add_done_callback(self._found_others)
 

@@ -40,7 +40,7 @@ class AwaitedProcess:
         """Its process id and start, as in `own_identity`; None: it has not started, or its Process object is closed."""
         try:
             pid = self._process if isinstance(self._process, int) else self._process.pid
-        except ValueError:  # closed: `end` says so
+        except ValueError:  # closed: `end` reports it
             return None
         return None if pid is None else (pid, started_at(pid) or 0)
 

@@ -62,7 +62,7 @@ class SenderActs:
         raise BeyondTheModelError(f"{moment.event}")
 
     def _require_above_known_fences(self, moment: Moment, incarnation: int) -> None:
-        """In the model, whoever closes a fenced sender passes the fence to the next one's `connect(fence=)`."""
+        """In the model, the one who closes a fenced sender passes the fence to the next one's `connect(fence=)`."""
         for name in self._names.senders:
             earlier = [each for each in self._names.network.by_name[name].moments if each.line.time < moment.line.time]
             if not earlier or earlier[-1].state is not State.CLOSED:

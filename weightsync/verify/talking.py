@@ -14,7 +14,7 @@ from weightsync.verify.lines import Finding
 from weightsync.verify.replaying import Machine, Moment
 
 RULE = "what the driver sends and receives"
-#: Unanswered updates that a link carries at most, so that a worker that does not read costs no more.
+#: The most unanswered updates on a link: a worker that does not read costs no more memory than these.
 UNANSWERED = 2
 
 

@@ -44,9 +44,9 @@ _BATCH = 4000
 
 
 class TlcFailedError(WeightSyncError):
-    """Of `weightsync verify` with TLC: it did not follow traces to their end, for a reason of its own.
+    """In `weightsync verify`, TLC failed before it had followed the traces to their end.
 
-    What to do: read TLC's own words in the message; without TLC the traces are judged all the same.
+    What to do: read TLC's own words in the message; traces are still judged without TLC.
     """
 
 

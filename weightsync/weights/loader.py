@@ -13,7 +13,8 @@ from weightsync.errors import ConfigurationError, LayoutError, PartlyLoadedError
 from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import ALIGNMENT, Entry, Layout, listed, quoted
 from weightsync.weights.packing import views
-from weightsync.weights.target import Mode, Staged, SwapBroken, Target
+from weightsync.weights.relay import AnyLayoutTarget
+from weightsync.weights.target import Mode, Staged, SwapBroken
 from weightsync.weights.tensors import address_of, borrowed, owning
 
 #: Called with names and tensors, and the version.
@@ -37,7 +38,7 @@ class Loader:
             keep.
         name_map: the engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
         bucket_bytes: tensors are views of what arrived. Where that cannot be viewed (read-only or unaligned memory),
-            they are copied in buckets of so many bytes, or of one larger tensor.
+            they are copied in buckets of this size, or of one larger tensor.
 
     Raises:
         ConfigurationError: an argument is of another type, or ``load`` is ``async``.
@@ -65,7 +66,7 @@ class Loader:
             raise ConfigurationError(f"bucket_bytes= is {self.bucket_bytes!r}: give a number of bytes, 1 or more.")
 
 
-class LoaderTarget(Target):
+class LoaderTarget(AnyLayoutTarget):
     """A target whose swap is a call of the user's, which nothing can undo.
 
     Args:
@@ -74,6 +75,10 @@ class LoaderTarget(Target):
     """
 
     destination: Loader
+    _REFUSAL = (
+        "A loader takes tensors, but the weights have the extra state of {}. Send weights without it: a state dict "
+        "from which you took the _extra_state entries."
+    )
 
     def __init__(self, loader: Loader, version: Callable[[], int]) -> None:
         super().__init__({}, Mode.COPY)
@@ -89,16 +94,6 @@ class LoaderTarget(Target):
         """
         raise _unreadable()
 
-    @property
-    def demanded(self) -> Layout | None:
-        """None: what the engine takes is known to the loader alone."""
-        return None
-
-    @property
-    def devices(self) -> bytes:
-        """No devices: the loader gets CPU tensors."""
-        return b""
-
     def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
         """Check that an update is complete, and that its names fit the mapping: see `Target.stage`.
 
@@ -106,15 +101,9 @@ class LoaderTarget(Target):
             LayoutError: it has extra state; or the mapping names a tensor that is not there, or gives two one name.
             ProtocolError: payload or extras do not match the layout.
         """
-        decoded = self._decoded(layout, payload, extras)
-        if decoded:
-            raise LayoutError(
-                f"A loader takes tensors, but the weights have the extra state of {sorted(decoded)}. Send weights "
-                "without it: a state dict from which you took the _extra_state entries.",
-                unexpected=sorted(decoded),
-            )
+        staged = super().stage(layout, payload, extras)
         renamed(layout, self.destination.name_map)
-        return Staged(layout, payload, decoded, self._plan)
+        return staged
 
     def swap(self, staged: Staged) -> None:
         """Call the loader.

@@ -39,10 +39,10 @@ from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, in
 
 #: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
-#: Tensors of so many bytes are moved one by one as bytes, whatever their dtype. Smaller ones are copied many at a time
+#: Tensors of this size are moved one by one as bytes, whatever their dtype. Smaller ones are copied many at a time
 #: by torch, which uses no threads of its own for them.
 LARGE: Final = 32 << 10
-#: Runs of up to so many small tensors are moved one by one all the same: torch's first call after other work takes as
+#: Runs of up to this many small tensors are moved one by one nevertheless: torch's first call after other work takes as
 #: long as many moves.
 FEW: Final = 32
 
@@ -170,7 +170,7 @@ def _parts(layout: Layout, movable: frozenset[int], threads: int) -> tuple[Part,
 
 
 def movable(layout: Layout, tensors: Sequence[Tensor], least: int = LARGE) -> dict[int, int]:
-    """The addresses of the tensors of at least so many bytes whose bytes can be moved, by index."""
+    """The addresses of the tensors of at least this size whose bytes can be moved, by index."""
     return {
         index: tensor.data_ptr()
         for index, (entry, tensor) in enumerate(zip(layout.entries, tensors, strict=True))
@@ -184,7 +184,7 @@ class Pieces:
     It keeps addresses and no tensors: it is good for as long as the tensors are where they are.
 
     Args:
-        layout: of the tensors.
+        layout: the layout of the tensors.
         places: the addresses of those whose bytes are moved: see `movable`.
     """
 

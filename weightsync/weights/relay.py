@@ -16,13 +16,11 @@ class Relay(dict[str, Tensor]):
     """The weights of the served version, by dotted name; empty before the first version. It accepts any layout."""
 
 
-class RelayTarget(Target):
-    """A target that replaces all of its contents with each update."""
+class AnyLayoutTarget(Target):
+    """A target on the host that accepts any layout, but no extra state."""
 
-    destination: Relay
-
-    def __init__(self, destination: Relay) -> None:
-        super().__init__(destination, Mode.COPY)
+    #: Why extra state is refused; ``{}`` stands for the names of its modules.
+    _REFUSAL: str
 
     @property
     def demanded(self) -> Layout | None:
@@ -31,25 +29,33 @@ class RelayTarget(Target):
 
     @property
     def devices(self) -> bytes:
-        """None: it forwards from the host."""
+        """No devices: the tensors are needed on the host."""
         return b""
 
     def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
         """Check that an update is complete: see `Target.stage`.
 
         Raises:
-            LayoutError: it has extra state, which cannot be forwarded to further workers.
+            LayoutError: it has extra state.
             ProtocolError: payload or extras do not match the layout.
         """
         decoded = self._decoded(layout, payload, extras)
         if decoded:
-            raise LayoutError(
-                "This worker has no model of its own and forwards weights to its workers, but the extra state of "
-                f"{sorted(decoded)} cannot be forwarded. Give the worker the model, or send weights without extra "
-                "state.",
-                unexpected=sorted(decoded),
-            )
+            raise LayoutError(self._REFUSAL.format(sorted(decoded)), unexpected=sorted(decoded))
         return Staged(layout, payload, decoded, self._plan)
+
+
+class RelayTarget(AnyLayoutTarget):
+    """A target that replaces all of its contents with each update."""
+
+    destination: Relay
+    _REFUSAL = (
+        "This worker has no model of its own and forwards weights to its workers, but the extra state of {} cannot be "
+        "forwarded. Give the worker the model, or send weights without extra state."
+    )
+
+    def __init__(self, destination: Relay) -> None:
+        super().__init__(destination, Mode.COPY)
 
     def swap(self, staged: Staged) -> None:
         """Keep a copy of the staged weights, and drop those of the version before."""

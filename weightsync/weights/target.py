@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -18,54 +17,26 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from weightsync.errors import ConfigurationError, LayoutError, ProtocolError, WeightSyncError
-from weightsync.weights.aliasing import Sharing, agrees, mappable, same_bits, shared_with, sharing_of
+from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.weights import destination_checks as checks
+from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory
+from weightsync.weights.device.captures import is_compiled
 from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.device.transfer import scatter_onto
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
-from weightsync.weights.layout import ALIGNMENT, Layout
-from weightsync.weights.packing import digest_of, kept_views, pack, scatter, views
+from weightsync.weights.layout import Layout
+from weightsync.weights.mapped import MappedPayload, MappedPayloads
+from weightsync.weights.packing import digest_of, kept_views, pack, scatter
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
-from weightsync.weights.tensors import PLAIN, Form, address_of, borrowed, owning, why_unsupported
+from weightsync.weights.tensors import Form, address_of
 
 logger = logging.getLogger("weightsync")
-
-Read = Callable[[object], Weights]
 
 _CAPTURED: Final = (
     "map_on_device: this process has captured a CUDA graph, which keeps addresses; so parameters stay where they are "
     "from now on, and each version is copied into them"
 )
-
-#: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made each time, which
-#: costs less than to look for pages that this process has written through views that may still be referenced.
-KEPT_BELOW_NBYTES: Final = 256 << 10
-
-
-class _Mapped:
-    """A payload as the memory of mapped parameters."""
-
-    def __init__(self, views: list[Tensor]) -> None:
-        self.views = views
-        self._family: object = None
-        self.memory: list[Tensor] = []
-        #: The tensors that are copied beside the mapped ones.
-        self.copied: Sequence[int] = ()
-        self._form: Form | None = None
-
-    def prepare(self, plan: DestinationPlan) -> None:
-        """Choose the parameters' memory."""
-        if self._family is not plan.family:
-            self._family, self._form = plan.family, None
-            self.memory = [self.views[source] for source in plan.mappable.values()]
-            self.copied = [index for index in plan.copied() if index not in plan.mappable]
-
-    def form(self, plan: DestinationPlan) -> Form:
-        """What the destination's tensors are known by, once the parameters have that memory."""
-        if self._form is None:
-            self._form = Form(plan.weights.tensors.values())
-        return self._form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +65,7 @@ class DestinationPlan:
     mappable: dict[int, int]
     parameters: list[Tensor]
     devices: tuple[Device, ...] = ()
-    mapped: _Mapped | None = None
+    mapped: MappedPayload | None = None
     family: object = field(default_factory=object)
 
     def copied(self) -> Sequence[int]:
@@ -104,41 +75,16 @@ class DestinationPlan:
         twins = {index for tie in self.sharing.ties for index in tie[1:]}
         return [index for index in range(len(self.tensors)) if index not in twins]
 
-    def moved(self, form: Form, mapped: _Mapped | None = None) -> DestinationPlan:
+    def moved(self, form: Form, mapped: MappedPayload | None = None) -> DestinationPlan:
         """The plan once parameters have other memory, of this form: that of ``mapped``, or their own."""
         kept = self.weights, self.layout, self.tensors
         sharing, parameters = self.sharing, self.parameters
         return DestinationPlan(*kept, form, sharing, self.mappable, parameters, self.devices, mapped, self.family)
 
-    def unwritable(self, expanded: int) -> LayoutError:
-        """The error for a tensor in which several elements share one place in memory."""
-        name = self.layout.entries[expanded].name
-        return LayoutError(
-            f"'{name}' of the destination is expanded: several of its elements share one place in memory, so it cannot "
-            "be written. Replace it by its .clone().",
-            mismatched={name: "expanded"},
-        )
 
-    def refuse_disagreement(self, values: list[Tensor]) -> None:
-        """Raise LayoutError if tensors that share memory would get different values."""
-        for tie in self.sharing.ties:
-            for twin in tie[1:]:
-                if not same_bits(values[tie[0]], values[twin]):
-                    self._disagree((tie[0], twin), "are tied")
-        for overlap in self.sharing.overlaps:
-            if not agrees([self.tensors[index] for index in overlap], [values[index] for index in overlap]):
-                self._disagree(overlap, "share memory")
-
-    def _disagree(self, indices: Iterable[int], how: str) -> None:
-        names = [self.layout.entries[index].name for index in indices]
-        listed = ", ".join(f"'{name}'" for name in names)
-        raise LayoutError(
-            f"{listed} {how} in the destination, but their values differ in the weights.",
-            mismatched=dict.fromkeys(names, f"{how} in the destination, with different values"),
-        )
-
-
-def plan_for(destination: object, before: DestinationPlan | None = None, read: Read = read_live) -> DestinationPlan:
+def plan_for(
+    destination: object, before: DestinationPlan | None = None, read: checks.Read = read_live
+) -> DestinationPlan:
     """Read the destination and return its plan, which is `before` if its tensors and their places are unchanged.
 
     Raises:
@@ -156,8 +102,8 @@ def plan_for(destination: object, before: DestinationPlan | None = None, read: R
         layout = before.layout
     tensors = ordered(weights, layout)
     sharing = sharing_of(tensors)
-    _refuse_raising(layout, tensors, sharing)
-    _refuse_shared_with_others(weights, layout, tensors)
+    checks.refuse_raising(layout, tensors, sharing)
+    checks.refuse_shared_with_others(weights, layout, tensors)
     may_be_mapped = mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
     form = Form(weights.tensors.values())
     parameters = [tensors[index] for index in may_be_mapped]
@@ -171,46 +117,6 @@ def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan 
     if same and all(map(is_, found.values(), known.values())) and before.form.fits(found.values()):
         return replace(before, weights=weights) if weights.slots else before
     return None
-
-
-def refuse_temporary_tensors(destination: object, plan: DestinationPlan, read: Read = read_live) -> None:
-    """Raise ConfigurationError if the destination creates new tensors on each read, so that writes would be lost."""
-    tensors = ordered(read(destination), plan.layout)
-    for entry, tensor, before in zip(plan.layout.entries, tensors, plan.tensors, strict=True):
-        if tensor.data_ptr() != before.data_ptr():
-            raise ConfigurationError(
-                f"The {type(destination).__name__} creates a new tensor for '{entry.name}' on each read, so weights "
-                "written into it would be lost: use a dict of tensors."
-            )
-
-
-def _refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> None:
-    """Raise LayoutError for a tensor of a subclass, or a lazy conjugate, to which its own values cannot be written."""
-    for index, tensor in enumerate(tensors):
-        usual = type(tensor) in PLAIN and not tensor.is_conj() and not tensor.is_neg()
-        if usual or index in sharing.expanded:
-            continue
-        name = layout.entries[index].name
-        try:
-            with torch.inference_mode():
-                torch._foreach_copy_([tensor], [tensor.detach().clone()])
-        except Exception as error:
-            kind = "lazily conjugated or negated tensor" if type(tensor) in PLAIN else type(tensor).__name__
-            why = f"is a {kind}, which cannot be written ({error!r})"
-            raise LayoutError(f"'{name}' of the destination {why}.", mismatched={name: why}) from error
-
-
-def _refuse_shared_with_others(weights: Weights, layout: Layout, tensors: list[Tensor]) -> None:
-    """Raise LayoutError for a tensor that shares memory with one that was not chosen: that would change too."""
-    others = {name: tensor for name, tensor in weights.left_out.items() if not why_unsupported(tensor)}
-    found = shared_with(tensors, list(others.values())) if others else None
-    if found is not None:
-        name, other = layout.entries[found[0]].name, list(others)[found[1]]
-        raise LayoutError(
-            f"'{name}' of the destination shares memory with '{other}', which names= leaves out and which would change "
-            f"too: add '{other}' to names= on both sides.",
-            missing=[other],
-        )
 
 
 class Mode(Enum):
@@ -262,18 +168,14 @@ class Target:
             keeps state elsewhere.
     """
 
-    #: How many payloads to keep views of (mode MAP). Shared-memory slots are reused, so their views are too.
-    KEPT_PAYLOADS = 4
-
-    def __init__(self, destination: object, mode: Mode = Mode.COPY, read: Read = read_live) -> None:
+    def __init__(self, destination: object, mode: Mode = Mode.COPY, read: checks.Read = read_live) -> None:
         self.destination = destination
         self.mode = mode
         self._read = read
         self._plan = plan_for(destination, None, read)
         if not isinstance(destination, nn.Module):
-            refuse_temporary_tensors(destination, self._plan, read)
-        #: By the payload's address and the digest of its layout.
-        self._mapped: OrderedDict[tuple[int, bytes], _Mapped | None] = OrderedDict()
+            checks.refuse_temporary(destination, self._plan.layout, self._plan.tensors, read)
+        self._mapped = MappedPayloads()
         #: The slot on a device that parameters view; None if they view none.
         self._slot: DeviceMemory | None = None
         #: Held while tensors are moved or written.
@@ -308,8 +210,8 @@ class Target:
         That is read again if the update does not fit it, and once more by `swap`.
 
         Args:
-            payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or at least so many on a device. It must not
-                be written before the swap, and in mode MAP never again.
+            payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or on a device at least of that size. It must
+                not be written before the swap, and in mode MAP never again.
 
         Raises:
             LayoutError: names, shapes, dtypes or modules with extra state differ from the destination's, or the
@@ -355,7 +257,7 @@ class Target:
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
-            plan = plan.moved(mapped.form(plan), mapped)
+            plan = plan.moved(mapped.form(plan.weights), mapped)
         elif self._slot is not None:
             plan = plan.moved(Form(plan.weights.tensors.values()))
         self._slot = staged.payload if mapped and isinstance(staged.payload, DeviceMemory) else None
@@ -409,13 +311,14 @@ class Target:
         if misfit is not None:
             raise misfit
         if plan.sharing.expanded:
-            raise plan.unwritable(plan.sharing.expanded[0])
+            raise checks.expanded(plan.layout, plan.sharing.expanded[0])
         if plan.sharing.ties or plan.sharing.overlaps:
             with torch.inference_mode():
                 if isinstance(payload, DeviceMemory):
-                    plan.refuse_disagreement(payload.views(layout))
+                    values = payload.views(layout)
                 else:
-                    plan.refuse_disagreement(kept_views(plan.layout, address_of(payload)))
+                    values = kept_views(plan.layout, address_of(payload))
+                checks.refuse_disagreement(plan.layout, plan.sharing, plan.tensors, values)
         return plan
 
     def _revalidated(self, staged: Staged) -> DestinationPlan:
@@ -423,7 +326,7 @@ class Target:
         plan = _if_unchanged(self._read(self.destination), staged.plan)
         return plan or self._validated(self._refreshed_plan(), staged.layout, staged.payload)
 
-    def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> _Mapped | None:
+    def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload | None:
         """Point parameters at the payload; return their new memory, or None if there was nothing to map."""
         if self.mode is Mode.COPY or not plan.mappable:
             return None
@@ -436,9 +339,11 @@ class Target:
                 return self._point(plan, staged, undo)
         return self._point(plan, staged, undo)
 
-    def _point(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> _Mapped:
-        mapped = self._kept(plan.layout, staged.payload)
-        mapped.prepare(plan)
+    def _point(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload:
+        mapped = self._mapped.of(plan.layout, staged.payload)
+        if mapped.family is not plan.family:
+            copied = [index for index in plan.copied() if index not in plan.mappable]
+            mapped.prepare(plan.family, plan.mappable.values(), copied)
         undo.remember(plan.parameters, plan.mapped.memory if plan.mapped else None)
         for parameter, data in zip(plan.parameters, mapped.memory, strict=True):
             parameter.data = data
@@ -474,9 +379,9 @@ class Target:
         return own
 
     def keep_addresses(self) -> None:
-        """A graph of kernels is about to be captured: give parameters that view a slot memory of their own, for good.
+        """Give parameters that view a slot permanent memory of their own: a graph of kernels is about to be captured.
 
-        What kernels read there now, they go on to read: the slot is free once the next version is applied.
+        Kernels may still read the slot: it is free once the next version is applied.
         """
         with self._moving:
             if self._movable is not False:
@@ -499,35 +404,13 @@ class Target:
         if not isinstance(payload, DeviceMemory):
             return not plan.devices
         here = plan.tensors[next(iter(plan.mappable))].device == payload.flat.device
-        if not here or self.mode is not Mode.MAP_ON_DEVICE or _is_compiled(self.destination):
+        if not here or self.mode is not Mode.MAP_ON_DEVICE or is_compiled(self.destination):
             return False
         if self._movable is None:
             self._movable = not payload.device.watch_captures(self)
             if not self._movable:
                 logger.warning(_CAPTURED)
         return self._movable
-
-    def _kept(self, layout: Layout, payload: memoryview | DeviceMemory) -> _Mapped:
-        if isinstance(payload, DeviceMemory):
-            views_there = payload.views(layout)
-            if not isinstance(payload.kept, _Mapped):
-                payload.kept = _Mapped(views_there)
-            return payload.kept
-        address = address_of(payload)
-        if payload.readonly or address % ALIGNMENT:
-            # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
-            return _Mapped(views(layout, borrowed(address, layout.nbytes).clone()))
-        if layout.nbytes >= KEPT_BELOW_NBYTES * len(layout.entries):
-            return _Mapped(views(layout, owning(payload)))
-        # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
-        # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
-        key = address, layout.digest
-        again = key in self._mapped
-        found = self._mapped.pop(key, None) or _Mapped(views(layout, owning(payload)))
-        self._mapped[key] = found if again else None
-        if len(self._mapped) > self.KEPT_PAYLOADS:
-            self._mapped.popitem(last=False)
-        return found
 
 
 class _Undo:
@@ -580,11 +463,3 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int]) -> N
         scatter(plan.layout, plan.tensors, chosen, address_of(payload))
     for device in plan.devices:
         device.finish()
-
-
-def _is_compiled(destination: object) -> bool:
-    """Whether torch has compiled a module of the destination: its graphs may keep the addresses of parameters."""
-    modules = destination.modules() if isinstance(destination, nn.Module) else ()
-    return any(
-        each._compiled_call_impl is not None or type(each).__module__ == "torch._dynamo.eval_frame" for each in modules
-    )

@@ -112,7 +112,7 @@ def in_threads(work: Callable[[int, int], None], parts: Sequence[Part]) -> None:
 
     Returns once all have ended. A part for which no thread can be started is worked on in this one.
 
-    Raises Exception: the first error that `work` raised. The other parts were worked on all the same.
+    Raises Exception: the first error that `work` raised. The other parts were still worked on.
     """
     errors: list[BaseException] = []
 

@@ -79,7 +79,7 @@ def _leaf(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
 
 
 def _plain(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
-    """What is made of its operands and of nothing else."""
+    """An expression that consists of its operands only."""
     return lambda node: Node(kind, "", _parts(_operands(node)))
 
 

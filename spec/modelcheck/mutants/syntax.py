@@ -55,7 +55,7 @@ class Node:
     """A part of a definition.
 
     Attributes:
-        kind: what it is.
+        kind: the kind of node.
         text: its name, operator or value, where it has one.
         parts: what it is made of, in the order of the text.
     """

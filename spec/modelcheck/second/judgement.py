@@ -21,11 +21,11 @@ _MARGIN = 500
 
 @dataclass(frozen=True, slots=True)
 class SecondVerdict:
-    """What became of one configuration.
+    """The result for one configuration.
 
     Attributes:
         first: TLC's verdict on it.
-        counts: of the graph that was read; None if none was, or not to its end.
+        counts: the counts of the graph that was read; None if none was read to its end.
         nodes: how many were read.
         edges: the labelled edges that were read.
         broken: what does not hold in it.

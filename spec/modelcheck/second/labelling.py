@@ -20,7 +20,7 @@ MODULE = "SecondGraph"
 FROM, STEP = "FROM", "STEP"
 
 _DISJUNCT = re.compile(r"\\/ \\E (?P<bound>.*?) :\s+(?P<action>\w+)\((?P<args>[^)]*)\)", re.DOTALL)
-#: How TLC is told where a graph starts and how it goes on, and that all of it is printed.
+#: The specification by which TLC starts a graph, continues it, and prints all of it.
 _HEAD = "INIT SecondInit\nNEXT SecondNext\nVIEW vars\nACTION_CONSTRAINT SecondStep\nCHECK_DEADLOCK FALSE\n"
 
 

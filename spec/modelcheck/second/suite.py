@@ -36,7 +36,7 @@ class SecondSuite:
     Args:
         toolchain: Java and TLC.
         manifest: where the model lies.
-        ended: is told of each verdict, in the caller's thread.
+        ended: is called with each verdict, in the caller's thread.
     """
 
     def __init__(self, toolchain: Toolchain, manifest: Manifest, ended: Callable[[SecondVerdict], None]) -> None:

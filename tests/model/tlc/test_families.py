@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[type[Link], ...]] = {
     "Store": (StoreLink,),
     "Calls": (CallLink, CallServerLink),
 }
-#: What the families have in common is told once, not in each table.
+#: What the families have in common is stated once, not in each table.
 SHARED = {"outbox", "inbox", "said", "heard"}
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -253,7 +253,7 @@ FAULTS = {
         "InTurn(n, n)",
         "OnlyTheWorker",
     ),
-    "calls: a failure is told before what came home": (
+    "calls: a failure is reported before the answers that arrived": (
         "CallsEnds",
         "l \\in failed /\\ On(said, l) = {} /\\ \\A i \\in (collected[l] + 1)..Len(calls[l]) : calls[l][i].words = {}",
         "l \\in failed",

@@ -1,4 +1,4 @@
-"""What is told from a model's text: traps of TLC, temporal properties, the property that a place belongs to."""
+"""What is found in a model's text: traps of TLC, temporal properties, the property that a place belongs to."""
 
 from __future__ import annotations
 

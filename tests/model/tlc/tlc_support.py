@@ -8,7 +8,7 @@ from weightsync.model.verdict import Verdict
 
 
 class Recorder:
-    """An observer that keeps what it is told."""
+    """An observer that keeps what it is called with."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []

@@ -70,7 +70,7 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
 
 
 def _compared(data: sending.SenderData) -> sending.SenderData:
-    """The data without what is only told to people: counters, reasons, who did not catch up."""
+    """The data without what is only reported to people: counters, reasons, who did not catch up."""
     workers = {w: replace(entry, reason="", remote_traceback="") for w, entry in sorted(data.workers.items())}
     outstanding = data.outstanding
     if outstanding is not None:
@@ -114,7 +114,7 @@ def executed(world: World, s: int, step: sending.Step) -> World:
             case sending.CloseLink(worker, _):
                 world = emptied(world, s, {worker})
             case sending.Conclude() | sending.Farewell():
-                pass  # noted by `took`, or told to people
+                pass  # noted by `took`, or reported to people
     return world
 
 

@@ -33,7 +33,7 @@ _NEW = receiving.ReceiverData()
 
 
 def attempts(world: World) -> Iterator[Attempt]:
-    """Whatever a receiver may do or be told."""
+    """Every event that a receiver may have."""
     if "Loses" in world.bounds.links:
         for m in world.messages:
             lost = world._replace(messages=world.messages - {m})

@@ -18,12 +18,12 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 
 MODEL = "policy"
-#: An action, and what makes the world after it; None: it cannot happen.
+#: An action, and a function that makes the world after it; None: it cannot happen.
 Attempt = tuple[Label, Any]
 
 
 def attempts(world: World) -> Iterator[Attempt]:
-    """Whatever a sender may try or be told."""
+    """Every event that a sender may have."""
     bounds = world.bounds
     for s in bounds.all_senders:
         if "copy" in bounds.features:

@@ -126,7 +126,7 @@ def test_a_receiver_driver_refuses_what_its_half_refuses_and_does_nothing(name):
 
 
 def _hold(driver, state, data):
-    """Put a driver where a node of the graph has it."""
+    """Put a driver into the state of a node of the graph."""
     driver.machine._state, driver.data = state, data
 
 

@@ -1,4 +1,4 @@
-"""Listeners are told of each step, and cannot harm the machine."""
+"""Listeners are called with each step, and cannot harm the machine."""
 
 from __future__ import annotations
 

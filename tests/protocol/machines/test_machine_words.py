@@ -1,4 +1,4 @@
-"""What the machines say when they refuse, to the letter, and what `transitions` is told of them."""
+"""The exact texts of the machines' refusals, and what `transitions` knows of the machines."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Ledger:
     """What is committed.
 
     Attributes:
-        scores: of each module.
+        scores: the score of each module.
         reasons: what may be said of several mutants, by name.
         new: functions that came to these modules since their last hunt: they count nowhere yet.
         survivors: the name of the reason why each that lives may; empty: it has none yet.

@@ -20,6 +20,8 @@ DRIVEN = (
     "weightsync.weights.packing",
     "weightsync.weights.tree_digest",
     "weightsync.weights.target",
+    "weightsync.weights.destination_checks",
+    "weightsync.weights.mapped",
     "weightsync.engine.serving_lock",
     "weightsync.engine.applier",
     "weightsync.clock",

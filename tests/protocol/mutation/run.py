@@ -144,7 +144,7 @@ def main() -> int:
         return not arguments.names or any(name in function or function in name for name in arguments.names)
 
     os.environ["HYPOTHESIS_PROFILE"] = "mutants"
-    # A signal that whoever started this ignores is none that tests can send.
+    # If our parent ignores a signal, tests could not send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--no-traces"]
     if arguments.driven:

@@ -19,7 +19,7 @@ from reviewed import PAGE, Key, Reviewed
 
 RUN = Path(__file__).with_name("run.py")
 LEAST = 0.9
-#: Each night another one of so many shares of the drivers' mutants is hunted.
+#: The number of shares of the drivers' mutants. Another one is hunted each night.
 SHARES = 20
 
 

@@ -122,7 +122,7 @@ def events(chance: random.Random, fleet: Fleet) -> Iterator[sender.Event]:
                 sender.Deadline(fleet.data.version),
                 sender.LinkLost(worker, link, "broke"),
                 sender.Remove(worker),
-                *[sender.Answer(worker, link, told) for told in (ack, ack, ack, refusal, hello, bye)],
+                *[sender.Answer(worker, link, message) for message in (ack, ack, ack, refusal, hello, bye)],
             ]
         )
 

@@ -44,8 +44,8 @@ def test_no_worker_at_all() -> None:
     assert str(caught.value) == "worker_ids is empty: name at least one worker. Nothing was sent or changed."
 
 
-@pytest.mark.parametrize(("fences", "told"), [((0, 0), None), ((0, 9), 9), ((11, 9), 11)])
-def test_every_target_is_lost(fences: tuple[int, int], told: int | None) -> None:
+@pytest.mark.parametrize(("fences", "fence"), [((0, 0), None), ((0, 9), 9), ((11, 9), 11)])
+def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> None:
     workers = {0: lost("died", fences[0]), 1: lost("left", fences[1])}
     with pytest.raises(WorkerLostError) as caught:
         sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
@@ -54,7 +54,7 @@ def test_every_target_is_lost(fences: tuple[int, int], told: int | None) -> None
         "every target is lost already: {0: 'died', 1: 'left'}. Nothing was sent and no version was used. "
         "add_worker() reconnects a worker on a new link, remove_worker() removes it."
     )
-    assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, told)
+    assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, fence)
 
 
 def test_every_target_has_refused() -> None:
@@ -156,7 +156,7 @@ def test_a_lost_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fence", "version", "said", "reason", "told"),
+    ("fence", "version", "said", "reason", "newer"),
     [
         (9, 1, "gone over", "FENCED: gone over", 9),
         (9, 0, "", "FENCED: FENCED", 9),
@@ -164,14 +164,14 @@ def test_a_lost_link() -> None:
         (0, 0, "another key", "FENCED: another key", 0),
     ],
 )
-def test_a_refusal_that_ends_a_link(fence: int, version: int, said: str, reason: str, told: int) -> None:
+def test_a_refusal_that_ends_a_link(fence: int, version: int, said: str, reason: str, newer: int) -> None:
     refusal = Refusal(
         model_id="policy", incarnation=7, version=version, kind=RefusalKind.FENCED, reason=said, fence=fence
     )
     step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, refusal))
 
     assert step.data.workers[0].link_state is sender.LinkState.LOST
-    assert (step.data.workers[0].reason, step.data.workers[0].fence) == (reason, told)
+    assert (step.data.workers[0].reason, step.data.workers[0].fence) == (reason, newer)
 
 
 def test_an_ack_is_an_outcome_with_all_that_it_says() -> None:
@@ -223,9 +223,9 @@ def test_only_a_joiner_that_refused_is_told_of_as_not_caught_up(kind: RefusalKin
     step = sender.step(State.READY, data, sender.Answer(0, 1, refusal))
 
     refused = Outcome(kind=OutcomeKind.REFUSED, reason="why", evidence=Evidence.ANSWER)
-    told = {0: refused} if kind is RefusalKind.REFUSED else {}
+    refused_ones = {0: refused} if kind is RefusalKind.REFUSED else {}
     assert step.input is SenderInput.CAUGHT_UP
-    assert step.data.not_caught_up == {1: before, **told}
+    assert step.data.not_caught_up == {1: before, **refused_ones}
 
 
 def test_what_nobody_is_owed_is_counted() -> None:
@@ -288,13 +288,13 @@ def test_who_is_lost_already_is_not_lost_again() -> None:
     assert sender.removal(State.READY, data, 0, "it left") == (sender.Remove(0),)
 
 
-@pytest.mark.parametrize(("due_all", "due", "told"), [(0, 0, 0), (4, 2, 4), (2, 4, 4)])
-def test_a_joiner_is_due_the_newest(due_all: int, due: int, told: int) -> None:
+@pytest.mark.parametrize(("due_all", "due", "sent"), [(0, 0, 0), (4, 2, 4), (2, 4, 4)])
+def test_a_joiner_is_due_the_newest(due_all: int, due: int, sent: int) -> None:
     data = replace(DATA, due_all=due_all, workers={0: replace(lost("died"), due=due), 1: UP[1]})
     step = sender.step(State.READY, data, sender.Join(0, 9))
 
-    assert step.data.workers == {0: sender.Entry(9, due=told, catching=told), 1: UP[1]}
-    assert step.effects == (sender.Greet(0, 9, told),)
+    assert step.data.workers == {0: sender.Entry(9, due=sent, catching=sent), 1: UP[1]}
+    assert step.effects == (sender.Greet(0, 9, sent),)
 
 
 def test_before_connect_a_link_that_is_replaced_or_given_up_is_closed() -> None:

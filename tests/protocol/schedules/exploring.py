@@ -34,7 +34,7 @@ SECONDS, SCHEDULES = 60.0, 400
 
 
 class Wire:
-    """A link to a worker that answers when it is told to."""
+    """A link to a worker that answers on request."""
 
     delivery = Delivery.ORDERED
     peer = "a worker"

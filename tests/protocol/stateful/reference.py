@@ -64,7 +64,7 @@ class Parcel(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a caller is told."""
+    """What a caller gets."""
 
     version: int | None
     outcomes: dict[int, str]
@@ -93,7 +93,7 @@ class Report(NamedTuple):
         return before | {kind for kind in self.outcomes.values() if kind not in ("APPLIED", "PENDING")}
 
     def all_fences(self) -> dict[int, int]:
-        """The newest told fence of each worker."""
+        """The highest fence that each worker has reported."""
         return {**(self.previous.all_fences() if self.previous else {}), **self.fences}
 
 
@@ -582,7 +582,7 @@ class Receiver:
     ended: str = ""
     #: The link that could not be written to last.
     unwritable: Wire | None = None
-    #: A swap failed half way: whoever would serve the model is told so.
+    #: A swap failed half way: serving the model raises.
     broken: bool = False
 
     # -------------------------------------------------------------------------------------------- calls

@@ -78,7 +78,7 @@ def work(control: Connection[Any, Any]) -> None:
             name, arguments = control.recv()
             try:
                 control.send((True, getattr(actor_server, name)(*arguments)))
-            except Exception as error:  # noqa: BLE001 - told to the test
+            except Exception as error:  # noqa: BLE001 - the test gets it
                 control.send((False, error))
 
 

@@ -158,7 +158,7 @@ class Walk:
         self.sender.poll()
 
     def settle(self) -> None:
-        """EverySendEnds: with nothing but reading at both ends, what is owed is answered."""
+        """EverySendEnds: if both ends only read, every answer that is owed arrives."""
         for _ in range(20):
             self.receive()
             self.hear()

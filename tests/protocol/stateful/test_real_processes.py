@@ -1,6 +1,6 @@
 """Random walks of a real sender and real worker processes over both schemes, compared with the reference at each step.
 
-What was sent is at once in the pipe, and a worker looks into it when it is told to: so it is known what must happen,
+What was sent is at once in the pipe, and a worker reads it on request: so it is known what must happen,
 though all is real: pipes, shared memory, and processes that die by SIGKILL, also in the midst of a swap.
 """
 
@@ -57,7 +57,7 @@ class Link(reference.Wire):
 
 
 class Fleet:
-    """One sender at a time, its workers, and the models of all."""
+    """One sender at a time, its workers, and all their models."""
 
     def __init__(self, scheme: Any, staff: Staff, patch: pytest.MonkeyPatch) -> None:
         self.scheme, self.staff = scheme, staff

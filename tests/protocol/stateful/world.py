@@ -58,7 +58,7 @@ class CloggedLink(LocalLink):
         super().__init__(network, side, payloads)
         self.clogged = False
         self._queued: list[messages.Message] = []
-        #: Told of each message that is sent over this end.
+        #: Called with each message that is sent over this end.
         self.listener: Callable[[messages.Message], None] = lambda message: None
 
     def send(self, message: messages.Message, payload: Any = None) -> None:
@@ -425,7 +425,7 @@ class World:
         return self.same(lambda: trainer.real.remove_worker(id), lambda: trainer.model.remove(id))
 
     def close(self, trainer: Trainer) -> None:
-        """From another thread, as a signal handler's or an exit's would."""
+        """From another thread, like a close by a signal handler or at exit."""
         self.same(lambda: _elsewhere(trainer.real.close), trainer.model.close)
 
     def _noted(self, trainer: Trainer, found: Any) -> Any:
@@ -560,7 +560,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def _told(found: Any) -> Any:
-    """What a caller was told, by either."""
+    """What a caller got, from either."""
     match found:
         case Raised(kind=kind, report=report, fence=fence):
             return kind, _told(report), fence

@@ -1,5 +1,5 @@
 """The guarantees are held against traces without the machines' logic: what a pure half at fault would do, and be
-content with, is told all the same.
+content with, is reported all the same.
 
 Its steps would be as it says itself. So moments are changed here behind the replay, as such a half would make them.
 """
@@ -43,7 +43,7 @@ class Run:
         return next((m, i) for m in machines for i, moment in enumerate(m.moments) if wanted(moment))
 
     def change(self, role: str, wanted: Wanted, **how: Callable[[Moment], Any]) -> None:
-        """Have the first such moment be otherwise in these respects."""
+        """Change the first such moment in these respects."""
         machine, index = self.find(role, wanted)
         moment = machine.moments[index]
         machine.moments[index] = replace(moment, **{name: of(moment) for name, of in how.items()})
@@ -56,7 +56,7 @@ class Run:
     def breaches(self) -> list[Finding]:
         return list(breaches(self.network))
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """Of each breach its rule."""
         return [found.rule for found in self.breaches()]
 
@@ -207,15 +207,15 @@ def test_a_run_whose_machines_are_right_breaks_no_guarantee(run: Run) -> None:
     assert run.breaches() == []
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_what_a_pure_half_at_fault_does_is_reported(run: Run, told: str) -> None:
-    role, wanted, how = WRONG[told]
+@pytest.mark.parametrize("breach", WRONG)
+def test_what_a_pure_half_at_fault_does_is_reported(run: Run, breach: str) -> None:
+    role, wanted, how = WRONG[breach]
     machine, index = run.find(role, wanted)
     line = machine.moments[index].line
 
     run.change(role, wanted, **how)
 
-    assert (line, told) in [(each.line, f"{each.rule}: {each.what}"[: len(told)]) for each in run.breaches()]
+    assert (line, breach) in [(each.line, f"{each.rule}: {each.what}"[: len(breach)]) for each in run.breaches()]
 
 
 def test_a_version_that_is_served_and_never_came_is_reported(run: Run) -> None:
@@ -229,7 +229,7 @@ def test_a_version_that_is_served_and_never_came_is_reported(run: Run) -> None:
 def test_an_ack_that_names_another_slot_than_the_one_that_arrived_is_reported(run: Run) -> None:
     run.change("receiver", arrives, **said(digest=b"", slot=SlotRef(segment=1, seal=OTHER)))
 
-    assert run.told() == ["G2 AckedMeansServed"]
+    assert run.reported() == ["G2 AckedMeansServed"]
 
 
 def never(run: Run) -> None:
@@ -253,13 +253,13 @@ def test_an_ack_that_counts_though_its_worker_had_not_applied_is_reported(
     run: Run, wrong: Callable[[Run], None]
 ) -> None:
     wrong(run)
-    assert run.told() == ["G2 AckedMeansServed"]
+    assert run.reported() == ["G2 AckedMeansServed"]
 
 
 def test_by_another_clock_nobody_can_say_what_was_too_late(run: Run) -> None:
     too_late(run)
     run.find("receiver", takes(receiving.Applied))[0].clock = "another host's"
-    assert run.told() == []
+    assert run.reported() == []
 
 
 def by_hand(run: Run) -> None:
@@ -284,7 +284,7 @@ def unrecorded(run: Run) -> None:
 def test_what_a_worker_did_is_not_asked_where_nobody_can_know(run: Run, excuse: Callable[[Run], None]) -> None:
     never(run)
     excuse(run)
-    assert run.told() == []
+    assert run.reported() == []
 
 
 # -------------------------------------------------------------------------------------------- the network

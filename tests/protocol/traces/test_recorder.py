@@ -120,8 +120,8 @@ def test_a_forked_child_in_which_nothing_is_born_writes_nothing_into_its_parents
         assert os.waitpid(pid, 0)[1] == 0
 
     files = [lines_of(file) for file in tmp_path.glob(tracing.PATTERN)]
-    told = {lines[0]["pid"]: [line["text"] for line in lines if line["what"] == "note"] for lines in files}
-    assert told == {os.getpid(): ["the parent's"], pid: ["the child's"]}
+    notes = {lines[0]["pid"]: [line["text"] for line in lines if line["what"] == "note"] for lines in files}
+    assert notes == {os.getpid(): ["the parent's"], pid: ["the child's"]}
 
 
 def _receive_and_be_killed(end: Any) -> None:
@@ -156,9 +156,9 @@ def test_a_worker_that_is_killed_leaves_a_trace_that_conforms_as_far_as_it_goes(
 
 @pytest.mark.parametrize("size", [16, 64, 65, 1000])
 def test_bytes_that_differ_anywhere_are_recorded_differently(size: int) -> None:
-    told = {tracing.plain(bytes(size - 1 - at) + b"x" + bytes(at)) for at in range(size)}
+    texts = {tracing.plain(bytes(size - 1 - at) + b"x" + bytes(at)) for at in range(size)}
 
-    assert len(told) == size
+    assert len(texts) == size
 
 
 def test_the_environment_switches_it_on_in_another_process(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Oops(Exception):
 
 
 def serve_while(duo: Duo, ended: threading.Event, raising: bool) -> list[set[float]]:
-    """Forward after forward, without a pause, until told to end: what each of them saw."""
+    """Run forwards without a pause until asked to end. Returns what each of them saw."""
     seen = []
     while not ended.is_set():
         seen.append(duo.model())
@@ -306,12 +306,12 @@ def test_the_thread_ends_when_the_sender_is_gone_and_says_so_at_each_receive(duo
     assert duo.model() == {1.0}
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: Duo, told: bool) -> None:
+@pytest.mark.parametrize("noticed", [True, False])
+def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: Duo, noticed: bool) -> None:
     duo.sending.shutdown()
     while threads_of_ours():
         os.sched_yield()
-    if told:
+    if noticed:
         with pytest.raises(TransportError):
             duo.receiving.receive(timeout=PATIENCE)
     ours, theirs = multiprocessing.Pipe()

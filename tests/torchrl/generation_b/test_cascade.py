@@ -1,4 +1,4 @@
-"""A worker with workers of its own: it answers once they were updated, and what became of that is told."""
+"""A worker with workers of its own: it answers once they were updated, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_collector_with_workers_is_handed_a_tensordict_whatever_the_strategy(s
 
 
 class Relaying(Branch):
-    """Its own workers make their policies: it has none itself, and says so as TorchRL's do."""
+    """Its own workers make their policies. It has none itself, and reports that as TorchRL's collectors do."""
 
     policy = None
 

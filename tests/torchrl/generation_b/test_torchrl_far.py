@@ -28,7 +28,7 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
 KINDS = [pytest.param("rpc", marks=pytest.mark.rpc), pytest.param("distributed", marks=pytest.mark.gloo)]
 
 
-def told(kind: str, situation: str) -> list[Any]:
+def printed(kind: str, situation: str) -> list[Any]:
     """What the program says step by step. All of its processes have ended with it."""
     command = [sys.executable, str(PROGRAM), kind, situation, str(free_port())]
     process = subprocess.Popen(
@@ -73,7 +73,7 @@ def ended(group: int, patience: float = 30.0) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_act_by_weights_of_every_form_as_each_update_returns(kind: str) -> None:
-    assert told(kind, "a_policy") == [
+    assert printed(kind, "a_policy") == [
         ["first", [0]],
         ["module", [1]],
         ["tensordict", [0]],
@@ -87,7 +87,7 @@ def test_workers_act_by_weights_of_every_form_as_each_update_returns(kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_that_make_their_policies_are_given_weights_together_or_each_its_own(kind: str) -> None:
-    assert told(kind, "factories") == [
+    assert printed(kind, "factories") == [
         ["first", [0]],
         ["module", [1]],
         ["each its own", [[0], [1]]],
@@ -97,14 +97,14 @@ def test_workers_that_make_their_policies_are_given_weights_together_or_each_its
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_without_weights_has_versions_and_acks_as_any_other(kind: str) -> None:
-    assert told(kind, "without_weights") == [["frames", 20], ["versions", [1, 1]], ["frames", 20]]
+    assert printed(kind, "without_weights") == [["frames", 20], ["versions", [1, 1]], ["frames", 20]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_updater_pushes_to_a_collectors_workers(kind: str) -> None:
-    assert told(kind, "an_updater") == [["registered", True], ["first", [0]], ["module", [1]]]
+    assert printed(kind, "an_updater") == [["registered", True], ["first", [0]], ["module", [1]]]
 
 
 @pytest.mark.rpc
 def test_a_workers_own_workers_act_by_what_was_sent() -> None:
-    assert told("rpc", "workers_of_workers") == [["first", [0]], ["module", [1]]]
+    assert printed("rpc", "workers_of_workers") == [["first", [0]], ["module", [1]]]

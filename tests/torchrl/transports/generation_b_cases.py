@@ -1,4 +1,4 @@
-"""What a worker process of generation B can be told to do: the scheme comes to it pickled, after `init_on_sender`."""
+"""What a worker process of generation B can be asked to do: the scheme comes to it pickled, after `init_on_sender`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def raises(setup: WorkerSetup, name: str, *arguments: Any, **named: Any) -> str 
     """The names of the types of what a method of the scheme raises; None: nothing."""
     try:
         getattr(setup.scheme, name)(*arguments, **named)
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # noqa: BLE001 - the test gets it
         return " ".join(kind.__name__ for kind in type(error).__mro__)
     return None
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weightsync import MPTransport, OutcomeKind, StateError
 
 MODELS = ("policy", "value")
-#: What the worker said, and what that is to the trainer.
+#: What the worker answered, and what that means to the trainer.
 KINDS = {None: OutcomeKind.TIMED_OUT, "updated": OutcomeKind.APPLIED, "no": OutcomeKind.REFUSED}
 
 
@@ -23,10 +23,10 @@ class Account:
     """What is known of one model: versions by number, as the trainer and the worker must see them."""
 
     version: int = 0
-    #: The version that the trainer may wait for, and whether its failure was told.
+    #: The version that the trainer may wait for, and whether its failure was reported.
     outstanding: int | None = None
     reported: bool = False
-    #: The newest version that lies unread in the pipe; that which was handed out and not answered.
+    #: The newest unread version in the pipe, and the one that was received and not answered.
     unread: int | None = None
     handed: int | None = None
     #: What the worker said of each version.

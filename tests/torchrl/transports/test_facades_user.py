@@ -93,8 +93,8 @@ def test_transport_backend_names_the_three_methods() -> None:
 
 
 @pytest.mark.parametrize("scheme_class", [Scheme, Piped, MultiProcessWeightSyncScheme])
-@pytest.mark.parametrize(("postbox", "told"), [(Postbox, "value"), (PostboxB, "?"), (PostboxC, "value")])
-def test_a_users_transport_works_under_send(scheme_class: Any, postbox: Any, told: str) -> None:
+@pytest.mark.parametrize(("postbox", "sent_to"), [(Postbox, "value"), (PostboxB, "?"), (PostboxC, "value")])
+def test_a_users_transport_works_under_send(scheme_class: Any, postbox: Any, sent_to: str) -> None:
     transports = [postbox(), postbox()]
     with scheme_class().create_sender() as sender:
         sender.set_context(None, "value")
@@ -106,7 +106,9 @@ def test_a_users_transport_works_under_send(scheme_class: Any, postbox: Any, tol
             assert {0, 1} == set(report)
             assert all((OutcomeKind.APPLIED, Evidence.CALL) == (o.kind, o.evidence) for o in report.outcomes.values())
         for transport in transports:
-            assert [(told, 1.0), (told, 2.0)] == [(name, sent["weight"][0].item()) for name, sent in transport.sent]
+            assert [(sent_to, 1.0), (sent_to, 2.0)] == [
+                (name, sent["weight"][0].item()) for name, sent in transport.sent
+            ]
             assert len(transport.threads) == 1
             assert threading.main_thread().name not in transport.threads
 

@@ -58,9 +58,9 @@ class Acking(Way):
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         super().send_weights(model_id, weights)
-        told = self.acks.get(timeout=PATIENCE)
-        if told != "updated":
-            raise RuntimeError(told)
+        answer = self.acks.get(timeout=PATIENCE)
+        if answer != "updated":
+            raise RuntimeError(answer)
 
     def send_ack(self, message: str = "updated") -> None:
         self.acks.put(message)

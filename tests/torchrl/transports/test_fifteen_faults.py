@@ -161,7 +161,7 @@ def test_fault_04_a_copy_owes_nothing_and_reads_nobodys_ack(pair: Pair) -> None:
     assert pair.sender.wait_async(timeout=0).ok
 
 
-# ---------------------------------------------------------------------- 5: nothing was sent, and nobody is told
+# ---------------------------------------------------------------------- 5: nothing was sent, and nobody notices
 
 
 def test_fault_05_a_sender_without_links_says_so(scheme_class: Any) -> None:

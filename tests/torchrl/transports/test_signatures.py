@@ -44,7 +44,7 @@ SIMPLE = inspect.Parameter.empty
 
 
 def torchrl_modules() -> tuple[Any, Any]:
-    """TorchRL's two modules. Where it is not installed the test is skipped, in CI it fails."""
+    """TorchRL's two modules. If it is not installed, the test is skipped; in CI it fails."""
     try:
         with warnings.catch_warnings(action="ignore"):  # TorchRL and what it imports warn of their own deprecations
             from torchrl import collectors, weight_update  # noqa: PLC0415 - takes seconds, and may be missing
@@ -97,7 +97,7 @@ def classes() -> dict[str, type]:
 def compared() -> dict[str, tuple[str, str]]:
     """Each member of each of TorchRL's public classes: how it can be used there, and here.
 
-    What a subclass has from its base, on both sides, stands there only.
+    What a subclass inherits on both sides is listed with its base only.
     """
     found: dict[str, tuple[str, str]] = {}
     for name, theirs in classes().items():
@@ -185,8 +185,8 @@ def only_adds(theirs: str, ours: str) -> bool:
     """Whether ours takes all that theirs does, in the same way, and besides it only keywords that have defaults."""
     before, after = parameters(theirs), parameters(ours)
     more = [after[name] for name in after if name not in before]
-    return all(after.get(name) == told for name, told in before.items()) and all(
-        told.startswith("keyword") and "=" in told for told in more
+    return all(after.get(name) == parameter for name, parameter in before.items()) and all(
+        parameter.startswith("keyword") and "=" in parameter for parameter in more
     )
 
 

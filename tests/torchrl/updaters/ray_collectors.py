@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RemoteCollector:
-    """Keeps what it is given; or does as it is told to. Has two threads, so that it can be told while it is busy."""
+    """Keeps what it is given, raises or hangs. Has two threads, so that its mode can be set while it is busy."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -16,7 +16,7 @@ class RemoteCollector:
         self.behave("take")
 
     def behave(self, how: str) -> None:
-        """From now on: "take", "raise" or "hang" (until told otherwise)."""
+        """From now on: "take", "raise" or "hang" (until it is set again)."""
         self.how = how
         if how == "hang":
             self.go_on.clear()

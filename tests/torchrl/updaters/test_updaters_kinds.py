@@ -133,17 +133,17 @@ def test_vanilla_without_any_weights_says_so(getter: Any) -> None:
 
 def test_vanilla_from_policy_writes_to_the_policy_its_buffers_and_extra_state() -> None:
     class Counting(nn.BatchNorm1d):
-        told = 0
+        extra = 0
 
         def get_extra_state(self) -> int:
-            return self.told
+            return self.extra
 
         def set_extra_state(self, state: int) -> None:
-            self.told = state
+            self.extra = state
 
-    def policy(fill: float, told: int) -> Any:
+    def policy(fill: float, extra: int) -> Any:
         made = nn.Sequential(nn.Linear(2, 2), Counting(2))
-        made[1].told = told
+        made[1].extra = extra
         with torch.no_grad():
             for tensor in [*made.parameters(), *made.buffers()]:
                 tensor.fill_(fill)
@@ -161,7 +161,7 @@ def test_vanilla_from_policy_writes_to_the_policy_its_buffers_and_extra_state() 
         if isinstance(tensor, torch.Tensor)
         for value in tensor.flatten().tolist()
     } == {1.0}
-    assert live[1].told == 7
+    assert live[1].extra == 7
     assert live[0].weight is parameter
     assert updater.policy_weights["0", "weight"] is parameter
 

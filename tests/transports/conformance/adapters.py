@@ -36,7 +36,7 @@ ANSWERS_GO_HOME = (
     "a worker's words go home with the sender's calls: one that is gone, and whose process lives, is noticed at the "
     "next call"
 )
-WORDLESS = "a sender that says no goodbye is told by the end of its process alone, and here both ends are in one"
+WORDLESS = "a sender that says no goodbye is noticed by the end of its process alone, and here both ends are in one"
 #: Seconds; reached only by a failure.
 LONG = 900.0
 #: As all tests of Ray: its processes take long to start, and it leaves what it does not close to the collector.
@@ -230,7 +230,7 @@ CALLS = {
     "several models": ONE_MODEL,
 }
 STORE = {"several models": ONE_MODEL, "a cut": NO_CABLE, "a cut with an update outstanding": NO_CABLE}
-ENDLESS = "a queue has no end: that its other side was given up is told by a goodbye, or by the end of a process"
+ENDLESS = "a queue has no end: that its other side was given up is noticed by a goodbye, or by the end of a process"
 QUEUES = dict.fromkeys(
     (
         "the sender's last words",

@@ -35,7 +35,7 @@ WORKERS = 2
 EVERYBODY = tuple(range(WORKERS))
 
 
-# ---------------------------------------------------------------------------------------- what the trainer is told
+# ---------------------------------------------------------------------------------------- what the trainer is asked
 
 
 def begin(setup: WorkerSetup, model_id: str, workers: tuple[int, ...] = (0,), **given: Any) -> None:
@@ -144,7 +144,7 @@ def finish(setup: WorkerSetup, model_id: str) -> None:
     setup.kept.pop("source of " + model_id, None)
 
 
-# ------------------------------------------------------------------------------------------ what a worker is told
+# ------------------------------------------------------------------------------------------ what a worker is asked
 
 
 def hold(setup: WorkerSetup, model_id: str, make: Callable[[], Any]) -> None:
@@ -205,7 +205,7 @@ def leave(setup: WorkerSetup, model_id: str) -> None:
 
 
 class World(abc.ABC):
-    """A trainer and two workers, who do what they are told: ``do``, ``tell`` and ``answer``."""
+    """A trainer and two workers, which do what they are asked: ``do``, ``tell`` and ``answer``."""
 
     trainer: Any
     workers: list[Any]
@@ -219,7 +219,7 @@ class World(abc.ABC):
         return result
 
     def refuse(self, model_id: str) -> list[tuple[str, str]]:
-        """Have the first worker refuse what it is sent: what the trainer is told, send after send."""
+        """Have the first worker refuse every update. Returns what the trainer gets from each send."""
         self.workers[0].tell(take_in_vain, model_id)
         errors: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
         why = self.workers[0].answer()

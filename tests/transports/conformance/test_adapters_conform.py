@@ -15,7 +15,7 @@ from weightsync.testing import SCENARIOS
 #: Seconds; reached only by a failure.
 PATIENCE = float(os.environ.get("WEIGHTSYNC_KIT_PATIENCE", "20"))
 GRAPHS = [name for name in SCENARIOS if name.startswith("the graph of ")]
-#: In every run over all adapters but those with a world around them; all graphs over one, and over each in
+#: In every run over all adapters except those that need a world; all graphs over one, and over each in
 #: `make verify`.
 SMALL = ["the graph of one version", "the graph of copies"]
 WHOLE = "pipe shared"

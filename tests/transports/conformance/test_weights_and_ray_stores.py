@@ -48,7 +48,7 @@ class Large(WeightSyncActor):
 def over_ray(
     setup: WorkerSetup, folder: str, room: int, nbytes: int, system: dict[str, Any]
 ) -> tuple[list[Outcome], int, list[str]]:
-    """Send twice over a Ray of this process's own: the outcomes, what is wrong in the actor, what Ray wrote to disk."""
+    """Send twice over a Ray of this process. Returns outcomes, faults in the actor, and what Ray wrote to disk."""
     os.environ.update(ENVIRONMENT)
     ray = importlib.import_module("ray")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
@@ -70,7 +70,7 @@ def _spilled(folder: str) -> list[str]:
     return [name for where, _, names in os.walk(folder) if "spilled" in where for name in names]
 
 
-def told(crew: Crew, *what: Any) -> Any:
+def answer(crew: Crew, *what: Any) -> Any:
     """What a process of a crew's says, however long it takes: the test's own timeout ends it."""
     (trainer,) = crew.start(None)
     trainer.tell(over_ray, *what)
@@ -80,14 +80,14 @@ def told(crew: Crew, *what: Any) -> Any:
 
 
 def test_a_store_of_two_and_a_half_times_the_weights_keeps_all_in_memory(crew: Crew, folder: str) -> None:
-    outcomes, wrong, spilled = told(crew, folder, 2560 * MIB, 1024 * MIB, {})
+    outcomes, wrong, spilled = answer(crew, folder, 2560 * MIB, 1024 * MIB, {})
 
     assert [outcome.kind for outcome in outcomes] == [OutcomeKind.APPLIED] * 2
     assert (wrong, spilled) == (0, [])
 
 
 def test_where_store_and_disk_are_full_the_update_is_refused(crew: Crew, folder: str) -> None:
-    outcomes, wrong, _ = told(crew, folder, 100 * MIB, 200 * MIB, {"local_fs_capacity_threshold": 0.0})
+    outcomes, wrong, _ = answer(crew, folder, 100 * MIB, 200 * MIB, {"local_fs_capacity_threshold": 0.0})
 
     assert [(outcome.kind, outcome.evidence) for outcome in outcomes] == [(OutcomeKind.REFUSED, Evidence.NONE)] * 2
     assert all("Local disk is full" in outcome.reason for outcome in outcomes)

@@ -48,7 +48,7 @@ WORLDS = [
     pytest.param("distributed", marks=pytest.mark.gloo),
 ]
 pytestmark = [
-    # Ray's C++ and its background threads leave what they do not close to the collector.
+    # Ray's C++ and its background threads leave sockets and files to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     # torch warns of complex32 whenever it allocates some, as the table of kinds does.
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

@@ -35,7 +35,7 @@ def store_factory(_folder: str, sync: bool = True) -> Callable[[str], Ends]:
 
 
 def conforms(_setup: Any, factory_in: Callable[[str], Callable[[str], Ends]], folder: str, how: Any) -> Conformance:
-    """Check an adapter in a process of its own, whose threads end with it; what was found, whatever it is."""
+    """Check an adapter in a process of its own, whose threads end with it. Returns all that was found."""
     logging.getLogger("weightsync").setLevel("CRITICAL")
     try:
         return check_transport(factory_in(folder), **how)

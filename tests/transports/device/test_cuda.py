@@ -194,16 +194,16 @@ def test_pieces_of_every_size_arrive_from_memory_that_is_pinned_or_not(
 
 class Watcher:
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def keep_addresses(self) -> None:
-        self.told.append("keep")
+        self.calls.append("keep")
 
 
 def test_who_watches_is_told_before_each_capture() -> None:
     class Graph:
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> str:
-            watcher.told.append(f"begin {pool} {capture_error_mode}")
+            watcher.calls.append(f"begin {pool} {capture_error_mode}")
             return "begun"
 
     watcher = Watcher()
@@ -211,7 +211,7 @@ def test_who_watches_is_told_before_each_capture() -> None:
     assert not captures.watch(watcher)
     assert not captures.watch(watcher)
     assert Graph().capture_begin(3, capture_error_mode="relaxed") == "begun"
-    assert watcher.told == ["keep", "begin 3 relaxed"]
+    assert watcher.calls == ["keep", "begin 3 relaxed"]
 
 
 def test_a_graph_that_was_captured_before_is_found() -> None:
@@ -231,7 +231,7 @@ def test_a_capture_does_not_keep_its_watchers() -> None:
 
     captures, watcher = Captures(Graph), Watcher()
     captures.watch(watcher)
-    told = watcher.told
+    calls = watcher.calls
     del watcher
     Graph().capture_begin()
-    assert told == []
+    assert calls == []

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, filled, large
+from pools import statistics
 from test_kernels import Bench, copied, policy
 from test_slots import paired
 from torch import nn
@@ -164,10 +165,10 @@ def test_no_host_memory_is_kept_once_weights_stay_on_the_device() -> None:
     with fake_device() as device, paired(copied, model=large) as pair:
         pair.sync()
         pool = pair.sender._packer._pool
-        assert pool.statistics().buffers == 1
+        assert statistics(pool).buffers == 1
         for _ in range(3):
             pair.sync()
-        assert pool.statistics().buffers == 0
+        assert statistics(pool).buffers == 0
         gc.collect()
         assert [each for each in device.pinned if not each.view.readonly] == []
 

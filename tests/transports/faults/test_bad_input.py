@@ -1,4 +1,4 @@
-"""Bad input gives its typed error, which names the culprit; every worker keeps its weights, and the sender works on."""
+"""Bad input raises a typed error that names the culprit; every worker keeps its weights, and the sender continues."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_weights_that_do_not_fit_are_refused_by_each_worker(three: Pair, case: s
     with pytest.raises(RefusedError) as refused:
         three.sender.wait_async()
 
-    assert all(culprit in told and how in told for told in refused.value.refused.values())
+    assert all(culprit in reason and how in reason for reason in refused.value.refused.values())
     assert all(culprit in receiver.last_refusal for receiver in three.receivers)
     assert [constants(model) for model in three.models] == [{1.0}] * 3
     assert [receiver.version for receiver in three.receivers] == [1] * 3

@@ -189,16 +189,22 @@ def test_the_trainers_own_errors_are_still_raised(pair: Pair) -> None:
 
 
 @BY_HAND
-@pytest.mark.parametrize("told", [True, False], ids=["with its layout", "with a layout that is remembered no more"])
-def test_an_older_senders_update_over_a_shared_link_is_stale_and_the_newer_one_is_still_served(told: bool) -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["with its layout", "with a layout that is remembered no more"])
+def test_an_older_senders_update_over_a_shared_link_is_stale_and_the_newer_one_is_still_served(
+    whole: bool,
+) -> None:
     old, new = Layout([("a", "float32", (2,))]), Layout([("b", "float32", (3,))])
     theirs, ours = local_pair()
     driver = ReceiverDriver("policy")
     driver.add_link(ours)
 
-    def says(incarnation: int, version: int, layout: Layout, told: bool) -> list[Any]:
+    def says(incarnation: int, version: int, layout: Layout, whole: bool) -> list[Any]:
         """What the receiver answers to a sender's update; each sender has made its handshake."""
-        named = {"layout_digest": layout.digest, "layout": layout.encode() if told else b"", "nbytes": layout.nbytes}
+        named = {
+            "layout_digest": layout.digest,
+            "layout": layout.encode() if whole else b"",
+            "nbytes": layout.nbytes,
+        }
         update = Update(model_id="policy", incarnation=incarnation, version=version, **named)
         theirs.send(update, Buffer(layout.nbytes))
         driver.pump()
@@ -208,12 +214,12 @@ def test_an_older_senders_update_over_a_shared_link_is_stale_and_the_newer_one_i
         theirs.send(Hello(model_id="policy", incarnation=incarnation))
         driver.pump()
         assert isinstance(theirs.receive()[-1].message, Hello)  # behind STALE for what a takeover left unanswered
-        assert says(incarnation, 1, layout, told=True) == []
-    (stale,) = says(1, 2, old, told)
+        assert says(incarnation, 1, layout, whole=True) == []
+    (stale,) = says(1, 2, old, whole)
     assert (stale.kind, stale.incarnation, stale.version) == (RefusalKind.STALE, 1, 2)
     assert driver.links() == [ours]
 
-    (superseded,) = says(2, 2, new, told=False)
+    (superseded,) = says(2, 2, new, whole=False)
     assert (superseded.kind, superseded.version) == (RefusalKind.SUPERSEDED, 1)
     assert driver.pending is not None
     assert driver.pending.update.version == 2

@@ -1,4 +1,4 @@
-"""Ends of every kind, of either side: who is told what, who goes on, and that nothing stays behind."""
+"""Ends of every kind, of either side: what the other side learns, who continues, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from fleet import (
     shows,
     small,
 )
+from pools import statistics
 from torch import nn
 
 from weightsync import AckTimeoutError, OutcomeKind, SharedMemWeightSyncScheme, WeightSender, WorkerLostError
@@ -126,7 +127,7 @@ def test_kill_9_at_random_moments(scheme_class: Any, crew: Crew, seed: int, kill
                 assert survivor.answer() == version + 1
                 assert (report[0].kind, report[1].kind) == (OutcomeKind.APPLIED, OutcomeKind.LOST)
             assert survivor.do(shows)[2] == constants(source)
-        assert sender._packer._pool.statistics().buffers <= 4
+        assert statistics(sender._packer._pool).buffers <= 4
 
     assert OutcomeKind.LOST in seen
 
@@ -243,7 +244,7 @@ def test_the_number_of_segments_stays_bounded_over_200_sends(scheme_class: Any, 
     held = set()
     for _ in range(200):
         assert sender.send(timeout=PATIENCE).ok
-        held.add((segments(), sender._packer._pool.statistics().segments))
+        held.add((segments(), statistics(sender._packer._pool).segments))
     assert [worker.answer() for worker in workers] == [201, 201]
 
     assert max(fds for fds, _ in held) <= 4

@@ -324,7 +324,7 @@ def test_a_copied_scheme_can_be_initialised_with_pipes_of_its_own(pair: Pair) ->
 def test_what_a_forked_child_inherits_is_a_copy(pair: Pair, state: State) -> None:
     STATES[state](pair)
     before = [(side._driver.data, side.state) for side in (pair.sender, pair.receiver)]
-    told, telling = os.pipe()
+    reading, telling = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -337,8 +337,8 @@ def test_what_a_forked_child_inherits_is_a_copy(pair: Pair, state: State) -> Non
             os._exit(0)
     os.waitpid(child, 0)
 
-    assert os.read(told, 4) == b"copy"
-    os.close(told)
+    assert os.read(reading, 4) == b"copy"
+    os.close(reading)
     os.close(telling)
     assert [(side._driver.data, side.state) for side in (pair.sender, pair.receiver)] == before
     if state is State.PENDING_ASYNC:

@@ -1,4 +1,4 @@
-"""A process that has no file descriptor left is told so by a typed error, and goes on once it has some."""
+"""A process without free file descriptors raises a typed error, and continues once it has some."""
 
 from __future__ import annotations
 

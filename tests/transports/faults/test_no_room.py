@@ -52,9 +52,9 @@ def test_g11_an_update_without_a_descriptor_is_refused_with_the_reason_and_later
     served: Pair, left: int
 ) -> None:
     for _ in range(2):
-        told = refused(served, left)
-        assert "Too many open files" in told
-        assert "send the weights again" in told
+        reason = refused(served, left)
+        assert "Too many open files" in reason
+        assert "send the weights again" in reason
     assert (served.receiver.version, constants(served.model)) == (1, {1.0})
 
     for value in (2.0, 3.0, 4.0):
@@ -107,9 +107,9 @@ def test_g11_a_joiner_without_descriptors_is_reported_in_the_next_report(served:
         assert receiver.receive(timeout=0)
     report = served.sender.wait_async(timeout=PATIENCE, on_failure="report")
 
-    told = report.not_caught_up[1] if left else report[1]
-    assert told.kind is (OutcomeKind.REFUSED if left else OutcomeKind.LOST)
-    assert "Too many open files" in told.reason
+    outcome = report.not_caught_up[1] if left else report[1]
+    assert outcome.kind is (OutcomeKind.REFUSED if left else OutcomeKind.LOST)
+    assert "Too many open files" in outcome.reason
     assert [report[0].kind, served.sender.worker_ids] == [OutcomeKind.APPLIED, (0, 1)]
 
 

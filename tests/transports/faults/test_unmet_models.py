@@ -1,4 +1,4 @@
-"""A handshake for a model that the worker has no receiver of is answered, told on both sides, and kept for later."""
+"""A handshake for a model without a receiver in the worker is answered, reported on both sides, and kept for later."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def apart(scheme_class: Any) -> Iterator[Apart]:
     made.close()
 
 
-TOLD = "the worker has a receiver of 'actor' over this connection, and none of 'policy' so far"
+REMARK = "the worker has a receiver of 'actor' over this connection, and none of 'policy' so far"
 
 
 def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
@@ -51,7 +51,7 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
         sender.send_async()
         for _ in range(3):
             apart.look()
-        with pytest.raises(AckTimeoutError, match=TOLD) as caught:
+        with pytest.raises(AckTimeoutError, match=REMARK) as caught:
             sender.wait_async(timeout=0)
         with pytest.raises(AckTimeoutError, match="never connected"):
             sender.wait_async(timeout=0)
@@ -60,7 +60,7 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
     here, there = (record.getMessage() for record in caplog.records)
     assert here.startswith("model 'policy': a sender's handshake arrived and was not accepted")
     assert there.startswith("model 'policy': worker 0 did not accept the handshake")
-    assert all(TOLD in said for said in (here, there))
+    assert all(REMARK in said for said in (here, there))
     assert sender.stale_answers == 0
 
 
@@ -77,7 +77,7 @@ def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(
     sender.add_worker(0, apart.ours)
     for _ in range(2):
         apart.look()
-    with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {TOLD}"):
+    with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {REMARK}"):
         sender.await_workers(timeout=0)
     apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
     assert apart.later.get_receiver().receive(timeout=0)
@@ -87,7 +87,7 @@ def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(
 
 def test_a_rendez_vous_with_a_worker_of_another_model_says_so(apart: Apart) -> None:
     apart.look()
-    with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {TOLD}"):
+    with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {REMARK}"):
         apart.trainer.get_sender().await_workers(timeout=0)
 
 

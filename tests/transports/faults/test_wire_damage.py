@@ -315,9 +315,9 @@ def test_an_update_before_any_handshake_takes_the_link_down(scheme_class: Any) -
         with pytest.raises(ProtocolError):
             scheme.get_receiver().receive(timeout=PATIENCE)
         assert scheme.get_receiver().version is None
-        told = codec.decode(ours.recv_bytes().removeprefix(PREAMBLE))
+        answer = codec.decode(ours.recv_bytes().removeprefix(PREAMBLE))
 
-    assert isinstance(told, Refusal)
+    assert isinstance(answer, Refusal)
     ours.close()
 
 

@@ -43,20 +43,20 @@ _ON_DEVICE = SlotRef(segment=19, seal=bytes(range(16, 32)), device=bytes(range(3
 
 def messages() -> Iterator[tuple[str, Message]]:
     """Each message by its name here. No field is as by default, so that none can be left out unseen."""
-    told: Any = {"layout_digest": _DIGEST, "layout": b"layout"}
+    laid: Any = {"layout_digest": _DIGEST, "layout": b"layout"}
     yield (
         "Hello",
-        Hello(**_WHO, version=3, **told, host=_DIGEST, pid=11, started=13, fence=2**100, link=17, devices=_DEVICES),
+        Hello(**_WHO, version=3, **laid, host=_DIGEST, pid=11, started=13, fence=2**100, link=17, devices=_DEVICES),
     )
     for form in WeightsForm:
-        yield f"Update {form.name}", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, extras=b"x", form=form)
-    yield "Update in a slot", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=_SLOT)
-    yield "Update on a device", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=_ON_DEVICE)
+        yield f"Update {form.name}", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, extras=b"x", form=form)
+    yield "Update in a slot", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, slot=_SLOT)
+    yield "Update on a device", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, slot=_ON_DEVICE)
     traced = f"00-{_DIGEST.hex()}-{_DIGEST[:8].hex()}-01\nvendor=value"
-    yield "Update of a traced send", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, trace_context=traced)
-    yield "Update that is kept", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, base=BaseRef())
+    yield "Update of a traced send", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, trace_context=traced)
+    yield "Update that is kept", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, base=BaseRef())
     base = BaseRef(version=2, digest=_DIGEST)
-    yield "Update as a delta", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, base=base)
+    yield "Update as a delta", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, base=base)
     for evidence in Evidence:
         yield f"Ack {evidence.name}", Ack(**_WHO, version=3, digest=_DIGEST, seconds=0.5, evidence=evidence)
         yield f"Refusal by {evidence.name}", _refusal(RefusalKind.REFUSED, evidence)
@@ -87,8 +87,8 @@ def frames() -> dict[str, str]:
 
 def committed() -> tuple[int, Mapping[str, str]]:
     """The protocol version that the frames were pinned for, and the frames."""
-    told = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    return told["protocol"], told["frames"]
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return golden["protocol"], golden["frames"]
 
 
 def changed() -> list[str]:

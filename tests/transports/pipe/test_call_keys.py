@@ -40,11 +40,11 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "weightsync")
 
 
-# -------------------------------------------------------------------------------- the whole way, RPC's calls faked
+# -------------------------------------------------------------------------------- end to end, with RPC's calls faked
 
 
 class Calls:
-    """RPC within this process; what is called can be changed on its way."""
+    """RPC within this process; a test can change a call in transit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         #: Of each call, the link and the frame.
@@ -156,7 +156,7 @@ def test_what_was_sent_before_anybody_listens_is_met_under_a_key(calls: Calls) -
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "told"),
+    ("ours", "theirs", "reason"),
     [
         ("another", "k", "has another key"),
         (None, "k", "has a key and this process has none"),
@@ -164,12 +164,12 @@ def test_what_was_sent_before_anybody_listens_is_met_under_a_key(calls: Calls) -
     ],
 )
 def test_g4_a_caller_under_another_key_has_no_effect_and_is_told_why(
-    calls: Calls, caplog: pytest.LogCaptureFixture, ours: str | None, theirs: str | None, told: str
+    calls: Calls, caplog: pytest.LogCaptureFixture, ours: str | None, theirs: str | None, reason: str
 ) -> None:
     with worker(theirs, small()) as receiver, trainer(theirs, small()) as sender:
         sync(sender, receiver, filled(small(), 1.0))
         fence = receiver.driver.data.fence
-        with trainer(ours, small()) as stranger, pytest.raises(WorkerLostError, match=told):
+        with trainer(ours, small()) as stranger, pytest.raises(WorkerLostError, match=reason):
             stranger.send(filled(small(), 66.0), timeout=PATIENCE)
 
         assert "was turned away" in caplog.text

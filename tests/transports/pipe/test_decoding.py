@@ -130,13 +130,13 @@ def nested(depth: int) -> SyncReport:
 
 
 def with_field(path: str, word: str) -> bytes:
-    told = json.loads(report_codec.encode_report(REPORT))
+    record = json.loads(report_codec.encode_report(REPORT))
     *parents, last = path.split(".")
-    inner = told
+    inner = record
     for name in parents:
         inner = inner[name]
     inner[last] = "@"
-    return json.dumps(told).replace('"@"', word).encode()
+    return json.dumps(record).replace('"@"', word).encode()
 
 
 NUMBERS = ["version", "incarnation", "nbytes", "pack_s", "outcomes.0.fence", "outcomes.0.seconds"]

@@ -1,4 +1,4 @@
-"""A link that others can reach, and that has no key, is told of once a process."""
+"""A link that others can reach, and that has no key, is logged once a process."""
 
 from __future__ import annotations
 

@@ -123,17 +123,17 @@ def test_a_frame_of_ours_that_ends_with_its_header_waits_for_nothing_more() -> N
 
 
 @pytest.mark.parametrize(
-    ("frame", "told"),
+    ("frame", "error"),
     [
         (codec.encode(UPDATE, 1, SLOT), "A frame arrived without its 1 descriptors"),
         (codec.encode(ACK, 1), "The peer passed 1 descriptors with a frame of Ack"),
         (codec.encode(UPDATE, 2, SLOT), "The peer passed 2 descriptors with a frame of Update"),
     ],
 )
-def test_a_frame_that_names_descriptors_that_are_not_its_own_is_malformed(frame: bytes, told: str) -> None:
+def test_a_frame_that_names_descriptors_that_are_not_its_own_is_malformed(frame: bytes, error: str) -> None:
     whole = frame_of(frame)
     for pieces in ((whole,), (whole[:-1], whole[-1:])):
-        with pytest.raises(ProtocolError, match=told) as caught:
+        with pytest.raises(ProtocolError, match=error) as caught:
             read_in_pieces(*pieces)
         assert caught.value.unread[:4] == frame[:4]
 
@@ -156,11 +156,11 @@ def test_a_payload_without_memory_is_skipped_and_what_follows_arrives(monkeypatc
 def test_what_names_memory_that_this_end_cannot_open_is_malformed() -> None:
     segment, mapped = Segment(16), Mapped()
     on_device = SlotRef(segment=1, seal=b"s" * 16, device=b"d" * 16, nbytes=16)
-    for slot, descriptors, told in (
+    for slot, descriptors, error in (
         (SLOT, (), "The peer names segment 1, which it never passed"),
         (on_device, (os.dup(segment.fd),), "The peer names a slot on a device, and this end said that it opens none"),
     ):
-        with pytest.raises(ProtocolError, match=told) as caught:
+        with pytest.raises(ProtocolError, match=error) as caught:
             mapped.find(slot, descriptors)
         assert caught.value.unread == b""
 
@@ -218,7 +218,7 @@ def test_bytes_are_gathered_in_their_order_in_memory_that_grows_with_them(pieces
 def test_memory_of_large_payloads_is_kept_for_two_and_given_again_once_nobody_has_it() -> None:
     inflow = Inflow(Given(b""))  # type: ignore[arg-type]
     held = [inflow._memory_for(_CHUNK_NBYTES) for _ in range(5)]
-    assert len(inflow._receive_buffers) == 2
+    assert len(inflow._receive_buffers._known) == 2
     held[4][:1] = b"x"
     del held[4]
 

@@ -17,6 +17,7 @@ import pytest
 import wire_strategies as strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import statistics
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
@@ -559,7 +560,7 @@ def test_a_pool_serves_version_after_version(laid):
         second.send(ack(version))
         first.receive()
 
-    assert pool.statistics() == (2, 1, 2, 200_000)
+    assert statistics(pool) == (2, 1, 2, 200_000)
 
 
 class Interrupting:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import transport_workers as workers
+from pools import statistics
 from transport_workers import in_a_fork
 
 from weightsync.errors import TransportError
@@ -330,4 +331,4 @@ def test_readers_never_see_two_versions_at_once(start):
         assert link.user.poll(30.0)
         assert link.user.recv() == 0
 
-    assert pool.statistics().segments <= 8
+    assert statistics(pool).segments <= 8

@@ -1,4 +1,4 @@
-"""An actor that dies ends the calls on their way to it: shown without a cluster, so that every test run does."""
+"""An actor that dies ends the calls in transit to it. Tested without a cluster, so that every run includes it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Row:
 
 
 class Actor:
-    """Takes calls, and ends all of them as it is told."""
+    """Takes calls, and ends all of them on request."""
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []

@@ -34,7 +34,7 @@ def accept(listener: Listener) -> tuple[Connection[Any, Any], int]:
 
 
 def forge(listener: Listener) -> bytes:
-    """Write our own messages to the port; all that is said in return."""
+    """Write our own messages to the port. Returns all that comes back."""
     messages = Hello(model_id="policy", incarnation=2**62), Ack(model_id="policy", incarnation=1, version=1)
     frames = [codec.encode(each) for each in messages]
     with socket.create_connection(listener.address) as raw:

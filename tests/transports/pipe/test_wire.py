@@ -60,7 +60,7 @@ REPORT = SyncReport(
 
 
 def nested(depth: int) -> SyncReport:
-    """Reports in one another's outcomes, so many deep."""
+    """Reports nested in outcomes, to this depth."""
     report = REPORT
     for _ in range(depth - 1):
         report = replace(REPORT, not_caught_up={7: Outcome(kind=OutcomeKind.APPLIED, nested=report)})
@@ -88,10 +88,10 @@ def test_no_report_is_no_bytes():
     ],
 )
 def test_a_report_with_a_wrong_field_is_refused_for_its_reason(field, value, reason):
-    told = {**json.loads(report_codec.encode_report(REPORT)), field: value}
+    record = {**json.loads(report_codec.encode_report(REPORT)), field: value}
 
     with pytest.raises(ValueError, match=reason):
-        report_codec.decode_report(json.dumps(told).encode())
+        report_codec.decode_report(json.dumps(record).encode())
 
 
 def test_a_report_nested_too_deep_is_refused_at_both_ends():
@@ -228,8 +228,8 @@ def test_what_does_not_fit_the_wire_is_a_configuration_error(misfit):
 ON_DEVICE = replace(EXAMPLES[2], slot=SlotRef(segment=3, device=b"d" * 16, nbytes=12))
 
 
-def on_device(**told):
-    return replace(ON_DEVICE, slot=replace(ON_DEVICE.slot, **told))
+def on_device(**fields):
+    return replace(ON_DEVICE, slot=replace(ON_DEVICE.slot, **fields))
 
 
 @pytest.mark.parametrize(

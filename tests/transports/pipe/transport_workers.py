@@ -25,7 +25,7 @@ def hello(link: PipeLink) -> None:
 
 
 def echo(connection: Connection) -> None:
-    """Ack each update, told by the payload's first byte whether it is the right one, until a Bye or the end."""
+    """Ack each update whose payload has the right first byte, until a Bye or the end."""
     link, waker = PipeLink(connection, MODEL, peer="the trainer"), Waker()
     hello(link)
     while True:
@@ -70,7 +70,7 @@ def last_words(connection: Connection) -> None:
 
 
 def trainer_that_dies(connection: Connection, nbytes: int) -> None:
-    """Publish one version in shared memory, and die once told to."""
+    """Publish one version in shared memory, and die on request."""
     link, pool = PipeLink(connection, MODEL), Pool()
     hello(link)
     buffer = pool.acquire(nbytes)

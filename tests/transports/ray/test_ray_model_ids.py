@@ -1,4 +1,4 @@
-"""A handshake for another model id than a Ray actor's receiver has: both sides are told both ids."""
+"""A handshake for another model id than a Ray actor's receiver has: both sides learn both ids."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_another_model_id_is_refused_with_both_ids_at_both_sides_and_no_method_i
         assert refused.value.report[0].kind is OutcomeKind.REFUSED
 
     assert ray.get(listening.shows.remote(), timeout=PATIENCE) == {0.0}
-    told = ray.get(listening.do.remote(lambda actor: actor.kept["lines"]), timeout=PATIENCE)
-    assert any("'critic'" in line and "'policy'" in line for line in told)
+    lines = ray.get(listening.do.remote(lambda actor: actor.kept["lines"]), timeout=PATIENCE)
+    assert any("'critic'" in line and "'policy'" in line for line in lines)
 
 
 def test_an_actor_without_that_model_refuses_it_with_both_ids(setups: list[Any], trainer: Any) -> None:

@@ -72,13 +72,13 @@ def command_collectors(
     kind: Any,
     names: list[str],
     strategy: str = "state_dict",
-    told: tuple[str, ...] = ("infos", "class"),
+    named: tuple[str, ...] = ("infos", "class"),
 ) -> None:
     rrefs = setup.kept["rrefs"] = [rpc.remote(name, kind) for name in names]
     given: dict[str, Any] = {"collector_rrefs": rrefs}
-    if "infos" in told:
+    if "infos" in named:
         given["collector_infos"] = [rpc.get_worker_info(name) for name in names]
-    if "class" in told:
+    if "class" in named:
         given["collector_class"] = kind
     setup.scheme, setup.model = RPCWeightSyncScheme(strategy), small(1.0)
     setup.scheme.init_on_sender("policy", model=setup.model, **given)
@@ -95,9 +95,9 @@ def trainer(world: World) -> Any:
     world.trainer.do(retire)
 
 
-@pytest.mark.parametrize("told", [("infos", "class"), ("class",), ()], ids=["all", "no_infos", "rrefs_only"])
-def test_a_collectors_method_takes_the_weights(trainer: Any, told: tuple[str, ...]) -> None:
-    trainer.do(command_collectors, Collector, ["w0", "w1"], "state_dict", told)
+@pytest.mark.parametrize("named", [("infos", "class"), ("class",), ()], ids=["all", "no_infos", "rrefs_only"])
+def test_a_collectors_method_takes_the_weights(trainer: Any, named: tuple[str, ...]) -> None:
+    trainer.do(command_collectors, Collector, ["w0", "w1"], "state_dict", named)
     report = trainer.do(send, 3.0)
 
     assert report.ok
@@ -114,9 +114,9 @@ def test_a_collector_gets_the_format_of_the_strategy(trainer: Any) -> None:
     assert trainer.do(shown) == ("TensorDict", {3.0})
 
 
-@pytest.mark.parametrize("told", [("infos", "class"), ()], ids=["class", "reference_alone"])
-def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(trainer: Any, told: tuple[str, ...]) -> None:
-    trainer.do(command_collectors, Theirs, ["w0"], "state_dict", told)
+@pytest.mark.parametrize("named", [("infos", "class"), ()], ids=["class", "reference_alone"])
+def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(trainer: Any, named: tuple[str, ...]) -> None:
+    trainer.do(command_collectors, Theirs, ["w0"], "state_dict", named)
     for fill in (3.0, 4.0):
         assert trainer.do(send, fill).ok
         assert trainer.do(shown) == ("TensorDict", {fill})

@@ -83,9 +83,9 @@ def test_with_a_key_a_worker_applies_what_comes_from_whoever_has_it_alone(world:
             stranger = world.workers[1]
             stranger.do(_key, "another")
             stranger.do(command, ["w0"], make)
-            told = stranger.do(attempt, send, 66.0)
-            assert isinstance(told, WorkerLostError)
-            assert "another key" in str(told)
+            error = stranger.do(attempt, send, 66.0)
+            assert isinstance(error, WorkerLostError)
+            assert "another key" in str(error)
             assert worker.do(take, 0) is False
 
             trainer.tell(send, 5.0)
@@ -236,7 +236,7 @@ def ask_pid(setup: WorkerSetup, name: str) -> int:
 
 
 def test_calls_that_nobody_took_go_home_when_the_sender_closes(world: World) -> None:
-    """Else a graceful shutdown of RPC would wait for them for ever."""
+    """Otherwise a graceful shutdown of RPC would wait for them forever."""
     world.trainer.do(command_many, "w1", 3)
     assert world.trainer.do(outstanding_calls) >= 3
     world.trainer.do(retire)

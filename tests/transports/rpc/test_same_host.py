@@ -1,4 +1,4 @@
-"""Calls to a worker on the same host: it maps the payload where it lies, and who may still read it."""
+"""Calls to a worker on the same host: it maps the payload in place; and who may still read it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbyte
 def hello(**changed: Any) -> bytes:
     """A trainer's handshake, from this process unless something is changed."""
     pid, started = own_identity()
-    told = {"host": own_host(), "pid": pid, "started": started, **changed}
-    return codec.encode(Hello(model_id="m", incarnation=1, **told))
+    fields = {"host": own_host(), "pid": pid, "started": started, **changed}
+    return codec.encode(Hello(model_id="m", incarnation=1, **fields))
 
 
 class Ends(NamedTuple):
@@ -234,7 +234,7 @@ def _shows(setup: Any) -> set[float]:
 
 
 def _unreachable(setup: Any) -> None:
-    """From now on this worker finds nothing where its trainer says."""
+    """From now on this worker finds no memory at the trainer's places."""
     setup.kept["blind"] = _Blind()
 
 

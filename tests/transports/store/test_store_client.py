@@ -88,8 +88,8 @@ def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
     StoreEnd(dist.PrefixStore("ours", store), 1, key=key).warn_if_exposed()
 
     where = store.host, store.port
-    told = f"The store at {store.host}:{store.port} can be reached from other hosts"
-    assert asked == ([] if key else [where, told] if exposed else [where])
+    warning = f"The store at {store.host}:{store.port} can be reached from other hosts"
+    assert asked == ([] if key else [where, warning] if exposed else [where])
 
 
 def test_a_store_of_our_own_listens_where_it_says_and_nowhere_else() -> None:
@@ -111,9 +111,9 @@ def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
     made: list[Any] = []
 
     class Recorded(dist.TCPStore):  # type: ignore[misc]
-        def __init__(self, *told: Any, **named: Any) -> None:
-            made.append((told, named))
-            super().__init__(*told, **named)
+        def __init__(self, *given: Any, **named: Any) -> None:
+            made.append((given, named))
+            super().__init__(*given, **named)
 
     monkeypatch.setattr(stores, "TCPStore", Recorded)
     base = Recorded("127.0.0.1", store.port, None, False, timedelta(seconds=5), wait_for_workers=False)
@@ -123,8 +123,8 @@ def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
 
     dialled = ((store.host, store.port, None, False, timedelta(seconds=15)), {"wait_for_workers": False})
     assert made[1:3] == [dialled, dialled]
-    (_, port, *told), named = made[3]
-    assert (told, named["wait_for_workers"]) == ([None, True, timedelta(seconds=7)], False)
+    (_, port, *given), named = made[3]
+    assert (given, named["wait_for_workers"]) == ([None, True, timedelta(seconds=7)], False)
     assert port > 0
     assert named["master_listen_fd"] > 2
 
@@ -258,10 +258,10 @@ def test_a_connection_needs_three_descriptors_and_keeps_none_of_those_it_looked_
 ) -> None:
     shipped, made = os.eventfd, []
 
-    def eventfd(*told: int) -> int:
+    def eventfd(*given: int) -> int:
         if len(made) == left:
             raise OSError(24, "Too many open files")
-        made.append((shipped(*told), told))
+        made.append((shipped(*given), given))
         return made[-1][0]
 
     monkeypatch.setattr(os, "eventfd", eventfd)
@@ -270,7 +270,7 @@ def test_a_connection_needs_three_descriptors_and_keeps_none_of_those_it_looked_
     else:
         with pytest.raises(TransportError, match=r"^the store at .* failed: \[Errno 24\] Too many open files$"):
             Client(store)
-    assert [told for _, told in made] == [(0, os.EFD_CLOEXEC)] * left
+    assert [given for _, given in made] == [(0, os.EFD_CLOEXEC)] * left
 
 
 def test_looking_for_descriptors_keeps_none() -> None:

@@ -1,4 +1,4 @@
-"""What a `StoreLink` had queued when it was closed: it leaves in order, or is given up with all that is behind it."""
+"""What a `StoreLink` had queued when it was closed: it is sent in order, or dropped with everything behind it."""
 
 from __future__ import annotations
 

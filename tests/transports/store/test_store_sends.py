@@ -27,7 +27,8 @@ from weightsync import (
 )
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.transports.buffers import NoRoom
-from weightsync.transports.store import group, stream
+from weightsync.transports.pipe import framing
+from weightsync.transports.store import group
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.worker import StoreWorker
 
@@ -351,7 +352,7 @@ def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_appli
 
     monkeypatch.setattr(group, "BUCKET_NBYTES", 64 * 1024)
     with monkeypatch.context() as patched:
-        patched.setattr(stream, "anonymous", none_left)
+        patched.setattr(framing, "anonymous", none_left)
         pair.sender.send_async()
         assert pair.receiver.receive(timeout=PATIENCE) is False
     with pytest.raises(RefusedError, match="could not be received: No memory for 161200 bytes"):

@@ -36,7 +36,7 @@ def until(done: Callable[[], bool]) -> None:
 
 
 class Reception:
-    """A worker's loop that leaves once it is told that its sender is gone."""
+    """A worker's loop that ends once its sender is gone."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self.receiver = receiver
@@ -244,7 +244,7 @@ def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
 ) -> None:
     monkeypatch.setattr(worker_threads, "_LOOK", 0.01)
     assert pair.sync().ok
-    # The sender has a connection of its own to the store, so that its links are told from the worker's.
+    # The sender has a connection of its own to the store, so that its links can be distinguished from the worker's.
     senders, real, scarce, sent = reach(pair.store.port), worker.Client, [], threading.Event()
 
     def client(store: Any) -> Client:

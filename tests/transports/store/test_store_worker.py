@@ -15,10 +15,11 @@ from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.buffers import NoRoom
+from weightsync.transports.pipe.framing import ReceiveBuffers
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
 from weightsync.transports.store.seals import NoGuard
 from weightsync.transports.store.store import StoreEnd
-from weightsync.transports.store.stream import ReceiveBuffers, Stream
+from weightsync.transports.store.stream import Stream
 from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.store.worker_threads import Outgoing
 

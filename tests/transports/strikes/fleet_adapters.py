@@ -88,7 +88,7 @@ class StrikableActor(ray_fleet.Bench, WeightSyncActor):
 
 
 class Actor(Process):
-    """An actor, told as a process is. Ray may restart it once it is dead: `RayFleet.readmit` finds its next life."""
+    """An actor, asked like a process. Ray may restart it once it is dead: `RayFleet.readmit` finds its next life."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -109,7 +109,7 @@ class Actor(Process):
 class RayFleet(Fleet):
     """Two actors, and a trainer in the test's process or in an actor of its own.
 
-    An actor reads nothing by itself: it comes to a point in the call that brings the weights.
+    An actor reads nothing on its own: it reaches a point in the call that carries the weights.
     """
 
     worker_payload = (Place(applier.__name__, "Applier", "verified", after=True),)

@@ -43,7 +43,7 @@ MARKS: dict[str, tuple[Any, ...]] = {
     "ray": (
         pytest.mark.ray,
         pytest.mark.timeout(300),
-        # Ray's C++ and its background threads leave what they do not close to the collector.
+        # Ray's C++ and its background threads leave sockets and files to the garbage collector.
         pytest.mark.filterwarnings("ignore::ResourceWarning"),
     ),
     "rpc": (pytest.mark.rpc,),
@@ -63,7 +63,7 @@ class Wanted:
     led: bool
 
 
-#: A function that a process is told to call, and its arguments.
+#: A function that a process is asked to call, and its arguments.
 Order = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -166,7 +166,7 @@ class Fleet(abc.ABC):
     trainer_payload: tuple[Place, ...] = ()
     #: What becomes of a worker that was killed before its handshake.
     unmet = LOST
-    #: What becomes of a worker that was killed after its answer, which may be lost with it.
+    #: The outcomes of a worker that was killed after its answer, which may be lost with it.
     answered: tuple[OutcomeKind, ...] = (APPLIED, LOST)
     #: Whether a worker's call of `receive` is what reads its links.
     receives = True
@@ -184,7 +184,7 @@ class Fleet(abc.ABC):
         """Have a living worker in the victim's place, joined; or say why there is none."""
 
     def successor(self) -> Any:
-        """A process that can be the trainer in the place of one that is dead."""
+        """A process that can replace a dead trainer."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing
@@ -275,5 +275,5 @@ class Fleet(abc.ABC):
 
 
 def kinds(report: SyncReport) -> tuple[OutcomeKind, OutcomeKind]:
-    """What became of the victim's update, and of the other's."""
+    """The outcomes of the victim's update and of the other's."""
     return report[0].kind, report[1].kind

@@ -1,4 +1,4 @@
-"""The points of a send at which a process is killed or stopped, and what the processes of a fleet are told to do.
+"""The points of a send at which a process is killed or stopped, and what the processes of a fleet are asked to do.
 
 A process strikes itself, so that it is struck exactly at its point. A transport is reached through its `fleets.Fleet`.
 """
@@ -152,7 +152,7 @@ def megabytes(fill: float = 0.0) -> nn.Module:
     return filled(nn.Linear(1024, 1024), fill)
 
 
-# ------------------------------------------------------------------------------------------- told to processes
+# ------------------------------------------------------------------------------------------- run in the processes
 
 
 def start_receiver(setup: Any, join: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:

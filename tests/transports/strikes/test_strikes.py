@@ -180,7 +180,7 @@ def _stopped(fleet: Fleet, at: WorkerPoint) -> int:
 
 @over(TRAINER, TRAINER_DAILY, dies=True, led=True)
 def test_g10_a_killed_trainer_leaves_whole_weights_and_room_for_the_next(fleet: Fleet, at: TrainerPoint) -> None:
-    """Killed at that point; its workers are told, and a new trainer takes over."""
+    """Killed at that point; its workers notice, and a new trainer takes over."""
     workers = fleet.victim, fleet.other
     for worker in workers:
         fleet.start_receiver(worker)

@@ -101,13 +101,13 @@ def test_a_state_error_says_who_where_what_and_what_else() -> None:
     ],
 )
 def test_failures_of_one_kind_have_their_own_error(kind: OutcomeKind, error: type[errors.SyncError]) -> None:
-    told = report(w0=OutcomeKind.APPLIED, w1=kind)
+    failed = report(w0=OutcomeKind.APPLIED, w1=kind)
 
     with pytest.raises(error) as caught:
-        told.raise_on_failure()
+        failed.raise_on_failure()
 
     assert type(caught.value) is error
-    assert caught.value.report is told
+    assert caught.value.report is failed
     assert "version 3 of 'policy' did not reach 1 of 2 workers" in str(caught.value)
     assert "worker 1" in str(caught.value)
     assert "whyw1" in str(caught.value)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_workers
 import pytest
+from commands import assert_all_gone, marked, running
 from typer.testing import CliRunner
 
 from weightsync import ConfigurationError
@@ -34,19 +31,19 @@ class Listening:
     """Remembers how a run went."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def began(self, cases: int) -> None:
-        self.told.append(f"{cases} cases")
+        self.calls.append(f"{cases} cases")
 
     def setting_up(self, payload: Payload, workers: int) -> None:
-        self.told.append(f"{payload.name} for {workers}")
+        self.calls.append(f"{payload.name} for {workers}")
 
     def measured(self, samples: Mapping[Label, Sequence[float]], share: float) -> None:
-        self.told.append("round")
+        self.calls.append("round")
 
     def ended(self, case: Case) -> None:
-        self.told.append("ended")
+        self.calls.append("ended")
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +100,7 @@ def test_a_run_tells_how_it_goes() -> None:
     listening = Listening()
     run(Settings((PAYLOADS["E"],), (1,), (SchemeName.PROCESS,), ("layout",), rounds=1), listening)
 
-    assert listening.told == ["1 cases", "E for 1", "round", "ended"]
+    assert listening.calls == ["1 cases", "E for 1", "round", "ended"]
 
 
 # --------------------------------------------------------------------------------------- what is no measurement
@@ -226,50 +223,13 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     assert "weightsync bench --plot needs the extra 'plot'" in str(shown.exception)
 
 
-@contextlib.contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process group of its own, and a mark that all its processes carry; it measures already."""
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [sys.executable, "-m", "weightsync", "bench", *arguments],
-        env={**os.environ, "BENCH_TEST_MARK": mark, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        with process.stdout:
-            assert any("7 contenders carry weights, by digest" in line for line in process.stdout)
-            yield process, mark
-    finally:
-        process.kill()
-        process.wait()
-
-
-def marked(mark: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
-
-
-def assert_all_gone(mark: str) -> None:
-    deadline = time.monotonic() + 20
-    while marked(mark):
-        assert time.monotonic() < deadline, f"processes {marked(mark)} are left"
-        time.sleep(0.05)
-
-
 @pytest.mark.rpc
 @pytest.mark.timeout(300)  # on a loaded machine its processes take most of a minute to start
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_every_process_ends_with_the_command_however_it_is_ended(end: signal.Signals, tmp_path: Path) -> None:
+def test_every_process_ends_with_the_command_however_it_is_ended(end: signal.Signals) -> None:
     chosen = ("--payloads", "S", "--verify", "layout", "--schemes", "process,rpc")
-    with running(tmp_path, *chosen, "--seconds", "600", "--rounds", "1000000") as (process, mark):
+    endless = ("--seconds", "600", "--rounds", "1000000")
+    with running("bench", *chosen, *endless, begun="7 contenders carry weights, by digest") as (process, mark):
         assert len(marked(mark)) >= 7, "this one, and two workers each of the floors, of RPC and of the pipes"
         (os.kill if end is signal.SIGKILL else os.killpg)(process.pid, end)
         assert process.stdout is not None

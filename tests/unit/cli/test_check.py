@@ -1,4 +1,4 @@
-"""`weightsync check` without TLC: help, listing, what it says where something is missing."""
+"""`weightsync check` without TLC: help, listing, and the messages if something is missing."""
 
 from __future__ import annotations
 

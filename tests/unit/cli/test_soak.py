@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from weightsync import ConfigurationError, OutcomeKind
 from weightsync.cli._app import build
-from weightsync.local_workers import LocalWorker
+from weightsync.local_workers import LocalWorker, SchemeName
 from weightsync.soak import run
 from weightsync.soak.members import RpcMembers
 from weightsync.soak.run import WEIGHTS, Action, Soak, Tally, Usage
-from weightsync.soak.worker import SchemeName, SoakModel
+from weightsync.soak.worker import SoakModel
 
 
 class Each(Soak):

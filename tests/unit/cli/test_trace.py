@@ -23,7 +23,7 @@ from weightsync.verify.chart import Chart, Kind, chart_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One update to a worker that takes it, and one that reaches nobody: the worker closed before."""
+    """One update that a worker applies, and one that reaches nobody, since the worker has closed."""
     folder, scheme = tmp_path_factory.mktemp("traces"), weightsync.MultiProcessWeightSyncScheme()
     ours, theirs = multiprocessing.Pipe()
     with recorder.record(folder):

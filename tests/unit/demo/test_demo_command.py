@@ -10,14 +10,11 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import demo_workers
 import pytest
+from commands import assert_all_gone, marked, running
 from typer.testing import CliRunner
 
 from weightsync import cli
@@ -113,52 +110,14 @@ def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
     assert "proved:" not in shown.output
 
 
-@contextlib.contextmanager
-def running(scheme: str = "shared") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process group of its own, and a mark that all its processes carry; it trains already.
-
-    What it leaves in its temporary folder when it is killed, as no process can help, goes with that folder.
-    """
-    mark = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "weightsync", "demo", "--plain", "--workers", "2", "--scheme", scheme],
-            env={**os.environ, "DEMO_TEST_MARK": mark, "TMPDIR": folder},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        try:
-            with process.stdout:
-                assert any("training" in line for line in process.stdout)
-                yield process, mark
-        finally:
-            process.kill()
-            process.wait()
-
-
-def marked(mark: str) -> list[str]:
-    """The processes that carry a mark."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
-
-
-def assert_all_gone(mark: str) -> None:
-    deadline = time.monotonic() + 10
-    while marked(mark):
-        assert time.monotonic() < deadline, f"processes {marked(mark)} are left"
-        time.sleep(0.05)
+def training(scheme: str = "shared") -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    """The demo with two workers, once it trains."""
+    return running("demo", "--plain", "--workers", "2", "--scheme", scheme, begun="training")
 
 
 @pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=pytest.mark.ray)])
 def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
-    with running(scheme) as (process, mark):
+    with training(scheme) as (process, mark):
         assert len(marked(mark)) >= 3
         os.killpg(process.pid, signal.SIGINT)
         assert process.stdout is not None
@@ -171,7 +130,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
 
 
 def test_workers_end_when_the_trainer_is_killed() -> None:
-    with running() as (process, mark):
+    with training() as (process, mark):
         process.kill()
 
         assert_all_gone(mark)

@@ -113,8 +113,8 @@ def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED) -> Refusal:
     return Refusal(model_id="policy", incarnation=EPOCH, version=version, kind=kind, reason="no")
 
 
-def hello(**told: Any) -> Hello:
-    return Hello(model_id="policy", incarnation=EPOCH, **told)
+def hello(**fields: Any) -> Hello:
+    return Hello(model_id="policy", incarnation=EPOCH, **fields)
 
 
 class Fleet:
@@ -136,7 +136,7 @@ class Fleet:
         return sent
 
     def gives_up(self, times: int, targets: tuple[int, ...] | None = None) -> None:
-        """Dispatch so many versions, and wait for none."""
+        """Dispatch this many versions, and wait for none."""
         for _ in range(times):
             self.driver.dispatch(pure.SendAsync(targets), packed())
             self.driver.take(pure.Abandon())
@@ -156,7 +156,7 @@ class Fleet:
 
 def versions(link: Scripted) -> list[int]:
     """Those of the updates that it was given."""
-    return [told.version for told in link.said if isinstance(told, Update)]
+    return [message.version for message in link.said if isinstance(message, Update)]
 
 
 def plain() -> Fleet:

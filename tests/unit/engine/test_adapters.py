@@ -1,4 +1,4 @@
-"""Whatever an adapter raises is the end of its link alone, and is told with the adapter's own words."""
+"""Whatever an adapter raises is the end of its link alone, and is reported with the adapter's own words."""
 
 from __future__ import annotations
 

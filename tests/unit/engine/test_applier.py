@@ -28,7 +28,7 @@ from weightsync.weights import target as targets
 
 
 class Moody(nn.Module):
-    """Takes its extra state, unless it is told not to."""
+    """Takes its extra state, unless a test forbids it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def pair() -> Iterator[Pair]:
 
 
 def refused(pair: Pair) -> Outcome:
-    """What the sender is told of an update that the receiver refuses now."""
+    """What the sender learns of an update that the receiver refuses now."""
     assert pair.receiver.receive(timeout=0) is False
     with pytest.raises(RefusedError) as caught:
         pair.sender.wait_async(timeout=PATIENCE)
@@ -122,12 +122,12 @@ def test_a_swap_that_breaks_closes_the_receiver_and_both_ends_are_told_why(
     with pytest.raises(WorkerLostError) as lost:
         pair.sender.wait_async(timeout=PATIENCE)
 
-    told = str(caught.value)
-    assert told.startswith("version 1 of 'policy' was swapped in half and could not be undone: ")
-    assert "the bus is gone" in told
+    text = str(caught.value)
+    assert text.startswith("version 1 of 'policy' was swapped in half and could not be undone: ")
+    assert "the bus is gone" in text
     assert isinstance(caught.value.__cause__, targets.SwapBroken)
     assert (pair.receiver.broken, pair.receiver.state) == (caught.value, State.CLOSED)
-    assert told in lost.value.lost[0]
+    assert text in lost.value.lost[0]
     assert "in swap" in lost.value.report[0].remote_traceback
 
 
@@ -228,16 +228,16 @@ def staged(pair: Pair) -> Holder:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "reason"),
     [(nn.Linear(3, 1), "do not fit the destination"), (None, "weights cannot be applied to what is at 'policy': ")],
 )
 def test_what_is_staged_is_refused_where_another_object_has_taken_the_models_place(
-    pair: Pair, staged: Holder, found: Any, told: str
+    pair: Pair, staged: Holder, found: Any, reason: str
 ) -> None:
     staged.policy = found
     assert pair.receiver._applier.swap_staged(0.0) is False
 
-    assert told in pair.receiver.last_refusal
+    assert reason in pair.receiver.last_refusal
     assert "Traceback" in pair.receiver.driver.data.answer.remote_traceback  # type: ignore[union-attr]
     assert constants(pair.model.linear) == {0.0}
 

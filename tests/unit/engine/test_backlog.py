@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync.engine.sender_driver import Backlog
+from weightsync.engine.driver import Backlog
 
 
 def test_two_versions_leave_unanswered_and_the_newest_of_the_others_waits() -> None:

@@ -30,7 +30,7 @@ PACKAGE = Path(weightsync.__file__).parent
 #: The most files that one update passes over pipes, trainer and worker together, and calls from one to another.
 MOST_FILES, MOST_CROSSINGS = 32, 165
 STORED = Path(__file__).with_name("calls_per_send.toml")
-#: A count may differ by so much between releases of Python and of the libraries before it counts as a rise.
+#: A count may differ by this factor between releases of Python and of the libraries before it counts as a rise.
 TOLERANCE = 1.1
 #: Elements of the model's only parameter: the payload travels inline, or in a slot.
 SIZES = {"inline": 4, "slot": 64 * 1024}

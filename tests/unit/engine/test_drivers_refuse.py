@@ -1,4 +1,4 @@
-"""A driver that refuses a call says what was called, what stands in the way, and which steps led there."""
+"""A driver that refuses a call says what was called, why it is refused, and which steps led there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_a_senders_refusal_names_the_call_its_hint_and_its_steps(pair: Pair) -> 
     pair.sender.send_async()
     with pytest.raises(StateError) as caught:
         pair.sender.send_async()
-    error, told = caught.value, str(caught.value)
+    error, text = caught.value, str(caught.value)
 
     assert (error.machine, error.asked, error.state) == ("sender", "send_async", "pending_async")
-    assert told.startswith("send_async(): version 1 still awaits worker 0. Call wait_async() or abandon(), or pass ")
-    assert "on_pending='supersede'" in told
+    assert text.startswith("send_async(): version 1 still awaits worker 0. Call wait_async() or abandon(), or pass ")
+    assert "on_pending='supersede'" in text
     assert error.steps == pair.sender._driver.machine.steps != ()
     assert {"wait_async", "abandon", "poll"} <= set(error.allowed)
 

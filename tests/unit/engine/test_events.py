@@ -1,4 +1,4 @@
-"""`on_event`: everything that happens is told once, and no callback can delay a sync, break it, or outlive a close."""
+"""`on_event`: each event is reported once, and no callback can delay a sync, break it, or outlive a close."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Listener:
             self._more.notify_all()
 
     def until(self, count: int) -> list[SyncEvent]:
-        """The events, once there are so many."""
+        """The events, once there are this many."""
         with self._more:
             assert self._more.wait_for(lambda: len(self.events) >= count, PATIENCE), self.events
             return list(self.events)
 
 
-class Told(Events):
+class Recorded(Events):
     """Keeps events at once, without a thread."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Told(Events):
         return [(event.kind, event.worker, event.version, event.outcome) for event in found]
 
 
-# ------------------------------------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------------------------------------ what is reported
 
 
 @pytest.fixture
@@ -79,71 +79,71 @@ def fleet() -> Fleet:
 
 
 @pytest.fixture
-def told(fleet: Fleet) -> Told:
-    events = Told()
+def seen(fleet: Fleet) -> Recorded:
+    events = Recorded()
     SenderObserver(fleet.driver, events)
     return events
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_dispatch_a_handshake_and_an_answer_are_told_once_with_their_seconds(fleet: Fleet, told: Told) -> None:
+def test_a_dispatch_a_handshake_and_an_answer_are_told_once_with_their_seconds(fleet: Fleet, seen: Recorded) -> None:
     sent = fleet.sends()
-    assert told.found[0].nbytes == sent.nbytes
-    assert told.takes() == [(EventKind.DISPATCH, 0, 1, None), (EventKind.DISPATCH, 1, 1, None)]
+    assert seen.found[0].nbytes == sent.nbytes
+    assert seen.takes() == [(EventKind.DISPATCH, 0, 1, None), (EventKind.DISPATCH, 1, 1, None)]
 
     fleet.receives(0, hello(), ack(1))
-    assert set(told.found[1].seconds) == {SyncPhase.CONNECT, SyncPhase.TRANSFER, SyncPhase.APPLY}
-    assert told.takes() == [(EventKind.JOINED, 0, None, None), (EventKind.REPLY, 0, 1, OutcomeKind.APPLIED)]
+    assert set(seen.found[1].seconds) == {SyncPhase.CONNECT, SyncPhase.TRANSFER, SyncPhase.APPLY}
+    assert seen.takes() == [(EventKind.JOINED, 0, None, None), (EventKind.REPLY, 0, 1, OutcomeKind.APPLIED)]
 
     fleet.receives(1, refusal(1))
-    assert told.found[-1].reason == "no"
-    assert told.takes()[-1] == (EventKind.REFUSED, 1, 1, OutcomeKind.REFUSED)
+    assert seen.found[-1].reason == "no"
+    assert seen.takes()[-1] == (EventKind.REFUSED, 1, 1, OutcomeKind.REFUSED)
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_deadline_an_answer_after_it_and_one_that_is_not_awaited_are_told(fleet: Fleet, told: Told) -> None:
+def test_a_deadline_an_answer_after_it_and_one_that_is_not_awaited_are_told(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends()
     fleet.receives(0, ack(1))
-    told.takes()
+    seen.takes()
 
     fleet.driver.take(pure.Deadline(1))
-    assert told.takes() == [(EventKind.TIMED_OUT, 1, 1, OutcomeKind.TIMED_OUT)]
+    assert seen.takes() == [(EventKind.TIMED_OUT, 1, 1, OutcomeKind.TIMED_OUT)]
     fleet.receives(1, ack(1))
-    assert told.takes()[-1] == (EventKind.REPLY, 1, 1, OutcomeKind.APPLIED)
+    assert seen.takes()[-1] == (EventKind.REPLY, 1, 1, OutcomeKind.APPLIED)
     fleet.receives(1, ack(1))
-    assert told.takes() == [(EventKind.STALE, 1, 1, None)]
+    assert seen.takes() == [(EventKind.STALE, 1, 1, None)]
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_loss_is_told_once_whether_or_not_an_answer_was_owed(fleet: Fleet, told: Told) -> None:
+def test_a_loss_is_told_once_whether_or_not_an_answer_was_owed(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends(targets=(0,))
-    told.takes()
+    seen.takes()
 
     for worker in (0, 1):
         fleet.driver.take(pure.LinkLost(worker, worker + 1, "it died"))
-    assert [event.reason for event in told.found] == ["it died", "it died"]
-    assert told.takes() == [(EventKind.LOST, 0, 1, OutcomeKind.LOST), (EventKind.LOST, 1, None, None)]
+    assert [event.reason for event in seen.found] == ["it died", "it died"]
+    assert seen.takes() == [(EventKind.LOST, 0, 1, OutcomeKind.LOST), (EventKind.LOST, 1, None, None)]
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_what_is_given_up_what_was_lost_before_and_the_end_are_told(fleet: Fleet, told: Told) -> None:
+def test_what_is_given_up_what_was_lost_before_and_the_end_are_told(fleet: Fleet, seen: Recorded) -> None:
     fleet.driver.take(pure.LinkLost(1, 2, "it died"))
     fleet.gives_up(1)
-    assert told.takes()[1:] == [
+    assert seen.takes()[1:] == [
         (EventKind.DISPATCH, 0, 1, None),
         (EventKind.LOST, 1, 1, OutcomeKind.LOST),
         (EventKind.ABANDONED, 0, 1, OutcomeKind.ABANDONED),
     ]
     fleet.driver.close()
-    assert told.takes() == [(EventKind.CLOSED, None, None, None)]
+    assert seen.takes() == [(EventKind.CLOSED, None, None, None)]
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, told: Told) -> None:
+def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends()
     fleet.receives(0, ack(1))
     fleet.receives(1, ack(1))
-    told.takes()
+    seen.takes()
 
     for worker in (2, 3):
         fleet.driver.join(worker, Scripted())
@@ -152,7 +152,7 @@ def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, 
     late[3].receives(refusal(1))
     fleet.driver.pump()
 
-    assert [found for found in told.takes() if found[0] is not EventKind.JOINED] == [
+    assert [found for found in seen.takes() if found[0] is not EventKind.JOINED] == [
         (EventKind.DISPATCH, 2, 1, None),
         (EventKind.DISPATCH, 3, 1, None),
         (EventKind.REPLY, 2, 1, None),
@@ -240,7 +240,7 @@ def test_what_a_callback_raises_is_logged_and_counted_and_others_are_called(
 def test_an_error_in_the_making_of_events_is_logged_and_the_step_is_taken(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    broken = Told()
+    broken = Recorded()
     monkeypatch.setattr(broken, "emit", lambda event: 1 / 0)
     SenderObserver(fleet.driver, broken)
 
@@ -376,7 +376,7 @@ def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> Non
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_the_incarnation_of_an_event_is_its_senders(fleet: Fleet, told: Told) -> None:
+def test_the_incarnation_of_an_event_is_its_senders(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends()
 
-    assert {event.incarnation for event in told.found} == {EPOCH}
+    assert {event.incarnation for event in seen.found} == {EPOCH}

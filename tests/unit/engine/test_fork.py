@@ -1,4 +1,4 @@
-"""In a forked child each holder is told to forget what it holds: once, and again in the child's own children."""
+"""In a forked child each holder forgets what it holds: once, and again in the child's own children."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pools import statistics
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
@@ -71,9 +72,9 @@ def test_a_buffer_is_written_again_once_it_was_handed_over_and_not_before() -> N
     packer.handed_over(first)
     assert not first.buffer.pinned
     assert packer.pack(weights(3.0)).buffer is first.buffer
-    assert packer._pool.statistics().buffers == 2
+    assert statistics(packer._pool).buffers == 2
     packer.close()
-    assert packer._pool.statistics().buffers == 0
+    assert statistics(packer._pool).buffers == 0
 
 
 def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest
         with pytest.raises(LayoutError, match="cannot be copied"):
             packer.pack(weights())
 
-    assert packer._pool.statistics().pinned == 0
+    assert statistics(packer._pool).pinned == 0
     assert packer.pack(weights()).digest == digest_of_weights(weights())
 
 
@@ -137,7 +138,7 @@ def test_a_signal_does_not_end_the_copy_of_a_version_that_takes_threads(
     finally:
         signal.signal(signal.SIGUSR1, before)
 
-    assert (len(copied) == 1, packer._pool.statistics().pinned) == (ended, 0)
+    assert (len(copied) == 1, statistics(packer._pool).pinned) == (ended, 0)
 
 
 def test_what_a_device_cannot_copy_is_named_and_any_other_fault_of_it_is_raised(
@@ -160,11 +161,11 @@ def test_what_a_device_cannot_copy_is_named_and_any_other_fault_of_it_is_raised(
 
 def test_the_same_layout_is_the_same_object_version_after_version() -> None:
     packer = Packer()
-    told = packer.layout_of(weights())
+    layout = packer.layout_of(weights())
 
-    assert packer.pack(weights(2.0)).layout is told
-    assert packer.layout_of(weights(3.0)) is told
-    assert packer.layout_of({"a": torch.ones(4)}) != told
+    assert packer.pack(weights(2.0)).layout is layout
+    assert packer.layout_of(weights(3.0)) is layout
+    assert packer.layout_of({"a": torch.ones(4)}) != layout
 
 
 def test_names_and_extra_state_beyond_what_a_message_carries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,17 +27,17 @@ EPOCH = 5
 NESTED = SyncReport(model_id="policy", version=1, incarnation=2, outcomes={})
 
 
-def hello(incarnation: int = EPOCH, **told: Any) -> Hello:
-    return Hello(model_id="policy", incarnation=incarnation, **told)
+def hello(incarnation: int = EPOCH, **fields: Any) -> Hello:
+    return Hello(model_id="policy", incarnation=incarnation, **fields)
 
 
-def update(version: int, layout: Layout = LAYOUT, *, told: bool = True, incarnation: int = EPOCH) -> Update:
+def update(version: int, layout: Layout = LAYOUT, *, with_layout: bool = True, incarnation: int = EPOCH) -> Update:
     return Update(
         model_id="policy",
         incarnation=incarnation,
         version=version,
         layout_digest=layout.digest,
-        layout=layout.encode() if told else b"",
+        layout=layout.encode() if with_layout else b"",
         nbytes=layout.nbytes,
     )
 
@@ -51,8 +51,8 @@ def ack(version: int) -> Ack:
 
 
 def refusal(version: int, kind: RefusalKind, reason: str, **what: Any) -> Refusal:
-    told = {"incarnation": EPOCH, "fence": EPOCH, **what}
-    return Refusal(model_id="policy", version=version, kind=kind, reason=reason, **told)
+    fields = {"incarnation": EPOCH, "fence": EPOCH, **what}
+    return Refusal(model_id="policy", version=version, kind=kind, reason=reason, **fields)
 
 
 class Worker:
@@ -104,17 +104,17 @@ def raised_by(worker: Worker, which: int, *messages: Any) -> ProtocolError:
 def test_its_hello_tells_who_it_is_and_what_it_serves() -> None:
     worker, late = Worker(1), Scripted()
     pid, started = own_identity()
-    told = hello(fence=EPOCH, host=own_host(), pid=pid, started=started)
+    greeting = hello(fence=EPOCH, host=own_host(), pid=pid, started=started)
     worker.driver.layout = LAYOUT
     worker.applies(3)
     worker.driver.add_link(late)
     late.receives(hello())
     worker.driver.pump()
-    assert late.takes() == [replace(told, link=3, version=3, layout_digest=LAYOUT.digest)]
+    assert late.takes() == [replace(greeting, link=3, version=3, layout_digest=LAYOUT.digest)]
 
     worker.driver.layout = None
     worker.receives(1, hello(EPOCH + 1))
-    assert worker.links[1].takes() == [replace(told, incarnation=EPOCH + 1, fence=EPOCH + 1, link=2)]
+    assert worker.links[1].takes() == [replace(greeting, incarnation=EPOCH + 1, fence=EPOCH + 1, link=2)]
 
 
 def test_an_older_senders_handshake_is_refused_with_the_fence_and_is_not_the_greeting() -> None:
@@ -178,7 +178,7 @@ def test_what_failed_is_the_last_word_over_the_link_in_force_and_all_are_closed(
 
 def test_versions_that_are_overtaken_or_old_are_refused_with_the_reason() -> None:
     worker = Worker()
-    worker.receives(0, update(2), update(3, told=False), update(1, told=False))
+    worker.receives(0, update(2), update(3, with_layout=False), update(1, with_layout=False))
     assert worker.link.takes() == [
         refusal(2, RefusalKind.SUPERSEDED, "a newer version arrived before this one was applied"),
         refusal(1, RefusalKind.STALE, "a newer version, or a newer sender, has been met already"),
@@ -223,11 +223,11 @@ def test_a_deferred_ack_leaves_with_what_became_of_the_version_elsewhere() -> No
     assert (worker.link.takes(), worker.state, worker.driver.deferring) == ([], State.AWAITING_ACK, True)
     worker.driver.take(pure.SendAck(NESTED))
 
-    told = replace(answer, nested=NESTED)
-    assert (worker.link.takes(), worker.state) == ([told], State.READY)
-    assert worker.driver.data.answer == told
+    sent = replace(answer, nested=NESTED)
+    assert (worker.link.takes(), worker.state) == ([sent], State.READY)
+    assert worker.driver.data.answer == sent
     worker.receives(0, update(1))
-    assert worker.link.takes() == [told]
+    assert worker.link.takes() == [sent]
 
 
 def test_a_refusal_is_not_deferred() -> None:
@@ -400,16 +400,16 @@ def test_a_link_that_cannot_be_waited_for_is_down_alone() -> None:
 def test_a_breach_is_raised_only_where_it_is_over_the_link_in_force(
     which: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker, told = Worker(1), "a sender sent Ack; only receivers send it."
+    worker, error = Worker(1), "a sender sent Ack; only receivers send it."
     if which == 0:
-        assert str(raised_by(worker, 0, ack(1))) == told
+        assert str(raised_by(worker, 0, ack(1))) == error
     else:
         with caplog.at_level(logging.ERROR, "weightsync"):
             worker.receives(1, ack(1))
-        assert f"a link of 'policy' to somebody broke the protocol: {told}" in caplog.text
+        assert f"a link of 'policy' to somebody broke the protocol: {error}" in caplog.text
 
-    assert (worker.driver.ended, worker.links[which].closed) == (told, 1)
-    assert worker.links[which].takes() == [refusal(0, RefusalKind.FAILED, told)]
+    assert (worker.driver.ended, worker.links[which].closed) == (error, 1)
+    assert worker.links[which].takes() == [refusal(0, RefusalKind.FAILED, error)]
     assert worker.driver.links() == [worker.links[1 - which]]
 
 
@@ -437,11 +437,11 @@ def test_what_could_not_be_read_goes_with_the_error() -> None:
 
 
 def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None:
-    for wrong in (update(1, told=False), replace(update(1), nbytes=7)):
+    for wrong in (update(1, with_layout=False), replace(update(1), nbytes=7)):
         worker = Worker()
-        told = "version 1 names a layout or a size that this link has not carried."
-        assert str(raised_by(worker, 0, wrong)) == told
-        assert worker.driver.ended == told
+        error = "version 1 names a layout or a size that this link has not carried."
+        assert str(raised_by(worker, 0, wrong)) == error
+        assert worker.driver.ended == error
 
 
 def test_a_worker_that_cannot_be_watched_is_told_why_its_link_ends() -> None:
@@ -457,9 +457,9 @@ def test_a_worker_that_cannot_be_watched_is_told_why_its_link_ends() -> None:
 
 
 def test_a_handshake_that_is_taken_is_the_greeting_and_its_process_is_watched() -> None:
-    worker, told = Worker(1), hello(EPOCH + 1, host=own_host(), pid=77, started=88)
-    worker.receives(1, told)
-    assert (worker.driver.greeting, worker.links[1].watched) == (told, [(77, 88)])
+    worker, greeting = Worker(1), hello(EPOCH + 1, host=own_host(), pid=77, started=88)
+    worker.receives(1, greeting)
+    assert (worker.driver.greeting, worker.links[1].watched) == (greeting, [(77, 88)])
 
 
 def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,30 +507,30 @@ def test_what_is_pending_is_all_that_arrived() -> None:
 
 def test_the_last_layout_is_remembered_and_no_other() -> None:
     worker = Worker()
-    worker.receives(0, update(1), update(2, told=False), update(3, OTHER), update(4, OTHER, told=False))
+    worker.receives(0, update(1), update(2, with_layout=False), update(3, OTHER), update(4, OTHER, with_layout=False))
     assert worker.driver.pending is not None
     assert worker.driver.pending.layout == OTHER
-    assert "has not carried" in str(raised_by(worker, 0, update(5, told=False)))
+    assert "has not carried" in str(raised_by(worker, 0, update(5, with_layout=False)))
 
 
 # ------------------------------------------------------------------------------------------ waits and steps
 
 
 def test_what_fired_since_its_caller_looked_does_not_block_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, told = Worker(), []
+    worker, calls = Worker(), []
     since = worker.driver.waker.fired
     worker.driver.waker.fire()
     worker.driver.waker.clear()
     assert worker.driver.wait(None, since) == []
 
-    monkeypatch.setattr(drivers.Waits, "wait", lambda _, links, *given: told.append(given) or list(links))
+    monkeypatch.setattr(drivers.Waits, "wait", lambda _, links, *given: calls.append(given) or list(links))
     assert worker.driver.wait(3.0, 7) == [worker.link]
-    assert told == [(3.0, 7)]
+    assert calls == [(3.0, 7)]
 
 
 def test_a_step_is_shown_with_what_was_before_it() -> None:
     worker, seen = Worker(), []
-    worker.driver.watch_steps(lambda *told: seen.append(told))
+    worker.driver.watch_steps(lambda *step: seen.append(step))
     state, data = worker.driver.machine.state, worker.driver.data
     worker.receives(0, update(1))
 
@@ -547,10 +547,10 @@ class Opening(Scripted, CarriesDevices):
 
     opens = True
     reached = frozenset()
-    told = 0
+    calls = 0
 
     def copied_to_device(self) -> None:
-        self.told += 1
+        self.calls += 1
 
 
 def test_links_learn_that_the_model_is_on_a_device_whichever_comes_first() -> None:
@@ -558,10 +558,10 @@ def test_links_learn_that_the_model_is_on_a_device_whichever_comes_first() -> No
     driver.add_link(links[0])
     driver.devices = b""
     driver.add_link(Scripted())
-    assert links[0].told == 0
+    assert links[0].calls == 0
     driver.devices = b"x" * 16
     driver.add_link(links[1])
-    assert [link.told for link in links] == [1, 1]
+    assert [link.calls for link in links] == [1, 1]
 
 
 @pytest.mark.parametrize(("kind", "opens"), [(Scripted, False), (Opening, False), (Opening, True)])

@@ -22,7 +22,7 @@ PENDING, TIMED_OUT = Outcome(kind=OutcomeKind.PENDING), OutcomeKind.TIMED_OUT
 
 @pytest.fixture
 def clock() -> Iterator[FakeClock]:
-    """Time that passes when it is told to, in numbers that are exact."""
+    """A clock that a test moves, by exact numbers."""
     with FakeClock() as clock:
         clock._started = 0.0, clock._started[1]
         yield clock
@@ -267,8 +267,8 @@ def test_an_update_that_was_not_sent_for_want_of_time_says_whom_the_one_before_a
     before = SyncReport(model_id="policy", version=7, incarnation=EPOCH, outcomes={0: applied, 1: late})
 
     reason = "not sent: time was up while version 7 still awaited worker 1"
-    told = dict.fromkeys((0, 1) if targets is None else targets, Outcome(kind=TIMED_OUT, reason=reason))
-    assert made.reporter.not_sent(before, targets) == replace(before, version=None, outcomes=told, previous=before)
+    outcomes = dict.fromkeys((0, 1) if targets is None else targets, Outcome(kind=TIMED_OUT, reason=reason))
+    assert made.reporter.not_sent(before, targets) == replace(before, version=None, outcomes=outcomes, previous=before)
 
 
 def test_a_send_that_no_target_can_take_says_why_of_each() -> None:

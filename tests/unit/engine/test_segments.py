@@ -1,4 +1,4 @@
-"""A segment owns one descriptor, and what it let go of it never closes again; memory that is not there is told of."""
+"""A segment owns one descriptor, and never closes one that it released; missing memory is reported."""
 
 from __future__ import annotations
 

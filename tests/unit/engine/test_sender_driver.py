@@ -35,8 +35,8 @@ def test_its_hello_tells_who_it_is_and_what_it_owes() -> None:
     driver.join(4, first)
     driver.take(pure.Connect(EPOCH))
     pid, started = own_identity()
-    told = hello(host=own_host(), pid=pid, started=started)
-    assert first.takes() == [replace(told, link=1)]
+    expected = hello(host=own_host(), pid=pid, started=started)
+    assert first.takes() == [replace(expected, link=1)]
 
     sent = packed()
     driver.dispatch(pure.SendAsync(None), sent)
@@ -44,7 +44,7 @@ def test_its_hello_tells_who_it_is_and_what_it_owes() -> None:
     driver.join(5, second)
     layout = {"layout_digest": LAYOUT.digest, "layout": LAYOUT.encode()}
     greeting, update = second.takes()
-    assert greeting == replace(told, link=2, version=1, **layout)
+    assert greeting == replace(expected, link=2, version=1, **layout)
     assert isinstance(update, Update)
     assert update.version == 1
     assert second.payloads == [None, sent.buffer]
@@ -56,7 +56,7 @@ def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> Non
     sent = packed()
     sent.trace_context = "00-trace-span-01"
     fleet.sends(sent)
-    told = Update(
+    message = Update(
         model_id="policy",
         incarnation=EPOCH,
         version=1,
@@ -69,13 +69,13 @@ def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> Non
         trace_context="00-trace-span-01",
     )
     assert first.said[-1] is other.said[-1]  # so that links may keep how it is encoded
-    assert first.takes() == other.takes() == [told]
+    assert first.takes() == other.takes() == [message]
     assert first.payloads[-1] is sent.buffer
     fleet.receives(0, ack(1))
     fleet.receives(1, ack(1))
 
     fleet.sends(targets=(0,))
-    assert first.takes() == [replace(told, version=2, layout=b"", trace_context="")]
+    assert first.takes() == [replace(message, version=2, layout=b"", trace_context="")]
     assert other.takes() == []
     fleet.receives(0, ack(2))
     fleet.sends(packed(OTHER))
@@ -91,7 +91,7 @@ def test_where_updates_may_overtake_one_another_each_tells_its_layout(delivery: 
         fleet.sends()
         fleet.receives(0, ack(version))
 
-    assert [told.layout for told in fleet.links[0].said if isinstance(told, Update)] == [LAYOUT.encode()] * 2
+    assert [message.layout for message in fleet.links[0].said if isinstance(message, Update)] == [LAYOUT.encode()] * 2
 
 
 def test_only_where_answers_may_be_lost_a_link_runs_ahead_without_end() -> None:
@@ -142,8 +142,8 @@ def test_an_answer_names_the_digest_of_what_was_sent_or_ends_its_link() -> None:
     fleet.sends()
     fleet.receives(0, ack(1, b"\2" * 16))
 
-    told = f"an ack of version 1 names digest {'02' * 16}, which is not that of what was sent ({'01' * 16})."
-    assert (fleet.link_state(), fleet.reason().startswith(told)) == (pure.LinkState.LOST, True)
+    text = f"an ack of version 1 names digest {'02' * 16}, which is not that of what was sent ({'01' * 16})."
+    assert (fleet.link_state(), fleet.reason().startswith(text)) == (pure.LinkState.LOST, True)
     assert fleet.driver.concluded[1].outstanding.outcomes[0].kind is OutcomeKind.LOST
     assert fleet.links[0].closed == 1
 
@@ -186,9 +186,9 @@ def test_who_maps_a_version_names_its_seal_and_who_gets_its_bytes_their_digest()
     assert Fleet(Sharing()).driver.all_share(sent.buffer, LAYOUT.nbytes)
     fleet.sends(sent)
     seal = slot_digest(sent.buffer.sealed(), EPOCH, 1, LAYOUT.digest, b"extras")
-    told = [link.said[-1] for link in fleet.links]
-    assert [each.digest for each in told] == [b"", b"", sent.digested()]  # type: ignore[union-attr]
-    assert told[0] is told[1]
+    last = [link.said[-1] for link in fleet.links]
+    assert [each.digest for each in last] == [b"", b"", sent.digested()]  # type: ignore[union-attr]
+    assert last[0] is last[1]
 
     for worker, named in enumerate((seal, seal, sent.digested())):
         fleet.receives(worker, ack(1, named))

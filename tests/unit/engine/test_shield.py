@@ -20,7 +20,7 @@ NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 def handled() -> Iterator[list[tuple[int, FrameType | None]]]:
     """Signals have a handler that notes what it is given, until the block ends."""
     met: list[tuple[int, FrameType | None]] = []
-    before = {number: signal.signal(number, lambda *told: met.append(told)) for number in NUMBERS}
+    before = {number: signal.signal(number, lambda *call: met.append(call)) for number in NUMBERS}
     try:
         yield met
     finally:

@@ -14,7 +14,7 @@ from weightsync.clock import Clock, Deadline, Stopwatch, Timeout, new_incarnatio
 
 
 class Stopped(Clock):
-    """A clock that stands still until it is told to go."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self, now: float) -> None:
         self.now = now

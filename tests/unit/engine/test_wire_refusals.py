@@ -1,4 +1,4 @@
-"""What the wire does not carry, and what it does not read, is told with the numbers that are wrong."""
+"""Errors about what cannot be encoded or decoded name the numbers that are wrong."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def sealed(message: Message, changes: dict[int, bytes]) -> bytes:
     return bytes(data)
 
 
-def unread(data: Any, told: str) -> ProtocolError:
+def unread(data: Any, text: str) -> ProtocolError:
     """The error of reading this, which says what is wrong."""
-    with pytest.raises(ProtocolError, match=f"^{re.escape(told)}") as caught:
+    with pytest.raises(ProtocolError, match=f"^{re.escape(text)}") as caught:
         codec.decode(data)
     return caught.value
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "text"),
     [
         (replace(HELLO, pid=2**31), "process id 2147483648 is out of range"),
         (replace(HELLO, pid=-1), "process id -1 is out of range"),
@@ -50,12 +50,12 @@ def unread(data: Any, told: str) -> ProtocolError:
         (replace(UPDATE, digest=b"short"), "its body takes 61 bytes and its digest 5"),
     ],
 )
-def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, told: str) -> None:
+def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, text: str) -> None:
     kind = type(message).__name__
     with pytest.raises(ConfigurationError) as caught:
         codec.encode(message)
 
-    assert str(caught.value) == f"A {kind} of model 'policy' cannot be encoded: {told}."
+    assert str(caught.value) == f"A {kind} of model 'policy' cannot be encoded: {text}."
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "text"),
     [
         (sealed(UPDATE, {18: b"\7"}), "digest size 7 with padding 0 is not valid"),
         (sealed(UPDATE, {19: b"\1"}), "digest size 16 with padding 1 is not valid"),
@@ -94,8 +94,8 @@ def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPa
         (sealed(HELLO, {codec.HEADER_NBYTES + 11: struct.pack("!Q", 2**31)}), "process id 2147483648 is out of range"),
     ],
 )
-def test_fields_that_mean_nothing_are_not_read_and_are_named(data: bytes, told: str) -> None:
-    error = unread(data, f"A frame's fields are malformed: {told}.")
+def test_fields_that_mean_nothing_are_not_read_and_are_named(data: bytes, text: str) -> None:
+    error = unread(data, f"A frame's fields are malformed: {text}.")
 
     assert error.unread == data
     assert isinstance(error.__cause__, ValueError)

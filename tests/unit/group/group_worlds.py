@@ -28,7 +28,7 @@ RAY = pytest.param("ray", marks=_RAY)
 
 
 def await_results(group: WorkerGroup, count: int = 1) -> None:
-    """Wait until so many results have come, and take none."""
+    """Wait until this many results have arrived, and take none."""
     while len(group._members.results) < count:
         group._members.wait(Deadline(60.0))
         group._members.pump()

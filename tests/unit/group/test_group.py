@@ -193,7 +193,7 @@ def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make
             next(results)
         assert "in fail_first" in caught.value.remote_traceback
         assert (caught.value.worker, caught.value.version, caught.value.restarts) == (0, 1, 0)
-        assert list(group.results()) == []  # it is told once
+        assert list(group.results()) == []  # it is reported once
         assert len(group.send()) == 0
 
 
@@ -249,7 +249,10 @@ def test_a_worker_killed_amid_a_send_and_not_restarted_is_raised_and_leaves_the_
         with pytest.raises(WorkerFailedError, match=r"SIGKILL|the process of rank 2 is dead"):
             group.send()
         assert list(group.send().outcomes) == [0]
-        assert (group.processes.keys(), world is None or process.exitcode) == ({0}, world is None or -signal.SIGKILL)
+        assert group.processes.keys() == {0}
+        if world is not None:
+            process.join(60)  # the fork server reports the exit code later than the pidfd the death
+            assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.gloo

@@ -33,7 +33,7 @@ class Process:
 
 
 class Channel:
-    """Says what it is told to."""
+    """Answers what a test asks for."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []

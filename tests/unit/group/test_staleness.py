@@ -20,7 +20,7 @@ from weightsync.group.steps import Announced, Staleness, Steps
 
 
 class Receiver:
-    """Serves what it is told to."""
+    """Serves the version that a test sets."""
 
     def __init__(self) -> None:
         self.version: int | None = 1

@@ -202,7 +202,7 @@ def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:
 
 def states_after_two_forks(sender: Any, connect: Callable[[], None]) -> str:
     """The states of an inherited sender: in a child, there after it was connected anew, and in the child's child."""
-    told, telling = os.pipe()
+    reading_end, telling = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -218,7 +218,7 @@ def states_after_two_forks(sender: Any, connect: Callable[[], None]) -> str:
             os._exit(0)
     os.close(telling)
     os.waitpid(child, 0)
-    with open(told, encoding="ascii") as reading:
+    with open(reading_end, encoding="ascii") as reading:
         return reading.read()
 
 

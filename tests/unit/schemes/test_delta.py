@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fleet import PATIENCE, Pair, large
+from pools import statistics
 from torch import nn
 
 from weightsync import (
@@ -394,7 +395,7 @@ def test_deltas_take_no_payload_more_in_the_trainer(scheme: Any) -> None:
             one.sync()
             step(one)
 
-        assert one.sender._packer._pool.statistics().buffers == 2
+        assert statistics(one.sender._packer._pool).buffers == 2
 
 
 @pytest.mark.untraced("puts an update on the wire that no step has asked for")

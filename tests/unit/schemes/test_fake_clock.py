@@ -1,4 +1,4 @@
-"""`FakeClock`: deadlines pass when it is told so, and not before; what it moves and what it does not."""
+"""`FakeClock`: deadlines pass when a test moves it, and not before; what it affects and what it does not."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, filled, small
+from pools import statistics
 from tensordict import TensorDict
 from torch import nn
 
@@ -513,7 +514,7 @@ def test_a_registered_buffer_that_does_not_fit_refuses_the_send_and_leaks_no_slo
 
         assert sender.state is State.READY
         assert sender.version == 0
-        assert sender._packer._pool.statistics().pinned == 0
+        assert statistics(sender._packer._pool).pinned == 0
 
 
 # --------------------------------------------------------------------------------------------- what a send does

@@ -574,7 +574,7 @@ def test_a_second_threads_send_is_refused_while_the_first_waits(pair: Pair) -> N
 
 @pytest.mark.parametrize("ask", ["send_async", "poll"])
 def test_a_close_by_another_thread_comes_before_a_call_or_after_it(pair: Pair, ask: str, monkeypatch: Any) -> None:
-    """Never in the middle: it would be told of a version that nobody was sent, though one was (found by frontrun)."""
+    """Never in the middle: it would get a report of no version, although one was sent (found by frontrun)."""
     if ask == "poll":
         pair.sender.send_async()
     before, closing = Reporter.so_far, Thread(pair.sender.close)
@@ -677,7 +677,7 @@ def test_nothing_becomes_live_inside_ones_own_serving_block(pair: Pair) -> None:
     assert pair.receiver.version == 2
 
 
-# --------------------------------------------------------------- what on_pending="wait" waited for is told too
+# --------------------------------------------------------------- what on_pending="wait" waited for is reported too
 
 
 def with_one_lost(three: Pair) -> None:
@@ -871,7 +871,7 @@ def test_processes_that_are_none_or_of_others_are_refused(scheme_class: Any, pro
     theirs.close()
 
 
-# ------------------------------------------------------------------------ a worker is told how its trainer ended
+# ------------------------------------------------------------------------ a worker learns how its trainer ended
 
 
 def end_of(receiver: Any) -> TransportError:
@@ -905,7 +905,7 @@ def test_a_receiver_with_a_new_link_forgets_how_the_last_sender_ended(pair: Pair
     assert not isinstance(end_of(pair.receiver), SenderClosed)
 
 
-# --------------------------------------------------------- a refused call is told in the words of the public methods
+# --------------------------------------------------------- a refused call is named as the public method
 
 
 def refused(call: Callable[[], Any]) -> StateError:

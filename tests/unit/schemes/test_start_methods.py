@@ -1,4 +1,4 @@
-"""Both schemes end to end under each start method, and what is printed in the documents."""
+"""Both schemes end to end under each start method, and the programs in the documents."""
 
 from __future__ import annotations
 

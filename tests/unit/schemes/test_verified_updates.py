@@ -358,7 +358,7 @@ def test_g10_an_older_sender_is_answered_when_a_newer_one_takes_over_on_its_link
     near.send(Hello(model_id="default", incarnation=8))
     receiver.receive(timeout=0)
 
-    first, told, second = (received.message for received in near.receive())
+    first, refused, second = (received.message for received in near.receive())
     assert [(each.incarnation, type(each)) for each in (first, second)] == [(7, Hello), (8, Hello)]
-    assert isinstance(told, Refusal)
-    assert (told.incarnation, told.version, told.kind, told.fence) == (7, 1, RefusalKind.STALE, 8)
+    assert isinstance(refused, Refusal)
+    assert (refused.incarnation, refused.version, refused.kind, refused.fence) == (7, 1, RefusalKind.STALE, 8)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, small
+from pools import statistics
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State
@@ -25,7 +26,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "error"),
     [
         (lambda found: {f"module.{name}": tensor for name, tensor in found.items()}, "by the prefix 'module.'"),
         (lambda found: {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}, "dtype bfloat16, expected"),
@@ -35,20 +36,20 @@ def state() -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("send", ["send", "send_async"])
 def test_other_weights_are_refused_in_the_trainer_which_names_both(
-    one: Pair, change: Any, told: str, send: str
+    one: Pair, change: Any, error: str, send: str
 ) -> None:
     one.sync()
     pool = one.sender._packer._pool
-    pinned = pool.statistics().pinned
+    pinned = statistics(pool).pinned
 
-    with pytest.raises(LayoutError, match=told) as caught:
+    with pytest.raises(LayoutError, match=error) as caught:
         getattr(one.sender, send)(change(state()))
 
     message = str(caught.value)
     assert "are not those of the model that is registered for 'policy'" in message
     assert "The model has 9 tensors (1 int64, 8 float32): '0.bias', '0.weight', '1.bias' and 6 more." in message
     assert "The weights have " in message
-    assert (one.sender.version, one.sender.state, pool.statistics().pinned) == (1, State.READY, pinned)
+    assert (one.sender.version, one.sender.state, statistics(pool).pinned) == (1, State.READY, pinned)
     assert one.sync(state()).ok
     assert one.receiver.version == 2
 

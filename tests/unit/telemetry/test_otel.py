@@ -49,7 +49,7 @@ def exported() -> Iterator[Exported]:
     made.provider.shutdown()
 
 
-# ------------------------------------------------------------------------------ what a worker process is told to do
+# ------------------------------------------------------------------------------ what a worker process is asked to do
 
 
 class Refusing(nn.Linear):

@@ -170,9 +170,11 @@ def test_the_next_sender_of_a_model_counts_from_1_and_the_last_values_stay_until
 
 
 def test_a_worker_has_metrics_of_its_own(counted: Counted) -> None:
-    told: Any = {"role": SyncRole.WORKER, "worker": 7}
-    counted.metrics.take(event(EventKind.REPLY, 4, outcome=OutcomeKind.APPLIED, seconds={SyncPhase.APPLY: 0.5}, **told))
-    counted.metrics.take(event(EventKind.STALE, 3, **told))
+    of_worker: Any = {"role": SyncRole.WORKER, "worker": 7}
+    counted.metrics.take(
+        event(EventKind.REPLY, 4, outcome=OutcomeKind.APPLIED, seconds={SyncPhase.APPLY: 0.5}, **of_worker)
+    )
+    counted.metrics.take(event(EventKind.STALE, 3, **of_worker))
     page = counted.page()
 
     assert sample(page, "weightsync_served_version", model="policy", role="worker", worker=7) == 4

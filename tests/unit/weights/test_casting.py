@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from missing import without_gpus
+from pools import statistics
 from torch import Tensor
 
 from weightsync import ConfigurationError, Layout, LayoutError, WireDtype
@@ -116,7 +117,7 @@ def test_a_value_that_would_become_infinite_is_refused_by_name(
 
     assert f"wire_dtype='{wire_dtype.value}' was chosen. Nothing was sent" in str(caught.value)
     assert set(caught.value.mismatched) == {"layer.weight"}
-    assert packer._pool.statistics().pinned == 0
+    assert statistics(packer._pool).pinned == 0
     tensor.fill_(float("inf"))
     assert packer.pack(weights).digest
     packer.close()

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from weightsync.testing.fake_device import fake_device
 from weightsync.weights import packing
+from weightsync.weights.device.captures import is_compiled
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
-from weightsync.weights.target import Mode, Target, _is_compiled
+from weightsync.weights.target import Mode, Target
 from weightsync.weights.tensors import DTYPE_NAMES
 from weightsync.weights.tree_digest import digest
 
@@ -57,9 +58,9 @@ def test_a_module_is_compiled_if_it_or_one_in_it_is() -> None:
     compiled = nn.Linear(2, 1)
     compiled.compile(backend="eager")
     for plain in ({"a": torch.ones(1)}, nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))):
-        assert not _is_compiled(plain)
+        assert not is_compiled(plain)
     for each in (optimized(), nn.Sequential(optimized()), compiled, nn.Sequential(compiled)):
-        assert _is_compiled(each)
+        assert is_compiled(each)
 
 
 @pytest.mark.gpu

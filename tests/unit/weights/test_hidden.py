@@ -202,7 +202,7 @@ class Adapted(nn.Module):
 
 
 class OldStyle(nn.Linear):
-    """A `state_dict` without arguments, as TorchRL's environments have it, with nothing of its own below a key."""
+    """A `state_dict` without arguments, as in TorchRL's environments, with nothing of its own below a key."""
 
     def state_dict(self) -> Any:
         return {"weight": self.weight.data, "bias": self.bias.data, "workers": {}}

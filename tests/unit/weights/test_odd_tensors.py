@@ -177,7 +177,7 @@ def test_a_subclass_that_is_a_tensor_like_others_goes_on_working() -> None:
 
 
 class Computed(Mapping[str, Tensor]):
-    """A mapping that makes its tensors at each access, as one that reads a file does."""
+    """A mapping that makes its tensors at each access, such as one that reads a file."""
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.zeros(4)

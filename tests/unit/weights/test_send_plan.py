@@ -139,7 +139,7 @@ def test_memory_that_was_shrunk_is_not_read_even_where_it_was() -> None:
     model = Model()
     packer = planned(model)
     model.large.untyped_storage().resize_(8)
-    # As if it had been shrunk to where it was: the addresses alone would not tell.
+    # As if it had been shrunk in place: the addresses alone would not show it.
     packer._plan._form = Form(model.state_dict().values())  # type: ignore[union-attr]
 
     with pytest.raises(LayoutError, match="'large' was freed or shrunk"):

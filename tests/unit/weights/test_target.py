@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
+from weightsync.weights.mapped import KEPT_PAYLOADS
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import DestinationPlan, Mode, Target, _Undo
@@ -283,7 +284,7 @@ def test_views_are_kept_of_the_slots_that_came_last_and_of_tensors_that_are_smal
     worker = nn.Linear(250, 250)
     target = Target(worker, Mode.MAP)
     layout = target.layout
-    slots = [mmap.mmap(-1, layout.nbytes) for _ in range(Target.KEPT_PAYLOADS + 2)]
+    slots = [mmap.mmap(-1, layout.nbytes) for _ in range(KEPT_PAYLOADS + 2)]
     for index in (0, 0, 1, 2, 3, 4, 4, 5):
         target.swap(target.stage(layout, memoryview(slots[index])))
 

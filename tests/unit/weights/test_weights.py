@@ -115,7 +115,7 @@ def test_sources_that_contain_themselves_are_refused() -> None:
 
 
 class Lora(nn.Module):
-    """As peft has it: merging gives the inner module, changed."""
+    """Like peft: merging returns the inner module, changed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import queue
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from weightsync.clock import Stopwatch
 from weightsync.errors import LayoutError, PartlyLoadedError, TransportError
 from weightsync.protocol.messages import Message, Update
-from weightsync.schemes.peers.base import PLAIN_METHODS, is_unawaited, payload_of, refuse_coroutines
+from weightsync.schemes.peers.base import PLAIN_METHODS, JobThread, is_unawaited, payload_of, refuse_coroutines
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
@@ -24,8 +22,6 @@ from weightsync.weights.loader import draw
 Bucket = list[tuple[str, Tensor]]
 #: Seconds that `EngineClient.close` waits for its thread once the call in it was aborted.
 PATIENCE: Final = 10.0
-
-_Job = Callable[[], None]
 
 
 class Engine(abc.ABC):
@@ -84,8 +80,7 @@ class EngineClient:
         self._engine = engine
         self._peer = peer
         self._layouts: dict[bytes, Layout] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = JobThread(f"weightsync feeds {peer}")
         engine.open()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
@@ -95,9 +90,8 @@ class EngineClient:
     def close(self) -> None:
         """End the call in progress and the thread."""
         self._engine.abort()
-        thread, self._thread = self._thread, None
-        self._jobs.put(None)
-        if thread is not None and thread is not threading.current_thread():
+        thread = self._thread.end()
+        if thread is not None:
             thread.join(PATIENCE)
 
     def _call(self, update: Update, view: memoryview) -> Answers:
@@ -105,12 +99,7 @@ class EngineClient:
             sent = Layout.decode(update.layout)
             self._layouts = {sent.digest: sent}
         layout, answers = self._layouts[update.layout_digest], Answers()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_work, args=(self._jobs,), name=f"weightsync feeds {self._peer}", daemon=True
-            )
-            self._thread.start()
-        self._jobs.put(lambda: self._feed(update, layout, view, answers))
+        self._thread.begin(lambda: self._feed(update, layout, view, answers))
         return answers
 
     def _feed(self, update: Update, layout: Layout, view: memoryview, answers: Answers) -> None:
@@ -141,7 +130,7 @@ class EngineClient:
 
 
 def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
-    """Group tensors into buckets of at most so many bytes, or of one larger tensor."""
+    """Group tensors into buckets of at most ``nbytes`` bytes, or of one larger tensor."""
     bucket: Bucket = []
     held = 0
     for name, tensor in weights:
@@ -152,8 +141,3 @@ def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Buc
         held += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()

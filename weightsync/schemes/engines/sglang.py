@@ -25,7 +25,7 @@ class SGLangPause(Option):
     ABORT = "abort"
     #: They wait, and begin again with the new weights.
     RETRACT = "retract"
-    #: They wait, and go on with the new weights behind what the old ones have computed.
+    #: They wait, and continue with the new weights behind what the old ones have computed.
     IN_PLACE = "in_place"
 
 
@@ -41,10 +41,10 @@ class SGLangEngine(Engine):
     is LOST. Reload its model, then `add_worker` it.
 
     Args:
-        url: of the server.
+        url: the URL of the server.
         carrier: brings the tensors; None if they travel in the calls.
         tp_size: its tensor-parallel size: each rank gets the whole tensors, and takes its part.
-        pause: what becomes of requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
+        pause: what happens to requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
             so that a request may see parts of two versions.
         flush_cache: with ``pause="abort"``: whether the prefix cache is flushed, which holds what old weights computed.
         name_map: the engine's name of a tensor, by its name in the trainer's weights.

@@ -25,7 +25,7 @@ _STEP: Final = 0.1
 class VLLMPause(Option):
     """What vLLM does with requests in progress while weights change: the ``mode`` of its ``/pause``."""
 
-    #: They wait, and go on with the new weights behind what the old ones have computed.
+    #: They wait, and continue with the new weights behind what the old ones have computed.
     KEEP = "keep"
     #: They are ended.
     ABORT = "abort"
@@ -139,7 +139,7 @@ class VLLMEngine(Engine):
             or actor is not paused: make sure that it does not generate meanwhile. An object whose methods are ``async``
             is refused, such as an ``AsyncLLM``: give the URL of its server, or a Ray actor that holds it.
         carrier: brings the tensors: the trainer's half of the server's backend.
-        pause: what becomes of a server's requests in progress: "keep" (default), "abort" or "wait"; None: do not
+        pause: what happens to a server's requests in progress: "keep" (default), "abort" or "wait"; None: do not
             pause, so that a request may see parts of two versions.
         name_map: the engine's name of a tensor, by its name in the trainer's weights.
         bucket_bytes: how many bytes go in one ``update_weights``.

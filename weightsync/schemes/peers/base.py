@@ -6,9 +6,10 @@ Their answers are in `weightsync.transports.calls.without_receiver`.
 from __future__ import annotations
 
 import inspect
+import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 from weightsync.engine.copies import optional
@@ -66,6 +67,37 @@ class SharedPresenter:
                 weights = self._presenter.present(update, payload_of(update, payload), form)
                 shared = self._shared[key] = SharedWeights(weights)
             return shared
+
+
+class JobThread:
+    """A daemon thread that does one job after another. The first job starts it.
+
+    Args:
+        name: the name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, job: Callable[[], None]) -> None:
+        """Do a job after those before it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def end(self) -> threading.Thread | None:
+        """Let the thread end after its current job. Returns it, if it was started and is not this thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+        return None if thread is threading.current_thread() else thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 #: What to give in place of a transport or an adapter whose methods are ``async``.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +15,7 @@ from weightsync.protocol.report import Evidence
 from weightsync.schemes.peers.base import (
     PLAIN_METHODS,
     BareTransport,
+    JobThread,
     Presenter,
     is_unawaited,
     payload_of,
@@ -25,8 +24,6 @@ from weightsync.schemes.peers.base import (
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
-
-_Job = Callable[[], None]
 
 
 def user_link(transport: BareTransport, peer: str) -> BlockingLink:
@@ -49,8 +46,7 @@ class UserTransportClient:
         self._evidence = declared_evidence(transport)
         self._send = sending_call(transport)
         self._presenter = Presenter()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = JobThread(f"weightsync transport to {peer}")
         self._last: Answers = Future()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
@@ -60,7 +56,7 @@ class UserTransportClient:
     def _call(self, update: Update, view: memoryview) -> Answers:
         answers = self._last = Future()
         self._presenter.read_layout(update)
-        self._begin(lambda: self._deliver(update, view, answers))
+        self._thread.begin(lambda: self._deliver(update, view, answers))
         return answers
 
     def close(self) -> None:
@@ -68,19 +64,9 @@ class UserTransportClient:
 
         A daemon thread that frees tensors while the interpreter ends would crash the process.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._jobs.put(None)
-        if self._last.done() and thread is not threading.current_thread():
+        thread = self._thread.end()
+        if thread is not None and self._last.done():
             thread.join()
-
-    def _begin(self, job: _Job) -> None:
-        if self._thread is None:
-            name = f"weightsync transport to {self._peer}"
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
 
     def _deliver(self, update: Update, view: memoryview, answers: Answers) -> None:
         """Runs in the link's thread."""
@@ -129,8 +115,3 @@ def sending_call(transport: BareTransport) -> Callable[[str, Any], Any]:
     if names[:1] == ["model_id"] or (several and names[:1] != ["weights"]):
         return send
     return lambda _, weights: send(weights)
-
-
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()

@@ -88,7 +88,7 @@ def newest(at: Path) -> int:
 
 
 def read(at: Path) -> tuple[int, TensorDictBase | None]:
-    """Read the newest version, and its number. One that is removed meanwhile is older than the newest: look again."""
+    """Read the newest version, and its number. If it is removed meanwhile, there is a newer one: look again."""
     while (version := newest(at)) != 0:
         try:
             found = TensorDict.load_memmap(at / str(version)).flatten_keys(".").clone()
@@ -142,7 +142,7 @@ class VLLMDoubleBufferWeightSender:
     """Writes a model's weights.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
@@ -171,7 +171,7 @@ class VLLMDoubleBufferWeightReceiver:
     """Reads versions, and loads them into a vLLM engine.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
         vllm_engine: an engine with ``collective_rpc``, whose workers have TorchRL's ``load_weights_from_storage``; or
             an ``LLM`` in this process, whose model's ``load_weights`` is called.
     """

@@ -20,15 +20,15 @@ class SGLangCollectiveTransport(EngineTransport):
     """Sends to one SGLang server: see `SGLangEngine`.
 
     Args:
-        server_url: of the server.
+        server_url: the URL of the server.
         master_address: ignored: there is no group to join.
         master_port: ignored.
-        rank: of this process: 0, the trainer.
+        rank: the rank of this process: 0, the trainer.
         world_size: the server's GPUs, and one for the trainer.
         device: ignored.
         timeout: seconds until `send_weights` ends.
         flush_cache_on_update: whether the server's prefix cache is flushed; default: with ``pause_mode="abort"``.
-        pause_mode: what becomes of requests in progress; default: "retract".
+        pause_mode: what happens to requests in progress; default: "retract".
 
     Raises:
         ConfigurationError: (a ValueError) another rank, or a flush without ``pause_mode="abort"``.
@@ -62,7 +62,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
     """One SGLang server as the worker: see `SGLangEngine`.
 
     Args:
-        server_url: of the server.
+        server_url: the URL of the server.
         master_address: ignored: there is no group to join.
         master_port: ignored.
         num_gpus: the server's tensor-parallel size.
@@ -113,7 +113,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         return SGLangWeightSender(self)
 
     def create_receiver(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """None: the server receives by itself."""
+        """None: the server receives on its own."""
         return
 
 
@@ -121,7 +121,7 @@ class SGLangWeightSender(EngineSender):
     """Sends to one SGLang server.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
     """
 
     def __init__(self, scheme: SGLangWeightSyncScheme) -> None:

@@ -20,9 +20,9 @@ class VLLMCollectiveTransport(EngineTransport):
     """Sends to one vLLM engine: see `VLLMEngine`.
 
     Args:
-        master_address: of the group in which the carrier is rank 0; the carrier says it to the engine.
+        master_address: the address of the group in which the carrier is rank 0; the carrier sends it to the engine.
         master_port: its port.
-        rank: of this process: 0, the trainer; None at the engine.
+        rank: the rank of this process: 0, the trainer; None at the engine.
         world_size: the size of the group.
         device: the carrier's.
         vllm_engine: the engine, a Ray actor that holds one, or the URL of a server.
@@ -79,7 +79,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     """One vLLM engine as the worker: see `VLLMEngine`.
 
     Args:
-        master_address: of the group in which the carrier is rank 0; default: "localhost".
+        master_address: the address of the group in which the carrier is rank 0; default: "localhost".
         master_port: its port; default: a free one.
         gpus_per_replica: GPUs of each replica of the engine.
         num_replicas: how many replicas there are.
@@ -122,7 +122,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # type: ignore[override]
-        """The engine's end, which receives by itself."""
+        """The engine's end, which receives on its own."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 
@@ -130,7 +130,7 @@ class VLLMWeightSender(EngineSender):
     """Sends to one vLLM engine.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
@@ -150,7 +150,7 @@ class VLLMWeightReceiver:
     """The engine's end: vLLM's own workers receive and apply when the sender calls the engine.
 
     Args:
-        scheme: made it.
+        scheme: the scheme that made it.
         vllm_engine: the engine.
     """
 

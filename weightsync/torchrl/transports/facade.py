@@ -6,11 +6,10 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import is_clean
+from weightsync.engine.copies import Configured
 from weightsync.engine.manual_ack import UPDATED, other_text
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
@@ -26,7 +25,7 @@ from weightsync.transports.process import forget_after_fork
 from weightsync.weights.strategy import WeightStrategy
 
 
-class TransportFacade(abc.ABC):
+class TransportFacade(Configured):
     """What all of TorchRL's transport classes offer; each lays its own links.
 
     A subclass overrides `_lay_link` to send, `listen` to receive, `_endpoints` if it may not have been given a worker,
@@ -43,7 +42,6 @@ class TransportFacade(abc.ABC):
         strategy: the format of the weights returned, and how modules are extracted.
     """
 
-    #: Attributes that a copy does not get; `_begin` sets them again.
     _not_copied: tuple[str, ...] = (
         *("_senders", "_receivers", "_outstanding", "_reported", "_last", "_lock", "_services", "_closed"),
     )
@@ -368,28 +366,11 @@ class TransportFacade(abc.ABC):
         for side in sides:
             side.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not is_clean(error):
-            for receiver in list(self._receivers.values()):
-                receiver.fail(error)
+    def _close_after(self, error: BaseException) -> None:
+        for receiver in list(self._receivers.values()):
+            receiver.fail(error)
         self.close()
 
     def _require_open(self, asked: str) -> None:
         if self._closed:
             raise StateError(type(self).__name__, "closed", asked, ["close"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    def forget(self) -> None:
-        """Become a copy: called in a forked child."""
-        self._begin()

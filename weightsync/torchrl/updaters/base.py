@@ -33,7 +33,7 @@ class WeightUpdaterBase(abc.ABC):
     `_get_server_weights`, `_maybe_map_weights` and `_skip_update`. It need not call ``super().__init__()``.
 
     A push runs over the machines of a `WeightSender`. Its outcomes rest on the evidence CALL: APPLIED means that the
-    worker's call returned, and no more. For an answer that names version and digest use a scheme.
+    worker's call returned, and nothing else. For an answer that names version and digest use a scheme.
     A pickled, copied or forked updater has its configuration and hooks, but no collectors and no push.
     """
 
@@ -71,7 +71,7 @@ class WeightUpdaterBase(abc.ABC):
     ) -> SyncReport:
         """Push weights to workers, wait until each call has ended, then run the post-hooks.
 
-        The calls are made one after the other in this thread. If one fails, the others are made all the same.
+        The calls are made one after the other in this thread. If one fails, the others are still made.
         After an `AckTimeoutError` the next push abandons this one; after an interrupted wait it first waits for it.
 
         Args:

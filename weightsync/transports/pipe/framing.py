@@ -189,7 +189,7 @@ class Inflow:
         self._head: codec.Head | None = None
         self._message: Message | None = None
         self._payload: memoryview | None = None
-        self._receive_buffers: deque[mmap.mmap] = deque(maxlen=_SPARE_BUFFERS)
+        self._receive_buffers = ReceiveBuffers()
 
     def read(self) -> bool:
         """Read once; whether more may be there.
@@ -346,14 +346,10 @@ class Inflow:
         return ((descriptor,), "") if descriptor != _DROPPED else ((), _NO_DESCRIPTOR)
 
     def _memory_for(self, nbytes: int) -> memoryview:
-        """Memory for a payload: pages used before, once nothing refers to them."""
+        """Memory for a payload; for a large one see `ReceiveBuffers`."""
         if nbytes < _CHUNK_NBYTES:
             return memoryview(bytearray(nbytes))
-        buffer = next((known for known in self._receive_buffers if len(known) >= nbytes and _unused(known)), None)
-        if buffer is None:
-            buffer = anonymous(nbytes)
-            self._receive_buffers.append(buffer)
-        return memoryview(buffer)[:nbytes]
+        return self._receive_buffers.find(nbytes)
 
     def close(self) -> None:
         """Close the descriptors that belong to no frame."""
@@ -365,6 +361,21 @@ class Inflow:
 
 def _other_size(frame: memoryview, nbytes: int) -> ProtocolError:
     return codec.malformed(f"A frame of {nbytes} bytes has a header with another size", frame)
+
+
+class ReceiveBuffers:
+    """Memory for payloads: pages used before, once nothing refers to them."""
+
+    def __init__(self) -> None:
+        self._known: deque[mmap.mmap] = deque(maxlen=_SPARE_BUFFERS)
+
+    def find(self, nbytes: int) -> memoryview:
+        """Memory for a payload, valid as long as something refers to it. Raises NoRoom: there is not enough."""
+        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
+        if buffer is None:
+            buffer = anonymous(nbytes)
+            self._known.append(buffer)
+        return memoryview(buffer)[:nbytes]
 
 
 def _unused(memory: mmap.mmap) -> bool:
@@ -413,7 +424,7 @@ class Outgoing:
         self.over = False
 
     def taken(self, nbytes: int) -> None:
-        """Record that the socket has taken so many bytes more, but not all, and the descriptors."""
+        """Record that the socket has taken more bytes, but not all, and the descriptors."""
         self.nbytes -= nbytes
         self.descriptors = ()
         while self.pieces and nbytes >= len(self.pieces[0]):

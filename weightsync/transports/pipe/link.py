@@ -226,7 +226,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         if self._closed:
             return []
         if self._channel.connection.closed:
-            self._box.signal()  # `receive` says so
+            self._box.signal()  # `receive` reports it
         return [*self._channel.waitables(), self._box.waker.fd]
 
     def wants_write(self) -> int | None:

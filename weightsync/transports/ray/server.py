@@ -27,7 +27,7 @@ def attend(model_id: str, take: Take) -> None:
 
 
 def leave(model_id: str) -> None:
-    """Accept no more calls for this model."""
+    """Stop accepting calls for this model."""
     with _lock:
         _taking.pop(model_id, None)
 

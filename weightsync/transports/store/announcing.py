@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from weightsync.transports.process import forget_after_fork
+from weightsync.transports.process import PerProcess
 from weightsync.transports.sealing import Identity, Reason, announcement, new_name, refusal
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.link import StoreLink
@@ -41,20 +41,14 @@ def base_key(model_id: str, rank: int) -> str:
     return f"weightsync/{model_id}/{rank}"
 
 
-class _UnderWay:
+class _UnderWay(PerProcess):
     """The links that this process is announcing. A goodbye to the same worker waits for them.
 
     So a worker that gets a new link sees it before the end of the old one, after which it might leave.
     """
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """In a forked child: there are none."""
-        self._lock = threading.Lock()
+    def _begin(self) -> None:
         self._made: dict[Where, list[threading.Event]] = {}
-        forget_after_fork(self)
 
     def begin(self, where: Where) -> threading.Event:
         """Add a link; set the event once the link is announced or never will be."""

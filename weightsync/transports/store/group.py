@@ -1,7 +1,7 @@
 """How payloads travel: behind their messages over the link's own connection, or in buckets through a group.
 
-The group is a private NCCL group of two ranks. It is made directly, not by ``new_group``, so it works beside the user's
-own groups and without any. Either both ranks connect or neither does.
+The group is a private NCCL group of two ranks. It is made directly, not by ``new_group``, so it works alongside the
+user's own groups and without any. Either both ranks connect or neither does.
 """
 
 from __future__ import annotations

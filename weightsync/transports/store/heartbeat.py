@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightsync.errors import TransportError
-from weightsync.transports.process import forget_after_fork
+from weightsync.transports.process import PerProcess
 from weightsync.transports.store.store import Client, Store, TCPStore, base_of
 from weightsync.transports.store.worker_threads import start
 
 #: Seconds between two beats.
 PERIOD: Final = 0.5
-#: After so many rounds without a beat a process counts as dead: within 5 s, including the duration of a round.
+#: After this many rounds without a beat a process counts as dead: within 5 s, including the duration of a round.
 ROUNDS: Final = 8
 #: Seconds without a whole round after which the store counts as lost. Checked twice, since this process itself may have
 #: been stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
@@ -151,20 +151,12 @@ class Heartbeat:
             self._client.cut()
 
 
-class _Heartbeats:
+class _Heartbeats(PerProcess):
     """The heartbeats of this process, one for each store."""
 
-    def __init__(self) -> None:
-        self.forget()
-        forget_after_fork(self)
-
-    def forget(self) -> None:
-        """In a forked child: there are none."""
-        self._lock = threading.Lock()
+    def _begin(self) -> None:
         self._running: dict[tuple[str, int], Heartbeat] = {}
         self.name = uuid.uuid4().hex
-        # Once forgotten, a holder is off the list, and a child of the child is another process again.
-        forget_after_fork(self)
 
     def join(self, store: TCPStore, callbacks: Callbacks) -> HeartbeatMember:
         where = store.host, store.port

@@ -15,7 +15,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.process import forget_after_fork
+from weightsync.transports.process import PerProcess, forget_after_fork
 from weightsync.transports.sealing import TURNED_AWAY
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import (
@@ -41,17 +41,11 @@ _LOOKS: Final = 200
 _LOOK: Final = 0.01
 
 
-class _Listeners:
+class _Listeners(PerProcess):
     """The listeners of this process."""
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """In a forked child: there are none."""
-        self._lock = threading.Lock()
+    def _begin(self) -> None:
         self._listeners: tuple[_Listener, ...] = ()
-        forget_after_fork(self)
 
     def add(self, listener: _Listener) -> None:
         """Add a listener."""
@@ -284,17 +278,11 @@ class PlaceholderLink:
             waker.close()
 
 
-class _Registered:
+class _Registered(PerProcess):
     """The registered listeners of this process: one receiver for each model, rank and store."""
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """In a forked child: there are none."""
-        self._lock = threading.Lock()
+    def _begin(self) -> None:
         self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
-        forget_after_fork(self)
 
     def open(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Register a listener. Returns a function that removes it.

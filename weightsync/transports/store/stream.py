@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import hmac
 import ipaddress
-import mmap
 import os
 import select
 import socket
@@ -22,7 +21,6 @@ from typing import Final
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Message, Update
-from weightsync.transports.buffers import anonymous
 from weightsync.transports.store.mailbox import INLINE_NBYTES
 
 _LENGTH: Final = struct.Struct("!I")
@@ -197,7 +195,7 @@ class Acceptor:
                     sock.close()
 
     def close(self) -> None:
-        """Listen no more. In a forked child: close our copy of the descriptor."""
+        """Stop listening. In a forked child: close our copy of the descriptor."""
         self._listener.close()
 
 
@@ -279,9 +277,6 @@ def hosts_address() -> str:
         return "127.0.0.1"
 
 
-_SPARE: Final = 2
-
-
 def decoded(text: memoryview) -> tuple[Message, memoryview | None, int]:
     """A message, the payload in it, and the size of its payload, which follows it if it is large.
 
@@ -293,30 +288,3 @@ def decoded(text: memoryview) -> tuple[Message, memoryview | None, int]:
     if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
         raise codec.malformed(f"{nbytes} bytes were announced, but {len(inline)} arrived", text)
     return message, inline if len(inline) else None, nbytes
-
-
-class ReceiveBuffers:
-    """Memory for payloads: pages used before, once nothing refers to them."""
-
-    def __init__(self) -> None:
-        self._known: list[mmap.mmap] = []
-
-    def find(self, nbytes: int) -> memoryview:
-        """Memory for a payload, writable, and valid as long as something refers to it.
-
-        Raises TransportError: there is not enough.
-        """
-        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
-        if buffer is None:
-            buffer = anonymous(nbytes)
-            self._known = [*self._known, buffer][-_SPARE:]
-        return memoryview(buffer)[:nbytes]
-
-
-def _unused(memory: mmap.mmap) -> bool:
-    """Whether no view of it is left: only then can it be resized, here to its own size."""
-    try:
-        memory.resize(len(memory))
-    except BufferError:
-        return False
-    return True

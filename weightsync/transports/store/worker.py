@@ -13,13 +13,14 @@ from weightsync.errors import AuthenticationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.buffers import NoRoom, digest_of
+from weightsync.transports.pipe.framing import ReceiveBuffers
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
-from weightsync.transports.store.stream import Acceptor, EndOfStream, ReceiveBuffers, Stream, decoded, dial, own_address
+from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, decoded, dial, own_address
 from weightsync.transports.store.worker_threads import Outgoing, notify_later, start, unforeseen
 
 logger = logging.getLogger("weightsync")
@@ -450,7 +451,7 @@ class StoreWorker:
         try:
             buffer = self._receive_buffers.find(nbytes)
         except NoRoom as error:
-            # Later messages are for us all the same.
+            # Later messages are still for us.
             self._group.skip(stream, client, nbytes)
             return Received(message, untaken=str(error))
         self._group.read(stream, client, buffer)
@@ -492,7 +493,7 @@ class StoreWorker:
         self._waker.fire()
 
     def _end_rendezvous(self) -> None:
-        """Release threads that wait for the peer to connect. The wait for a connection ends by itself."""
+        """Release threads that wait for the peer to connect. The wait for a connection ends on its own."""
         self._listening.set()
         self._connected.set()
         self._group.abort()

@@ -14,7 +14,7 @@ from multiprocessing.util import Finalize
 from typing import Final, Protocol
 
 from weightsync.errors import TransportError
-from weightsync.transports.process import forget_after_fork
+from weightsync.transports.process import PerProcess
 from weightsync.transports.store.mailbox import Outbox, Side, StoreMessage
 from weightsync.transports.store.store import Client, Store
 
@@ -33,18 +33,12 @@ class Owner(Protocol):
         """End the threads now."""
 
 
-class _Running:
+class _Running(PerProcess):
     """The threads of this process."""
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """In a forked child: there are none."""
+    def _begin(self) -> None:
         self._threads: dict[threading.Thread, Owner] = {}
         self._at_exit: Finalize | None = None
-        self._lock = threading.Lock()
-        forget_after_fork(self)
 
     def add(self, name: str, body: Callable[[], None], owner: Owner) -> None:
         thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)

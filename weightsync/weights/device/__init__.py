@@ -1,1 +1,1 @@
-"""Weights in the memory of a device, whose kernels go on after the call that launched them has returned."""
+"""Weights in the memory of a device, whose kernels continue after the call that launched them has returned."""

@@ -69,7 +69,7 @@ class Device(Protocol):
         """
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Queue a copy, tensor by tensor, behind what the current stream holds. It may go on after the call."""
+        """Queue a copy, tensor by tensor, behind what the current stream holds. It may continue after the call."""
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
         """Copy tensors to the host, behind what the current stream holds, and wait for that.

@@ -8,6 +8,8 @@ import threading
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from torch import nn
+
 
 class KeepsAddresses(Protocol):
     """What moves parameters about, unless a graph may read them where they are."""
@@ -50,3 +52,11 @@ class Captures:
             return begin(graph, *arguments, **options)
 
         self._class.capture_begin = capture_begin
+
+
+def is_compiled(destination: object) -> bool:
+    """Whether torch has compiled a module of the destination: its graphs may keep the addresses of parameters."""
+    modules = destination.modules() if isinstance(destination, nn.Module) else ()
+    return any(
+        each._compiled_call_impl is not None or type(each).__module__ == "torch._dynamo.eval_frame" for each in modules
+    )

@@ -1,0 +1,86 @@
+"""Checks of a destination: which of its tensors cannot be written, or not without changing something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.weights.aliasing import Sharing, agrees, same_bits, shared_with
+from weightsync.weights.layout import Layout
+from weightsync.weights.reading import Weights, ordered
+from weightsync.weights.tensors import PLAIN, why_unsupported
+
+#: Reads the tensors of a destination.
+Read = Callable[[object], Weights]
+
+
+def expanded(layout: Layout, index: int) -> LayoutError:
+    """The error for a tensor in which several elements share one place in memory."""
+    name = layout.entries[index].name
+    return LayoutError(
+        f"'{name}' of the destination is expanded: several of its elements share one place in memory, so it cannot "
+        "be written. Replace it by its .clone().",
+        mismatched={name: "expanded"},
+    )
+
+
+def refuse_disagreement(layout: Layout, sharing: Sharing, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Raise LayoutError if tensors that share memory would get different values."""
+    for tie in sharing.ties:
+        for twin in tie[1:]:
+            if not same_bits(values[tie[0]], values[twin]):
+                raise _disagreement(layout, (tie[0], twin), "are tied")
+    for overlap in sharing.overlaps:
+        if not agrees([tensors[index] for index in overlap], [values[index] for index in overlap]):
+            raise _disagreement(layout, overlap, "share memory")
+
+
+def _disagreement(layout: Layout, indices: Iterable[int], how: str) -> LayoutError:
+    names = [layout.entries[index].name for index in indices]
+    listed = ", ".join(f"'{name}'" for name in names)
+    return LayoutError(
+        f"{listed} {how} in the destination, but their values differ in the weights.",
+        mismatched=dict.fromkeys(names, f"{how} in the destination, with different values"),
+    )
+
+
+def refuse_temporary(destination: object, layout: Layout, tensors: Sequence[Tensor], read: Read) -> None:
+    """Raise ConfigurationError if the destination creates new tensors on each read, so that writes would be lost."""
+    for entry, tensor, before in zip(layout.entries, ordered(read(destination), layout), tensors, strict=True):
+        if tensor.data_ptr() != before.data_ptr():
+            raise ConfigurationError(
+                f"The {type(destination).__name__} creates a new tensor for '{entry.name}' on each read, so weights "
+                "written into it would be lost: use a dict of tensors."
+            )
+
+
+def refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> None:
+    """Raise LayoutError for a tensor of a subclass, or a lazy conjugate, to which its own values cannot be written."""
+    for index, tensor in enumerate(tensors):
+        usual = type(tensor) in PLAIN and not tensor.is_conj() and not tensor.is_neg()
+        if usual or index in sharing.expanded:
+            continue
+        name = layout.entries[index].name
+        try:
+            with torch.inference_mode():
+                torch._foreach_copy_([tensor], [tensor.detach().clone()])
+        except Exception as error:
+            kind = "lazily conjugated or negated tensor" if type(tensor) in PLAIN else type(tensor).__name__
+            why = f"is a {kind}, which cannot be written ({error!r})"
+            raise LayoutError(f"'{name}' of the destination {why}.", mismatched={name: why}) from error
+
+
+def refuse_shared_with_others(weights: Weights, layout: Layout, tensors: list[Tensor]) -> None:
+    """Raise LayoutError for a tensor that shares memory with one that was not chosen: that would change too."""
+    others = {name: tensor for name, tensor in weights.left_out.items() if not why_unsupported(tensor)}
+    found = shared_with(tensors, list(others.values())) if others else None
+    if found is not None:
+        name, other = layout.entries[found[0]].name, list(others)[found[1]]
+        raise LayoutError(
+            f"'{name}' of the destination shares memory with '{other}', which names= leaves out and which would change "
+            f"too: add '{other}' to names= on both sides.",
+            missing=[other],
+        )
