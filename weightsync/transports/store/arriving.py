@@ -102,6 +102,10 @@ class TrainerArrivals(Arrivals):
         """The link has ended: its payloads are released."""
         self._branch.end()
 
+    def forget(self) -> None:
+        """In a forked child: the payloads are the parent's."""
+        self._branch.forget()
+
 
 class Owner(Protocol):
     """The threads of a link's end."""

@@ -150,8 +150,8 @@ class Branch:
 
     def listens(self, route: Listening) -> None:
         """Its worker has said where it listens."""
-        self.address, self._host = route.address, route.host
-        self._at_loopback = _is_loopback(route.address)
+        self._host, self._at_loopback = route.host, _is_loopback(route.address)
+        self.address = route.address
 
     def answered(self, message: Message) -> None:
         """Its worker has answered an update: it has the payloads of all updates up to that one."""
@@ -173,14 +173,14 @@ class Branch:
         Raises ProtocolError: it was not told to get it from a parent, or has asked before.
         """
         with self._lock:
-            debt = self._debts.pop(route.version, None)
-            if debt is None and self._over:
+            if self._over:
                 return
-        if debt is None:
-            raise malformed(f"{self._peer} asks for a payload of version {route.version} that it is not owed", b"")
+            debt = self._debts.pop(route.version, None)
+            if debt is None:
+                raise malformed(f"{self._peer} asks for a payload of version {route.version} that it is not owed", b"")
+            self._post(debt.message)
         self._fanout.fell_back(self._peer, debt.parent._peer, route)
         self._blame(debt.parent, route.why)
-        self._post(debt.message)
 
     def _blame(self, parent: Branch, why: Why) -> None:
         if why is not Why.UNREACHABLE:
@@ -196,6 +196,10 @@ class Branch:
             self._over = True
         for debt in self._settled(_ALL):
             debt.message.done()
+
+    def forget(self) -> None:
+        """In a forked child: the payloads are the parent's."""
+        self._lock, self._debts = threading.Lock(), {}
 
 
 class Fanout(Gathering):

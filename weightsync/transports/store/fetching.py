@@ -10,6 +10,7 @@ from typing import Final
 
 import xxhash
 
+from weightsync.errors import TransportError
 from weightsync.transports.store.forwarding import LENGTH
 from weightsync.transports.store.routes import Routed, Why
 
@@ -62,7 +63,9 @@ def fetch(route: Routed, buffer: memoryview, reach: Callable[[int], None], go_on
 def _endings() -> Iterator[None]:
     try:
         yield
-    except ConnectionError as error:
+    except TransportError:
+        raise
+    except OSError as error:
         raise NotFetched(Why.ENDED) from error
 
 

@@ -25,7 +25,7 @@ PATIENCE: Final = 1.0
 _PULSE: Final = 0.25
 #: How often in a row a child may take nothing for that long.
 _BLOCKED: Final = 20
-#: Connections at once: strangers may connect as well.
+#: Connections at once, besides those of children: strangers may connect as well.
 _MOST: Final = 64
 #: Payloads that are kept for children which have not connected yet: a link carries two unanswered versions.
 _KEPT: Final = 2
@@ -79,6 +79,7 @@ class Forwarder:
         #: Payloads by their tokens, oldest first, each with the number of children that have not got it yet.
         self._feeds: dict[bytes, tuple[Feed, int]] = {}
         self._children: set[_Child] = set()
+        self._most = _MOST
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, 0), family=family)
@@ -100,6 +101,7 @@ class Forwarder:
                 feed.end()
             elif children:
                 self._feeds[token] = feed, children
+                self._most = max(self._most, _MOST + _KEPT * children)
             for old in list(self._feeds)[:-_KEPT]:
                 del self._feeds[old]
             self._lock.notify_all()
@@ -115,9 +117,11 @@ class Forwarder:
             self._lock.wait_for(lambda: token in self._feeds or self._over.is_set(), PATIENCE)
             if token not in self._feeds or self._over.is_set():
                 return None
-            feed, children = self._feeds.pop(token)
+            feed, children = self._feeds[token]
             if children > 1:
-                self._feeds = {token: (feed, children - 1), **self._feeds}
+                self._feeds[token] = feed, children - 1
+            else:
+                del self._feeds[token]
             return feed
 
     def _accept(self) -> None:
@@ -129,7 +133,7 @@ class Forwarder:
                 continue
             child = _Child(self, sock)
             with self._lock:
-                welcome = len(self._children) < _MOST and not self._over.is_set()
+                welcome = len(self._children) < self._most and not self._over.is_set()
                 if welcome:
                     self._children.add(child)
             try:
@@ -164,9 +168,11 @@ class Forwarder:
     def forget(self) -> None:
         """In a forked child: close our copies of the descriptors. The threads are the parent's."""
         self._over.set()
+        self._lock = threading.Condition()
         self._listener.close()
-        for child in self._children:
-            child.forget()
+        self._feeds = {}
+        while self._children:
+            self._children.pop().forget()
 
 
 class _Child:

@@ -164,12 +164,12 @@ class StoreWorker:
 
     def close(self) -> None:
         """Write what is queued, up to the first payload that does not fit into a message, and end."""
+        self._arrivals.end()  # first: what it queues is dropped below
         with self._condition:
             self._closed = True
             self._outgoing.shorten()
             self._condition.notify_all()
         self._listening.set()
-        self._arrivals.end()
         self._heartbeat_member.leave()
         self._group.abort()
 
