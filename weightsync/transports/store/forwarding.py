@@ -30,7 +30,6 @@ _MOST: Final = 64
 #: Payloads that are kept for children which have not connected yet: a link carries two unanswered versions.
 _KEPT: Final = 2
 _WAITING: Final = LENGTH.pack(0)
-_WHOLE: Final = int(socket.MSG_WAITALL)
 _FLAGS: Final = int(socket.MSG_NOSIGNAL)
 
 
@@ -187,14 +186,22 @@ class _Child:
         try:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(PATIENCE)
-                token = self._socket.recv(TOKEN_NBYTES, _WHOLE)
-                feed = self._forwarder.feed(token) if len(token) == TOKEN_NBYTES else None
+                feed = self._forwarder.feed(self._token())
                 if feed is not None:
                     self._socket.settimeout(_PULSE)
                     self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     self._pass_on(feed)
         finally:
             self.end()
+
+    def _token(self) -> bytes:
+        token = b""
+        while len(token) < TOKEN_NBYTES:
+            more = self._socket.recv(TOKEN_NBYTES - len(token))
+            if not more:
+                raise ConnectionAbortedError
+            token += more
+        return token
 
     def _pass_on(self, feed: Feed) -> None:
         sent = 0
