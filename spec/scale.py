@@ -42,6 +42,8 @@ RESULTS = "docs/scale"
 _PROCESSES = (SchemeName.SHARED, SchemeName.PROCESS, SchemeName.DISTRIBUTED)
 #: Workers that share one host, in what is calculated.
 _A_HOST = 8
+#: Fan-outs, in what is calculated.
+_WIDTHS = (8, 2)
 _GB = 1e9
 
 
@@ -289,7 +291,8 @@ def calculated(found: dict[str, Any]) -> str:
         hosts = max(1, workers // _A_HOST)
         for title, nbytes in (("256 MiB", 256 * MIB), ("2 GiB", 2048 * MIB), ("14 GB", 14 * _GB)):
             row = [f"{workers:,}", f"{hosts:,}", title, _duration(seconds(results, nbytes, workers, 0, 1))]
-            for copies, links in ((workers, workers), (hosts, hosts), (1, workers)):
+            trees = ((min(width, workers), workers) for width in _WIDTHS)
+            for copies, links in ((workers, workers), (hosts, hosts), *trees, (1, workers)):
                 row += [_duration(seconds(results, nbytes, links, copies, gbit * 1e9 / 8)) for gbit in (10, 100)]
             if workers > 64:
                 row[3] = ""
@@ -297,6 +300,7 @@ def calculated(found: dict[str, Any]) -> str:
     columns = (
         *("workers", "hosts", "payload", "all on one host, shared memory"),
         *("to each worker, 10 Gbit/s", "100 Gbit/s", "to each host, 10 Gbit/s", "100 Gbit/s"),
+        *(f"{column}{gbit} Gbit/s" for width in _WIDTHS for column, gbit in ((f"fanout={width}, ", 10), ("", 100))),
         *("once, 10 Gbit/s", "100 Gbit/s"),
     )
     return "\n".join([*lines, markdown(columns, rows)])

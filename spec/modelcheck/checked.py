@@ -15,8 +15,8 @@ from weightsync.model.output import Counts
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
 #: Have no protocol in them: the steps of the promise, what waits in a sender, kernels, a worker group's results and
-#: steps, a loader, deltas, and the exchange of challenges.
-_WITHOUT_IT = ("MCPromise", "Backlog", "Kernels", "Group", "Loader", "Delta", "Challenge")
+#: steps, a loader, deltas, a fan-out, and the exchange of challenges.
+_WITHOUT_IT = ("MCPromise", "Backlog", "Kernels", "Group", "Loader", "Delta", "Fanout", "Challenge")
 #: What configurations of the families of transports do not set themselves: their modules do.
 _OF_A_FAMILY: dict[str, Value] = {**dict.fromkeys(LINKS, False), "Without": [], "Unfair": []}
 _COUNT_LINE = re.compile(rf"(?:{'|'.join(COUNTS)}) *=")

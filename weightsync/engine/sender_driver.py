@@ -21,6 +21,8 @@ from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Messa
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import (
     CarriesDeltas,
+    Gathering,
+    Gathers,
     Link,
     Outlet,
     Remarks,
@@ -120,6 +122,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._named: dict[int, dict[int, set[bytes]]] = {}
         #: The update that was sent last; None if none was, or its version is no longer due.
         self._said: Said | None = None
+        #: What the links share whose updates leave together; None: each sends on its own.
+        self._gathering: Gathering | None = None
         #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
 
@@ -133,12 +137,23 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self._packed[version] = packed
             packed.buffer.pins.add(self)
             try:
-                self.take(event)
+                if self._gathering is None:
+                    self.take(event)
+                else:
+                    self._take_together(self._gathering, event)
             except BaseException:
                 if self.data.version < version:
                     self._release(version)
                 raise
             return version
+
+    def _take_together(self, gathering: Gathering, event: pure.Send | pure.SendAsync) -> None:
+        """Take a dispatch whose updates leave their links together."""
+        gathering.begin()
+        try:
+            self.take(event)
+        finally:
+            gathering.end()
 
     def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
         """Add a worker with a link, or give it a new one. Its process is watched from the start."""
@@ -147,6 +162,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             events = pure.joining(self.machine.state, self.data, worker, self._last_link)
             self._links[self._last_link] = Lane(worker, link, process)
             self.awaited += process is not None
+            if isinstance(link, Gathers):
+                self._gathering = link.gathering
             self._open = (*self._open, link)
             for event in events:
                 self.take(event)

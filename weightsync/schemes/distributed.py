@@ -21,6 +21,7 @@ from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
+from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
 from weightsync.transports.store.stream import hosts_address
@@ -33,6 +34,17 @@ IN_FLIGHT: Final = 4
 _PORT_OFFSET: Final = 2
 #: How TorchRL addresses a worker.
 _PAIR: Final = ("store", "rank")
+
+
+def _require_fanout(fanout: int | None, backend: str) -> None:
+    if fanout is None:
+        return
+    if isinstance(fanout, bool) or not isinstance(fanout, int) or fanout < 1:
+        raise ConfigurationError(f"fanout is {fanout!r}: give a whole number of at least 1, or None.")
+    if backend != "gloo":
+        raise ConfigurationError(
+            f"fanout={fanout} needs backend='gloo': with {backend!r} each payload travels in a group of two ranks."
+        )
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
@@ -52,11 +64,14 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         delta: whether a version may travel as a delta, for slow links: see `WeightSyncScheme`.
+        fanout: in the trainer: to how many workers it sends each payload. Each of them passes it on to as many others
+            while it arrives, and so on. Default: it sends each payload to every worker itself. gloo only.
         key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
             ``WEIGHTSYNC_KEY``, if it is set. Messages without the same key are rejected. It is pickled with the scheme.
 
     Raises:
-        ConfigurationError: another backend, or one that is not available here; or an empty key.
+        ConfigurationError: another backend, or one that is not available here; an empty key; or a ``fanout`` that is
+            no whole number of at least 1, or with NCCL.
     """
 
     _carries_deltas = True
@@ -73,9 +88,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
         delta: bool = False,
+        fanout: int | None = None,
         key: bytes | str | None = None,
     ) -> None:
         require_backend(backend)
+        _require_fanout(fanout, backend)
+        #: To how many workers the trainer, and each worker, sends a payload; None: the trainer to all.
+        self.fanout = fanout
         self._key = None if key is None else SharedKey(key)
         self.backend = backend
         self.timeout = timeout
@@ -85,11 +104,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, verify=verify, wire_dtype=wire_dtype, delta=delta)
         self.sync = switch(sync, "sync")
 
-    _not_copied = (*WeightSyncScheme._not_copied, "_hints")
+    _not_copied = (*WeightSyncScheme._not_copied, "_hints", "_trees")
 
     def _begin(self) -> None:
         super()._begin()
         self._hints = Hints()
+        self._trees = None if self.fanout is None else Fanout(self.fanout)
 
     def get_store_info(self) -> dict[str, Any]:
         """Host and port of the trainer's store: the workers' ``store_info``.
@@ -204,7 +224,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         if isinstance(endpoint, BareTransport):
             return super().lay_link(endpoint, model_id, peer)
-        return sender_link(self._store_end(endpoint), model_id, peer)
+        return sender_link(self._store_end(endpoint), model_id, peer, self._trees)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take each link that a sender announces to this worker: see `lay_link`."""

@@ -138,6 +138,27 @@ class CarriesDeltas(ABC):
         """Whether the bytes of each payload travel over it."""
 
 
+class Gathering(ABC):
+    """Holds back the updates of one dispatch, so that their links can send them together."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A dispatch begins."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """It is complete: send what was held back. Never raises because of a link."""
+
+
+class Gathers(ABC):
+    """A link whose updates may be sent together with those of the sender's other links."""
+
+    @property
+    @abstractmethod
+    def gathering(self) -> Gathering | None:
+        """What the links of its sender share; None: it sends on its own. The answer never changes."""
+
+
 class Outlet(Protocol):
     """Where a link writes."""
 

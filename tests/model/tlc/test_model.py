@@ -120,6 +120,7 @@ def test_each_rule_has_its_revert(model: Manifest, library: Library) -> None:
         ("Group", "AllRules"),
         ("Loader", "AllRules"),
         ("Delta", "AllRules"),
+        ("Fanout", "AllRules"),
     ],
 )
 def test_each_rule_of_a_module_beside_the_protocol_has_its_revert(

@@ -14,6 +14,7 @@ from typing import Final
 from weightsync.transports.process import PerProcess
 from weightsync.transports.sealing import Identity, Reason, announcement, new_name, refusal
 from weightsync.transports.store import heartbeat
+from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.mailbox import Outbox, Side
 from weightsync.transports.store.seals import Guard, NoGuard, SenderGuard, WorkerGuard
@@ -109,8 +110,11 @@ class _Announcement:
         return known and _NO_RECEIVER.format(rank=self._rank, known=known, model_id=self._model_id)
 
 
-def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
+def sender_link(rendezvous: StoreEnd, model_id: str, peer: str, fanout: Fanout | None = None) -> StoreLink:
     """The sender's end of a new link, announced to the worker.
+
+    Args:
+        fanout: what all links of the sender share; None: each payload goes over its own link.
 
     Raises:
         ConfigurationError: the backend is not available here.
@@ -123,7 +127,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     doing = made.announce, made.withdraw, made.wait_for_others
     side = Side(0, "down", "up", peer, *doing, remark=made.remark, untaken=_UNTAKEN.format(rank=rendezvous.rank))
     try:
-        return StoreLink(rendezvous, made.name, side, guard)
+        return StoreLink(rendezvous, made.name, side, guard, fanout=fanout)
     except BaseException:
         made.made.set()
         raise

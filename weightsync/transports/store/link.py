@@ -9,8 +9,9 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Refusal, Update
-from weightsync.transports.base import CarriesDeltas, Received, Remarks
+from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Received, Remarks
 from weightsync.transports.buffers import Buffer, sent_digest
+from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
 from weightsync.transports.store.store import StoreEnd
@@ -18,8 +19,11 @@ from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.wakeup import WakeableLink
 
 
-class StoreLink(WakeableLink, Remarks, CarriesDeltas):
+class StoreLink(WakeableLink, Remarks, CarriesDeltas, Gathers):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
+
+    Args:
+        fanout: at the trainer's end, what all links of its sender share; None: each payload goes over its own link.
 
     Raises:
         ConfigurationError: the backend is not available here.
@@ -29,15 +33,18 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas):
     delivery = Delivery.ORDERED
     carries_deltas = True
 
-    def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard) -> None:
+    def __init__(
+        self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, *, fanout: Fanout | None = None
+    ) -> None:
         super().__init__(side.peer)
         self._rank, self._hints = rendezvous.rank, rendezvous.hints
         self._side = side
+        self._fanout = fanout
         #: Why the peer's handshake was refused; empty if it was not.
         self._refused = ""
         self._when_refused: Callable[[str], None] = _nobody_asks
         try:
-            self._worker = StoreWorker(rendezvous, name, side, guard, self._waker)
+            self._worker = StoreWorker(rendezvous, name, side, guard, self._waker, fanout=fanout)
         except BaseException:
             self._waker.close()
             raise
@@ -64,6 +71,11 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas):
         """Why the worker may never answer: see `Remarks`."""
         return self._worker.remark
 
+    @property
+    def gathering(self) -> Gathering | None:
+        """The fan-out, at the trainer's end: see `Gathers`."""
+        return self._fanout
+
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message for the writing thread: see `Link.send`."""
         self._require_open()
@@ -89,7 +101,10 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas):
             done=lambda: payload.unpin(token),
             digest=lambda: sent_digest(message, payload),
         )
-        self._worker.post(store_message)
+        if self._worker.branch is None:
+            self._worker.post(store_message)
+        else:
+            self._worker.branch.send(message, payload, store_message)
 
     def flush(self) -> bool:
         """Whether the writing thread has written everything; if not, a waitable reports it later: see `Link.flush`."""

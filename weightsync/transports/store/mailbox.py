@@ -85,10 +85,17 @@ class StoreMessage:
     digest: Callable[[], bytes] = bytes
     #: Called by the writing thread before the message is written.
     before: Callable[[], None] = _nothing
+    #: Makes what precedes the frame: how the payload travels through a fan-out. None: nothing does.
+    head: Callable[[], bytes] | None = None
 
     @property
     def needs_the_peer(self) -> bool:
-        """Whether its payload follows it, and is not part of it."""
+        """Whether its payload follows it, or comes from another worker, and is not part of it."""
+        return self.head is not None or self.has_payload_behind
+
+    @property
+    def has_payload_behind(self) -> bool:
+        """Whether its payload follows it."""
         return self.payload is not None and len(self.payload) > INLINE_NBYTES
 
     def write_hint(self, client: Client) -> None:

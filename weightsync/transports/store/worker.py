@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from weightsync.errors import AuthenticationError, ProtocolError, TransportError
+from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Received, Waker
-from weightsync.transports.buffers import NoRoom, digest_of
-from weightsync.transports.pipe.framing import ReceiveBuffers
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
+from weightsync.transports.store.arriving import arrivals_of
+from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
-from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
+from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
-from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, decoded, dial, own_address
+from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, dial, own_address
 from weightsync.transports.store.worker_threads import Outgoing, notify_later, start, unforeseen
 
 logger = logging.getLogger("weightsync")
@@ -58,7 +58,9 @@ class StoreWorker:
     _reader: Client | None = None
     _inbox: Inbox | None = None
 
-    def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
+    def __init__(
+        self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker, *, fanout: Fanout | None = None
+    ) -> None:
         self._rendezvous, self._waker = rendezvous, waker
         self._name, self._key = name, f"weightsync/link/{name}"
         self._side, self._guard = side, guard
@@ -67,11 +69,13 @@ class StoreWorker:
         self._arrived: deque[Received] = deque()
         #: Messages from a sender that has not proved yet that it is not a recording.
         self._held: list[Received] = []
-        self._receive_buffers = ReceiveBuffers()
         #: Set once the worker listens, and once there is a connection; both also when there never will be.
         self._listening, self._connected = threading.Event(), threading.Event()
         self._read_all, self._cut = threading.Event(), threading.Event()
         self._group = group_of(rendezvous, side.rank, self._key)
+        #: The link's part in a fan-out, at the trainer's end; None: it has none.
+        self.branch = None if fanout is None else Branch(fanout, self.post, side.peer, guard.keyed)
+        self._arrivals = arrivals_of(self, side, guard, self._group, self.branch)
         self._heartbeat_member = heartbeat.join(
             rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store, self._look)
         )
@@ -80,6 +84,16 @@ class StoreWorker:
         except TransportError as error:
             self._fail(error)
             raise
+
+    def require_link(self) -> None:
+        """Raise TransportError if the link has ended."""
+        if self._failed is not None or self._closed:
+            raise TransportError(f"The link to {self._side.peer} has ended.")
+
+    def own_host(self) -> str:
+        """Where the trainer has connected to this worker, and other workers can."""
+        assert self._acceptor is not None
+        return self._acceptor.address.rpartition(":")[0]
 
     @property
     def failed(self) -> TransportError | ProtocolError | None:
@@ -150,6 +164,7 @@ class StoreWorker:
 
     def close(self) -> None:
         """Write what is queued, up to the first payload that does not fit into a message, and end."""
+        self._arrivals.end()  # first: what it queues is dropped below
         with self._condition:
             self._closed = True
             self._outgoing.shorten()
@@ -165,6 +180,7 @@ class StoreWorker:
             self._stream.forget()
         if self._acceptor is not None:
             self._acceptor.close()
+        self._arrivals.forget()
         keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
 
     def _write(self) -> None:
@@ -181,7 +197,11 @@ class StoreWorker:
             self._introduce(client, outbox)
             while (store_message := self._next(client)) is not None:
                 self._post(store_message, client)
-                self._written()
+                with self._condition:
+                    awaited = self._outgoing.written()
+                    self._condition.notify_all()
+                if awaited:
+                    self._waker.fire()
                 self._hint(store_message, client)
         except TransportError as error:
             self._fail(error)
@@ -241,9 +261,10 @@ class StoreWorker:
                 raise
 
     def _transfer(self, store_message: StoreMessage, stream: Stream, client: Client) -> None:
-        frame, payload = store_message.frame, store_message.payload
-        digest = store_message.digest() if store_message.needs_the_peer and self._guard.keyed else b""
-        if payload is not None and not store_message.needs_the_peer:
+        head = b"" if store_message.head is None else store_message.head()
+        frame, payload = head + store_message.frame, store_message.payload
+        digest = store_message.digest() if store_message.has_payload_behind and self._guard.keyed else b""
+        if payload is not None and not store_message.has_payload_behind:
             frame, payload = frame + payload, None
         blocked = iter(range(_BLOCKED))
 
@@ -258,13 +279,6 @@ class StoreWorker:
             with self._condition:
                 self._outgoing.lose()
             self._group.notify_aborted(client)
-
-    def _written(self) -> None:
-        with self._condition:
-            awaited = self._outgoing.written()
-            self._condition.notify_all()
-        if awaited:
-            self._waker.fire()
 
     def _finish(self, client: Client, outbox: Outbox) -> None:
         """Tell the peer that nothing more comes, and end the reading thread."""
@@ -356,15 +370,12 @@ class StoreWorker:
                 self._before_end(client)
             client.close()
         self._end_rendezvous()
-        self._end_reading_thread()
-        self._leave_stream()
-
-    def _end_reading_thread(self) -> None:
         with self._condition:
             self._read_all.set()
             callback, self._over = self._over, None
         if callback is not None:
             callback()
+        self._leave_stream()
 
     def _receive_all(self, client: Client) -> None:
         with self._condition:
@@ -375,13 +386,18 @@ class StoreWorker:
         stream = self._open_stream(inbox, client)
         inbox.forget()
         while True:
-            self._admit()
+            self.deliver()
             if (opened := self._guard.open(memoryview(stream.read()))) is not None:
-                self._held.append(received := self._opened(opened, stream, client))
-                if isinstance(received.message, Bye) and self._guard.admits:
-                    self._side.parted()
-                    self._before_end(client)
-                del received
+                self._take(opened, stream, client)
+
+    def _take(self, opened: Opened, stream: Stream, client: Client) -> None:
+        # A payload that was delivered is not kept here: its memory may be needed for the next.
+        for received in self._arrivals.take(opened, stream, client):
+            self._held.append(received)
+            if isinstance(received.message, Bye) and self._guard.admits:
+                self._side.parted()
+                self._before_end(client)
+            del received
 
     def _open_stream(self, inbox: Inbox, client: Client) -> Stream:
         """The connection to the peer, once it has introduced itself in the store."""
@@ -424,7 +440,7 @@ class StoreWorker:
             if self._guard.replies:
                 self.post(StoreMessage(b"", None))
 
-    def _admit(self) -> None:
+    def deliver(self) -> None:
         """Deliver the messages held back, once their sender has proved that it is alive."""
         if not self._guard.admits:
             return
@@ -442,22 +458,6 @@ class StoreWorker:
     def _before_end(self, client: Client) -> None:
         with contextlib.suppress(TransportError):
             self._side.before_end(client)
-
-    def _opened(self, opened: Opened, stream: Stream, client: Client) -> Received:
-        """A whole message with its payload in our own memory."""
-        message, inline, nbytes = decoded(opened.text)
-        if nbytes <= INLINE_NBYTES:
-            return Received(message, inline)
-        try:
-            buffer = self._receive_buffers.find(nbytes)
-        except NoRoom as error:
-            # Later messages are still for us.
-            self._group.skip(stream, client, nbytes)
-            return Received(message, untaken=str(error))
-        self._group.read(stream, client, buffer)
-        if self._guard.keyed and digest_of(buffer) != opened.digest:
-            raise AuthenticationError("A payload is not the one that its sender sealed: it was rejected.")
-        return Received(message, buffer)
 
     def _lose(self, reason: str) -> None:
         """Called by the heartbeat: the peer or the store is silent."""
@@ -486,6 +486,7 @@ class StoreWorker:
             self._condition.notify_all()
             if self._stream is not None and not self._closed:
                 self._stream.cut()
+        self._arrivals.end()
         self._heartbeat_member.leave()
         self._end_rendezvous()
         if callback is not None:

@@ -1,0 +1,111 @@
+"""Workers that pass payloads on die and stop amid a payload: what becomes of those behind them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Crew, Worker, WorkerSetup, filled, serve
+from store_fleet import big, holds, meet
+
+from weightsync import DistributedWeightSyncScheme, OutcomeKind, SyncReport, WeightSender
+from weightsync.transports.store.stream import Stream
+
+#: With K=2 and five workers the trainer sends to 0 and 2; 0 passes on to 1, and 2 to 3 and 4.
+VICTIM, CHILDREN, OTHERS = 2, (3, 4), (0, 1)
+
+
+def strikes_itself(setup: WorkerSetup, signum: int) -> None:
+    """Have this process send itself a signal once it has read, and passed on, a part of a payload."""
+    read, pieces = Stream.read_into, []
+
+    def read_into(stream: Stream, room: memoryview) -> None:
+        read(stream, room)
+        pieces.append(len(room))
+        if len(pieces) == 20:
+            os.kill(os.getpid(), signum)
+
+    Stream.read_into = read_into  # type: ignore[method-assign] # in the worker's process only
+
+
+class Fleet:
+    """A sender in this process with a fan-out of 2, and five workers that serve version 1 of a model of 64 MiB."""
+
+    def __init__(self, crew: Crew, store: Any) -> None:
+        self.store, self.source = store, big(1.0)
+        self.scheme = DistributedWeightSyncScheme(fanout=2)
+        self.scheme.init_on_sender("policy", store=store, num_workers=5, model=self.source)
+        self.sender: WeightSender = self.scheme.get_sender()
+        self.workers: list[Worker] = crew.start(None, 5)
+        for index, worker in enumerate(self.workers):
+            worker.do(meet, store.port, index + 1, big)
+        for worker in self.workers:
+            worker.tell(serve, 1)
+        self.sender.await_workers(timeout=PATIENCE)
+        assert self.send(1).ok
+        self.answers(range(5))
+
+    def send(self, version: int, timeout: float = PATIENCE) -> SyncReport:
+        filled(self.source, float(version))
+        return self.sender.send(timeout=timeout, on_failure="report")
+
+    def answers(self, workers: Any) -> None:
+        for index in workers:
+            self.workers[index].answer()
+
+    def serve(self, version: int, workers: Any) -> None:
+        for index in workers:
+            self.workers[index].tell(serve, version)
+
+    def values(self, workers: Any) -> list[set[float]]:
+        return [self.workers[index].do(holds)[2] for index in workers]
+
+
+@pytest.fixture
+def fleet(crew: Crew, store: Any) -> Iterator[Fleet]:
+    """Five workers behind a trainer."""
+    made = Fleet(crew, store)
+    yield made
+    made.scheme.close()
+
+
+def test_a_parent_that_is_killed_amid_a_payload_is_lost_alone(fleet: Fleet) -> None:
+    fleet.workers[VICTIM].do(strikes_itself, signal.SIGKILL)
+    fleet.serve(2, range(5))
+    report = fleet.send(2)
+
+    assert {index: report[index].kind for index in range(5)} == {
+        **dict.fromkeys(OTHERS + CHILDREN, OutcomeKind.APPLIED),
+        VICTIM: OutcomeKind.LOST,
+    }
+    fleet.answers(OTHERS + CHILDREN)
+    assert fleet.values(OTHERS + CHILDREN) == [{2.0}] * 4
+    fleet.sender.remove_worker(VICTIM)
+    fleet.serve(3, OTHERS + CHILDREN)
+    assert fleet.send(3).ok
+    fleet.answers(OTHERS + CHILDREN)
+
+
+def test_a_parent_that_stops_amid_a_payload_costs_the_others_a_second(fleet: Fleet) -> None:
+    fleet.workers[VICTIM].do(strikes_itself, signal.SIGSTOP)
+    fleet.serve(2, range(5))
+    report = fleet.send(2)
+
+    assert {report[index].kind for index in OTHERS + CHILDREN} == {OutcomeKind.APPLIED}
+    assert report[VICTIM].kind is OutcomeKind.LOST  # its heartbeat has stopped
+    fleet.answers(OTHERS + CHILDREN)
+    assert fleet.values(OTHERS + CHILDREN) == [{2.0}] * 4
+
+
+def test_a_worker_without_children_that_stops_keeps_nobody_waiting(fleet: Fleet) -> None:
+    fleet.workers[CHILDREN[0]].stop()
+    served = (*OTHERS, VICTIM, CHILDREN[1])
+    fleet.serve(2, served)
+    report = fleet.send(2)
+
+    assert {report[index].kind for index in served} == {OutcomeKind.APPLIED}
+    assert report[CHILDREN[0]].kind is OutcomeKind.LOST
+    fleet.answers(served)

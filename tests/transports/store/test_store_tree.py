@@ -1,0 +1,115 @@
+"""The shape of a fan-out, and what its ends tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync import ProtocolError
+from weightsync.transports.store.routes import Ask, Listen, Listening, Route, Routed, Supply, Why, route_in
+from weightsync.transports.store.tree import Node, tree_of
+
+NODES = st.builds(Node, st.sampled_from([b"a", b"b", b"c"]), st.just(False), st.booleans())
+#: The trainer's host, whose workers listen at the loopback.
+HERE = st.builds(Node, st.just(b"here"), st.booleans(), st.booleans())
+FLEETS = st.lists(NODES | HERE, max_size=60)
+
+
+def depth(parents: list[int | None], index: int) -> int:
+    """How many workers pass a payload on before this one gets it."""
+    parent = parents[index]
+    return 0 if parent is None else 1 + depth(parents, parent)
+
+
+@given(FLEETS, st.integers(1, 9))
+def test_nobody_has_more_children_than_the_width_or_gets_a_payload_from_itself(nodes: list[Node], width: int) -> None:
+    parents = tree_of(nodes, width)
+    children = Counter(parent for parent in parents if parent is not None)
+
+    assert len(parents) == len(nodes)
+    assert all(count <= width for count in children.values())
+    assert all(nodes[parent].passes_on for parent in children)
+    assert all(depth(parents, index) < len(nodes) for index in range(len(nodes)))
+
+
+@given(FLEETS, st.integers(1, 9))
+def test_every_worker_can_reach_its_parent(nodes: list[Node], width: int) -> None:
+    for index, parent in enumerate(tree_of(nodes, width)):
+        assert parent is None or nodes[index].reaches(nodes[parent])
+
+
+@given(st.lists(NODES, max_size=60), st.integers(1, 9))
+def test_the_trainer_has_more_children_only_if_nobody_else_has_room(nodes: list[Node], width: int) -> None:
+    parents = tree_of(nodes, width)
+    able = sum(node.passes_on for node in nodes)
+
+    assert parents.count(None) == min(len(nodes), max(width, len(nodes) - able * width))
+
+
+@pytest.mark.parametrize(("workers", "width", "deepest"), [(1, 2, 0), (8, 2, 2), (1000, 8, 3), (1000, 2, 8), (5, 1, 4)])
+def test_the_tree_is_as_shallow_as_it_can_be(workers: int, width: int, deepest: int) -> None:
+    parents = tree_of([Node(b"one")] * workers, width)
+    assert max(depth(parents, index) for index in range(workers)) == deepest
+
+
+def test_workers_of_one_host_are_mostly_one_anothers_parents() -> None:
+    nodes = [Node(bytes([index % 8])) for index in range(64)]  # eight hosts, dealt in turn
+    parents = tree_of(nodes, 2)
+    across = sum(parent is None or nodes[parent].host != nodes[index].host for index, parent in enumerate(parents))
+    assert across <= 16
+
+
+ROUTES = [
+    Listen(),
+    Listening(b"h" * 16, "127.0.0.1:4711"),
+    Listening(b"", "::1:4711"),
+    Routed(b"t" * 16, 3, b"", "", b"frame"),
+    Routed(b"t" * 16, 0, b"d" * 16, "10.0.0.1:1", b"frame"),
+    Routed(b"t" * 16, 65535, b"d" * 32, "worker.example:1", b""),
+    Ask(2**64 - 1, Why.SILENT),
+    Supply(7),
+]
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=repr)
+def test_what_is_said_comes_out_as_it_was(route: Route) -> None:
+    assert route_in(memoryview(route.encoded())) == route
+
+
+@pytest.mark.parametrize("text", [b"", b"WSY", b"WSYN\x01", b"WSYK\x01"])
+def test_other_texts_are_left_to_others(text: bytes) -> None:
+    assert route_in(memoryview(text)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"WSYF",
+        b"WSYF\x00",
+        b"WSYF\x09",
+        b"WSYF\x02",
+        b"WSYF\x02\x04abcdno address",
+        b"WSYF\x02\x00\xff\xfe:1",
+        b"WSYF\x03short",
+        Routed(b"t" * 16, 0, b"d" * 16, "", b"").encoded(),
+        Routed(b"t" * 16, 0, b"", "host:1", b"").encoded(),
+        Routed(b"t" * 16, 0, b"d" * 5, "host:1", b"").encoded(),
+        Ask(1, Why.ENDED).encoded()[:-1] + b"\x00",
+        Ask(1, Why.ENDED).encoded() + b"\x00",
+        Supply(1).encoded()[:-1],
+    ],
+    ids=repr,
+)
+def test_malformed_texts_are_protocol_errors(text: bytes) -> None:
+    with pytest.raises(ProtocolError, match="fan-out is malformed"):
+        route_in(memoryview(text))
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(rest: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        assert route_in(memoryview(b"WSYF" + rest)) is not None
