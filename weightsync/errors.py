@@ -380,6 +380,17 @@ class SenderClosed(TransportError):
     """
 
 
+def with_type(error: BaseException) -> str:
+    """An exception as the last line of its traceback has it: its type and, if it has one, its text."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception as the reason of an outcome: the text of one of weightsync's, and that of others with their type."""
+    return str(error) if isinstance(error, WeightSyncError) else with_type(error)
+
+
 def raw_pipe() -> None:
     """Raise: a frame was unpickled as a user message. See `weightsync.transports.pipe.framing`.
 

@@ -25,6 +25,9 @@ Bucket = list[tuple[str, Tensor]]
 #: Seconds that `EngineClient.close` waits for its thread once the call in it was aborted.
 PATIENCE: Final = 10.0
 
+#: What an engine that is not paused for an update says of itself if the update fails.
+UNPAUSED: Final = "It was not paused."
+
 _Job = Callable[[], None]
 
 
@@ -129,11 +132,9 @@ class EngineClient:
             ):
                 raise PartlyLoadedError("load() returned something to be awaited, which nobody does here.")
         except PartlyLoadedError as error:
-            lost = TransportError(f"{engine} may hold parts of two versions: {error}")
-            lost.__cause__ = error
-            answers.set_exception(lost)
+            answers.set_exception(_lost(f"{engine} may hold parts of two versions, or be paused: {error}", error))
         except TransportError as error:
-            answers.set_exception(error)
+            answers.set_exception(_lost(f"{error} If {engine} still runs, it may hold parts of two versions.", error))
         except BaseException as error:  # noqa: BLE001 - whatever an adapter raises is reported to the sender
             answers.set_result([raised(update, error, f"{engine}: ")])
         else:
@@ -152,6 +153,12 @@ def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Buc
         held += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _lost(what: str, error: Exception) -> TransportError:
+    lost = TransportError(f"{what} Start it again before you call add_worker() for it.")
+    lost.__cause__ = error
+    return lost
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
