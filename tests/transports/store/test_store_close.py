@@ -207,17 +207,20 @@ def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch
 def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_goodbye_behind_it(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    post, noted, link = StoreWorker._post, threading.Event(), ends.accepted[0]
+    post, written, noted, link = StoreWorker._post, threading.Event(), threading.Event(), ends.accepted[0]
     worker: StoreWorker = link._worker  # type: ignore[attr-defined]
 
     def noted_late(writing: StoreWorker, *message: Any) -> None:
         post(writing, *message)
-        assert writing is not worker or noted.wait(PATIENCE)
+        if writing is worker:
+            written.set()
+            assert noted.wait(PATIENCE)
 
     link.receive()
     with monkeypatch.context() as late:
         late.setattr(StoreWorker, "_post", noted_late)
         link.send(Ack(model_id="policy", incarnation=5, version=1, digest=b"d" * 16, seconds=0.0))
+        assert written.wait(PATIENCE)
         ends.bye_and_close()
         waited = Deadline(PATIENCE)
         while worker.failed is None and not waited.passed:
