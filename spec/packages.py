@@ -5,8 +5,9 @@
 
 `smoke` builds both, installs each into an empty environment without extras, and runs the program of a documentation
 page there. `matrix` runs tests on each Python of `PYTHONS`, with the two newest minor releases of torch and tensordict,
-without Ray and TorchRL: these may not have followed yet. A Python is taken from this machine, or fetched by uv; one
-that cannot be had is named at the end, and fails the run where the environment's ``CI`` is set.
+with every tool of the tests except Ray and TorchRL: these may not have followed yet. A Python is taken from this
+machine, or fetched by uv; one that cannot be had is named at the end, and fails the run where the environment's ``CI``
+is set.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ TESTS = (
     "tests/protocol/pure",
     "tests/transports/pipe",
 )
+#: What the matrix installs: the package with the extras that its tests need, and what these tests need beside them.
+INSTALLED = ("-e", f"{ROOT}[cli,otel,prometheus,rl,test]", "opentelemetry-sdk>=1.30")
+#: Unset for the tests: without ``CI`` a tool may be missing; without the other each process does not compile the tests.
+_UNSET = {"CI", "PYTHONDONTWRITEBYTECODE"}
 #: Seconds for the smoke program.
 PATIENCE = 120
 PAGE = "docs/schemes/shared.md"
@@ -120,16 +125,16 @@ def _resolved(python: str, wanted: list[str]) -> list[str]:
 
 def _tested(python: str, releases: list[str], arguments: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        environment = Path(folder, "environment")
-        own = str(environment / "bin" / "python")
-        _uv("venv", "--quiet", "--python", python, str(environment))
+        home = Path(folder, "environment")
+        own = str(home / "bin" / "python")
+        _uv("venv", "--quiet", "--python", python, str(home))
         try:
-            _uv("pip", "install", "--quiet", "--python", own, *releases, "-e", f"{ROOT}[cli,test]")
+            _uv("pip", "install", "--quiet", "--compile-bytecode", "--python", own, *releases, *INSTALLED)
         except subprocess.CalledProcessError:
             return "FAILED"
         command = [own, "-m", "pytest", "-q", "-m", "not slow and not tlc and not ray", *(arguments or TESTS)]
-        tools_may_be_missing = {name: value for name, value in os.environ.items() if name != "CI"}
-        found = subprocess.run(command, cwd=ROOT, check=False, env=tools_may_be_missing)
+        environment = {name: value for name, value in os.environ.items() if name not in _UNSET}
+        found = subprocess.run(command, cwd=ROOT, check=False, env=environment)
         return "FAILED" if found.returncode else "passed"
 
 

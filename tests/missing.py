@@ -33,10 +33,15 @@ def without_gpus(what: str, why: object) -> NoReturn:
 
 
 def installed(*modules: str, what: str, extra: str) -> None:
-    """Go on only if all of these modules can be imported."""
-    absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    """Go on only if all of these modules can be imported. A folder of the tests that has a module's name is not it."""
+    absent = [module for module in modules if _origin(module) is None]
     if absent:
         not_tested(what, f"no {' and no '.join(absent)} (pip install 'weightsync[{extra}]')")
+
+
+def _origin(module: str) -> str | None:
+    spec = importlib.util.find_spec(module)
+    return None if spec is None else spec.origin  # a folder without __init__.py has none
 
 
 def java_and_tlc(what: str) -> Toolchain:

@@ -164,8 +164,14 @@ class RefusedError(SyncError):
         self.refused: dict[int, str] = dict(refused or {})
 
 
+#: What to do about a worker that failed in a group without restarts.
+GIVE_RESTARTS: Final = "Give the group max_restarts= to have failed workers restarted."
+
+
 class WorkerFailedError(WeightSyncError):
-    """A worker of a `WorkerGroup` has failed and will not be restarted. The other workers keep running.
+    """A worker of a `WorkerGroup` has failed. The other workers keep running.
+
+    It is raised if the worker will not be restarted; `WorkerGroup.failures` has those of restarted workers too.
 
     What to do: read `remote_traceback` and fix the function that the worker runs, or give the group `max_restarts`.
 
@@ -178,10 +184,17 @@ class WorkerFailedError(WeightSyncError):
     """
 
     def __init__(
-        self, worker: int, reason: str, remote_traceback: str = "", version: int | None = None, restarts: int = 0
+        self,
+        worker: int,
+        reason: str,
+        remote_traceback: str = "",
+        version: int | None = None,
+        restarts: int = 0,
+        *,
+        next_step: str = GIVE_RESTARTS,
     ) -> None:
         served = "" if version is None else f" while it served version {version}"
-        advice = "The other workers keep running. Give the group max_restarts= to have failed workers restarted."
+        advice = f"The other workers keep running. {next_step}"
         if reason.endswith("SIGKILL"):
             advice = f"If you did not kill it, the machine may have run out of memory: see the kernel's log. {advice}"
         lines = [
@@ -378,6 +391,17 @@ class SenderClosed(TransportError):
 
     What to do: end the worker, or wait for a new trainer's link.
     """
+
+
+def with_type(error: BaseException) -> str:
+    """An exception as the last line of its traceback has it: its type and, if it has one, its text."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception as the reason of an outcome: the text of one of weightsync's, and that of others with their type."""
+    return str(error) if isinstance(error, WeightSyncError) else with_type(error)
 
 
 def raw_pipe() -> None:

@@ -13,7 +13,7 @@ from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.serving_lock import Ready, ServedModel
-from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError
+from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError, reason_of
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.codec import slot_digest
@@ -204,7 +204,8 @@ class Applier:
     def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(
             f"version {pending.update.version} of {self._driver.model_id!r} was swapped in half and could not be "
-            f"undone: the model serves nothing, the receiver is closed. Cause: {error}"
+            f"undone: the model serves nothing, and the receiver is closed. Start the worker again, and let it join by "
+            f"add_worker() in the trainer. Cause: {error}"
         )
 
     def _ack(self, pending: Pending, digest: bytes, seconds: float) -> Ack:
@@ -263,7 +264,7 @@ class Applier:
             pending: the version.
             error: the exception. Its traceback is sent too, unless its text says it all.
         """
-        self.refuse(pending, str(error), "" if isinstance(error, NoRoom) else traceback.format_exc())
+        self.refuse(pending, reason_of(error), "" if isinstance(error, NoRoom) else traceback.format_exc())
 
     def refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
         """Refuse a version, and discard what was staged.

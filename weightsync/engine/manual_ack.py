@@ -12,6 +12,7 @@ from weightsync.engine.driver import Shield
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.serving_lock import ServedModel
+from weightsync.errors import reason_of
 from weightsync.protocol import receiver as pure
 from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import Evidence
@@ -127,7 +128,7 @@ class ManualAck:
             pending, self._taken = self._unanswered, None
             if pending is not None:
                 trace = "".join(traceback.format_exception(error))
-                self._driver.take(pure.Refused(self._applier.refusal(pending, str(error), trace, Evidence.CALL)))
+                self._driver.take(pure.Refused(self._applier.refusal(pending, reason_of(error), trace, Evidence.CALL)))
 
     def forget(self) -> None:
         """The update that was taken is answered in another way."""

@@ -162,7 +162,7 @@ _ABSENT = (
     "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), and does it call receive()?"
 )
 _READ = {
-    True: "it has read the update, and applies it when no step is in progress",
+    True: "it has read the update, and has not applied it yet: a step or a loader may be running",
     False: "it has not read all that was sent to it",
     None: "whether it has read the update is unknown",
 }

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from weightsync.clock import Deadline
-from weightsync.errors import ConfigurationError, TransportError
+from weightsync.errors import GIVE_RESTARTS, ConfigurationError, TransportError
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
@@ -158,6 +158,8 @@ class ActorLauncher:
     Raises:
         ConfigurationError: an argument is out of range, or not for actors; or an option is the group's own affair.
     """
+
+    remedy = GIVE_RESTARTS
 
     def __init__(self, scheme: RayWeightSyncScheme, asked: GroupArguments) -> None:
         asked.refuse_others("ctx")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Final, Self
@@ -121,7 +121,8 @@ class WorkerGroup:
         self._launcher = launcher_for(scheme, GroupArguments(run, model, num_workers, make_model, model_id, *options))
         self._scheme = self._launcher.scheme
         self._version = 0
-        members = {index: Member(index, self._rules, self._begin_life) for index in range(self._launcher.size)}
+        rules = replace(self._rules, remedy=self._launcher.remedy)
+        members = {index: Member(index, rules, self._begin_life) for index in range(self._launcher.size)}
         self._members = Members(members, self._rules.capacity, self._is_stale, self._feed)
         self._state = State.UNINITIALIZED
         #: The first lives, until the sender knows how to reach them.

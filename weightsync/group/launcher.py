@@ -99,6 +99,8 @@ class Launcher(Protocol):
 
     #: How many workers there are.
     size: int
+    #: What to do about a worker that failed and was never restarted.
+    remedy: str
 
     @property
     def scheme(self) -> WeightSyncScheme:

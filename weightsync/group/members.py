@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 from weightsync.clock import Deadline, Stopwatch, Timeout
-from weightsync.errors import WorkerFailedError
+from weightsync.errors import GIVE_RESTARTS, WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
 from weightsync.protocol.sender import Entry
 from weightsync.transports.base import SLICE, Link
@@ -50,12 +50,14 @@ class Rules:
         max_restarts: how often each worker may be restarted.
         restart_delay: seconds before its first restart; doubled each time.
         deadline: seconds that a worker may take for one result; None: no limit.
+        remedy: what to do about a worker that failed and was never restarted.
     """
 
     capacity: int
     max_restarts: int
     restart_delay: float
     deadline: float | None
+    remedy: str = GIVE_RESTARTS
 
 
 class Process(Protocol):
@@ -237,14 +239,24 @@ class Member:
         if isinstance(word, Finished):
             return None
         trace, version = ("", served) if word is None else (word.remote_traceback, word.version)
-        error = WorkerFailedError(self.index, how if word is None else word.reason, trace, version, self.restarts)
-        if self.restarts < self._rules.max_restarts:
+        next_step = self._after_death()
+        reason = how if word is None else word.reason
+        error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=next_step)
+        if self.life is MemberState.WAITING:
+            logger.warning("%s", error)
+        return error
+
+    def _after_death(self) -> str:
+        """Wait for a restart, or fail for good. Returns what follows, in words."""
+        most = self._rules.max_restarts
+        if self.restarts < most:
             delay = min(self._rules.restart_delay * 2**self.restarts, _LONGEST_DELAY)
             self.life, self.due = MemberState.WAITING, Deadline(delay)
-            logger.warning("worker %d is restarted in %g s: %s", self.index, delay, error)
-        else:
-            self.life = MemberState.FAILED
-        return error
+            return f"It is restarted in {delay:g} s, for time {self.restarts + 1} of at most {most}."
+        self.life = MemberState.FAILED
+        if most:
+            return f"It has been restarted as often as max_restarts={most} allows."
+        return self._rules.remedy
 
     def release(self) -> None:
         """Let go of its process, which is killed if it lives, and of its channel."""

@@ -13,7 +13,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Final
 
 from weightsync.clock import Deadline
-from weightsync.errors import ConfigurationError
+from weightsync.errors import GIVE_RESTARTS, ConfigurationError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
@@ -113,6 +113,8 @@ class ProcessLauncher:
     Raises:
         ConfigurationError: an argument is out of range, or not for processes.
     """
+
+    remedy = GIVE_RESTARTS
 
     def __init__(self, scheme: PipeScheme, asked: GroupArguments) -> None:
         asked.refuse_others("actor_options")

@@ -120,7 +120,8 @@ class LoaderTarget(AnyLayoutTarget):
             loader.load(taken, self._version())
         except PartlyLoadedError as error:
             raise SwapBroken(f"The loader had begun to change the engine: {error}") from error
-        except Exception:
+        except Exception as error:
+            taken.annotate(error, len(layout.entries))
             raise
         except BaseException as error:
             raise SwapBroken(f"The loader was interrupted: {error!r}.") from error
@@ -167,6 +168,19 @@ class _Taken(Iterator[tuple[str, Tensor]]):
         found = next(self._weights)
         self.count += 1
         return found
+
+    def annotate(self, error: Exception, offered: int) -> None:
+        """Have the traceback of a loader's exception say what the loader would have to raise if it had begun.
+
+        Args:
+            error: what the loader raised.
+            offered: how many tensors there were.
+        """
+        if self.count:
+            error.add_note(
+                f"The loader had taken {self.count} of {offered} tensors. If it had begun to change the engine, it has "
+                "to raise PartlyLoadedError: any other exception means that the previous version is still served."
+            )
 
     def end(self) -> None:
         """Yield nothing more."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fleet import PATIENCE
 
 from weightsync import AckTimeoutError, MultiProcessWeightSyncScheme
 
@@ -15,11 +16,13 @@ class Own:
     """A transport of a user's own, whose calls may be held back."""
 
     def __init__(self) -> None:
+        self.called = threading.Event()
         self.goes_on = threading.Event()
         self.threads: list[threading.Thread] = []
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         self.threads.append(threading.current_thread())
+        self.called.set()
         self.goes_on.wait()
 
     def receive_weights(self, timeout: float = 1.0) -> None:
@@ -45,7 +48,8 @@ def test_a_call_that_does_not_return_is_not_waited_for() -> None:
         sender.register_worker(0, own)
         with pytest.raises(AckTimeoutError):
             sender.send({"weight": torch.zeros(2)}, timeout=0.1)
+        assert own.called.wait(PATIENCE)
 
     assert own.threads[0].is_alive()
     own.goes_on.set()
-    own.threads[0].join(30)
+    own.threads[0].join(PATIENCE)

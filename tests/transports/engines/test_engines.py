@@ -130,7 +130,8 @@ def test_an_engine_that_fails_amid_an_update_is_lost_and_stays_paused(world: Wor
     outcome = world.outcome()
 
     assert (outcome.kind, outcome.evidence) == (OutcomeKind.LOST, Evidence.NONE)
-    assert "may hold parts of two versions: It stays paused." in outcome.reason
+    assert "may hold parts of two versions, or be paused: It stays paused." in outcome.reason
+    assert outcome.reason.endswith("Start it again before you call add_worker() for it.")
     assert world.server.paused
     assert world.server.weights != {}
 
@@ -152,6 +153,9 @@ def test_an_engine_that_hangs_up_is_lost(world: World) -> None:
     outcome = world.outcome()
     assert (outcome.kind, outcome.evidence) == (OutcomeKind.LOST, Evidence.NONE)
     assert "got no answer" in outcome.reason
+    assert (
+        "still runs, it may hold parts of two versions. Start it again before you call add_worker()" in outcome.reason
+    )
 
 
 def test_an_engine_that_is_not_there_is_lost(world: World) -> None:
@@ -425,6 +429,31 @@ def test_sglang_that_turns_the_first_bucket_away_has_refused_and_goes_on(server:
     with scheme_with(SGLangEngine(server.url), small(1.0)) as scheme:
         assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.REFUSED
     assert not server.paused
+
+
+@pytest.mark.parametrize(("kind", "turns_away"), [("vllm", "start_weight_update"), ("sglang", KINDS["sglang"][1])])
+def test_an_engine_that_turns_a_version_away_and_stays_paused_is_lost(
+    kind: str, turns_away: str, server: EngineServer
+) -> None:
+    make, resume = KINDS[kind][0], {"vllm": "resume", "sglang": "continue_generation"}[kind]
+    server.plan[turns_away], server.plan[resume] = [404], [500]
+    with scheme_with(make(server.url), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+
+    assert outcome.kind is OutcomeKind.LOST
+    assert "It turned the version away and does not go on." in outcome.reason
+    assert (server.paused, server.weights) == (True, {})
+
+
+@pytest.mark.parametrize(("kind", "fails"), [("vllm", "finish_weight_update"), ("sglang", KINDS["sglang"][1])])
+def test_an_engine_that_was_not_paused_is_not_said_to_stay_so(kind: str, fails: str, server: EngineServer) -> None:
+    server.plan[fails] = [500]
+    with scheme_with(KINDS[kind][0](server.url, pause=None), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+
+    assert outcome.kind is OutcomeKind.LOST
+    assert "It was not paused." in outcome.reason
+    assert "stays paused" not in outcome.reason
 
 
 def test_an_engine_that_is_not_to_be_paused_is_not(server: EngineServer) -> None:

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from missing import installed
 from torch import nn
 
 import weightsync
@@ -55,6 +56,8 @@ def test_importing_weightsync_imports_no_torch() -> None:
 def test_a_documented_module_that_moved_is_importable_by_its_former_name_and_warns(
     former: str, home: str, name: str
 ) -> None:
+    if home == "weightsync.torchrl.collectors":
+        installed("torchrl", what="THE FORMER NAME OF A MODULE OVER TORCHRL", extra="torchrl")
     program = f"import warnings; warnings.filterwarnings('error', 'weightsync', DeprecationWarning); import {former}"
     refused = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     with warnings.catch_warnings():

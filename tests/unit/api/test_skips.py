@@ -43,6 +43,15 @@ def test_a_missing_tool_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
         missing.installed("pytest", "surely_no_such_module", what="A THING", extra="dev")
 
 
+def test_a_folder_of_a_modules_name_is_not_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("CI", raising=False)
+
+    with pytest.raises(pytest.skip.Exception, match="no only_a_folder"):
+        missing.installed("only_a_folder", what="A THING", extra="dev")
+
+
 def test_elsewhere_it_is_skipped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="A THING WAS NOT TESTED: no tool"):

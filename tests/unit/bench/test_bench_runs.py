@@ -13,6 +13,7 @@ from typing import Any
 import bench_workers
 import pytest
 from commands import assert_all_gone, marked, running
+from missing import installed
 from typer.testing import CliRunner
 
 from weightsync import ConfigurationError
@@ -82,6 +83,7 @@ def test_every_contender_of_a_case_is_timed_as_often_as_the_others_with_its_call
 @pytest.mark.torchrl
 @pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # TorchRL's own
 def test_torchrls_schemes_are_measured_beside_ours() -> None:
+    installed("torchrl", what="TORCHRL'S SCHEMES IN THE BENCH", extra="torchrl")
     case = measure(SchemeName.TORCHRL_PIPE, SchemeName.TORCHRL_SHARED)
 
     assert labels(case, Kind.TORCHRL) == {"torchrl-multiprocess", "torchrl-shared"}

@@ -79,7 +79,7 @@ def test_an_update_that_a_hook_of_the_model_refuses_is_refused_with_its_words_an
     pair.sender.send_async()
     outcome = refused(pair)
 
-    assert outcome.reason == "no thirteen here"
+    assert outcome.reason == "ValueError: no thirteen here"
     assert "in set_extra_state" in outcome.remote_traceback
     assert (pair.receiver.version, pair.receiver.state, constants(pair.model.linear)) == (1, State.READY, {1.0})
     pair.source.mood = 14

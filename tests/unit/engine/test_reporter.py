@@ -194,7 +194,7 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
         connected,
         "it last served version 1",
         silent,
-        "it has read the update, and applies it when no step is in progress",
+        "it has read the update, and has not applied it yet: a step or a loader may be running",
         "it is asleep",
     ]
     assert made.reporter.so_far(TIMED_OUT)[0].kind is TIMED_OUT

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from weightsync.clock import Deadline, Timeout, replaced_by, seconds
+from weightsync.errors import GIVE_RESTARTS
 from weightsync.group.channel import Failed, Finished, Frame, Put, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
+from weightsync.group.ranks import RankLauncher
 from weightsync.testing import FakeClock
 
 
@@ -213,7 +215,11 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
     for delay in (1.0, 2.0):
         says(member, lives, Failed("ValueError: a pole fell", "Traceback", 3))
         lives.processes[-1].kill()
-        assert member.died() is not None
+        restarted = member.died()
+        assert restarted is not None
+        assert str(restarted).endswith(
+            f"It is restarted in {delay:g} s, for time {restarted.restarts + 1} of at most 2."
+        )
         clock.advance(delay - 0.5)
         member.judge(excused=False)
         assert member.life is MemberState.WAITING
@@ -224,6 +230,14 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
     error = member.died()
     assert error is not None
     assert (member.life, error.restarts, error.reason) == (MemberState.FAILED, 2, "its process was ended by SIGSEGV")
+    assert str(error).endswith("It has been restarted as often as max_restarts=2 allows.")
+
+
+def test_what_was_never_restarted_says_what_the_launcher_has_for_it(clock: FakeClock) -> None:
+    for lives, remedy in ((Lives(), GIVE_RESTARTS), (Lives(), RankLauncher.remedy)):
+        member = started(lives, max_restarts=0, remedy=remedy)
+        lives.processes[-1].kill()
+        assert str(member.died()).endswith(f"The other workers keep running. {remedy}")
 
 
 def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeClock, lives: Lives) -> None:

@@ -111,12 +111,30 @@ def test_a_loader_that_raises_refuses_the_version_and_the_next_one_is_loaded(pai
     outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
 
     assert (outcome.kind, outcome.evidence) == (OutcomeKind.REFUSED, Evidence.ANSWER)
-    assert outcome.reason == "out of blocks"
+    assert outcome.reason == "RuntimeError: out of blocks"
     assert "in load" in outcome.remote_traceback
+    assert "\nRuntimeError: out of blocks\n" in str(outcome)
     assert (pair.receiver.version, pair.receiver.state) == (1, State.READY)
     engine.then = lambda: None
     assert pair.sync().ok
     assert pair.receiver.version == 3
+
+
+def test_a_loader_that_raises_amid_the_tensors_is_told_what_it_must_raise_if_it_has_begun(scheme_class: Any) -> None:
+    def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        next(weights)
+        raise MemoryError
+
+    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=0) is False
+    outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
+
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.REFUSED, "MemoryError")
+    assert outcome.remote_traceback.splitlines()[-2] == "MemoryError"
+    assert "had taken 1 of " in outcome.remote_traceback.splitlines()[-1]
+    assert "it has to raise PartlyLoadedError" in outcome.remote_traceback.splitlines()[-1]
+    pair.close()
 
 
 def test_a_loader_that_says_it_has_begun_closes_the_receiver_which_serves_nothing(pair: Pair, engine: Engine) -> None:

@@ -788,7 +788,7 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
     )
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"
-    assert read == answered + "it has read the update, and applies it when no step is in progress"
+    assert read == answered + "it has read the update, and has not applied it yet: a step or a loader may be running"
 
 
 def test_a_worker_whose_process_was_never_started_is_named_with_what_to_do(scheme_class: Any) -> None:

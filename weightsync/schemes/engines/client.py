@@ -23,6 +23,9 @@ Bucket = list[tuple[str, Tensor]]
 #: Seconds that `EngineClient.close` waits for its thread once the call in it was aborted.
 PATIENCE: Final = 10.0
 
+#: What an engine that is not paused for an update says of itself if the update fails.
+UNPAUSED: Final = "It was not paused."
+
 
 class Engine(abc.ABC):
     """An adapter of one inference engine: feeds it a version by calls that it answers.
@@ -118,11 +121,9 @@ class EngineClient:
             ):
                 raise PartlyLoadedError("load() returned something to be awaited, which nobody does here.")
         except PartlyLoadedError as error:
-            lost = TransportError(f"{engine} may hold parts of two versions: {error}")
-            lost.__cause__ = error
-            answers.set_exception(lost)
+            answers.set_exception(_lost(f"{engine} may hold parts of two versions, or be paused: {error}", error))
         except TransportError as error:
-            answers.set_exception(error)
+            answers.set_exception(_lost(f"{error} If {engine} still runs, it may hold parts of two versions.", error))
         except BaseException as error:  # noqa: BLE001 - whatever an adapter raises is reported to the sender
             answers.set_result([raised(update, error, f"{engine}: ")])
         else:
@@ -141,3 +142,9 @@ def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Buc
         held += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _lost(what: str, error: Exception) -> TransportError:
+    lost = TransportError(f"{what} Start it again before you call add_worker() for it.")
+    lost.__cause__ = error
+    return lost

@@ -10,7 +10,7 @@ from typing import Any, Final
 from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError
 from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
-from weightsync.schemes.engines.client import Bucket, Engine
+from weightsync.schemes.engines.client import UNPAUSED, Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
 from weightsync.weights.loader import BUCKET_BYTES
 
@@ -93,7 +93,7 @@ class SGLangEngine(Engine):
         except EngineError as error:
             if begun or not error.began_nothing:
                 raise PartlyLoadedError(f"{self._stays()} {error}") from error
-            self._continue()
+            self._keep(error)
             raise
         finally:
             if self._carrier is not None:
@@ -151,8 +151,15 @@ class SGLangEngine(Engine):
         except EngineError as error:
             raise PartlyLoadedError(f"It has loaded the version, but does not go on. {error}") from error
 
+    def _keep(self, error: EngineError) -> None:
+        """Go on with the previous version: the engine has turned the new one away."""
+        try:
+            self._continue()
+        except EngineError as paused:
+            raise PartlyLoadedError(f"It turned the version away and does not go on. {error} {paused}") from error
+
     def _stays(self) -> str:
-        return "It was not paused." if self._pause is None else "It stays paused."
+        return UNPAUSED if self._pause is None else "It stays paused."
 
     def _continue(self) -> None:
         if self._pause is not None:

@@ -12,7 +12,7 @@ from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
 from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
-from weightsync.schemes.engines.client import Bucket, Engine
+from weightsync.schemes.engines.client import UNPAUSED, Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
 from weightsync.transports.ray.session import require_ray
@@ -38,6 +38,8 @@ class _HttpControl:
         self._calls = calls
         self._pause = pause
         self.name = f"the vLLM server at {calls.url}"
+        #: What a failed update leaves.
+        self.stays = UNPAUSED if pause is None else "It stays paused."
 
     def phase(self, phase: str, body: Mapping[str, Any]) -> None:
         self._calls.post(phase, _in_json(body) if phase == "update_weights" else body)
@@ -72,6 +74,7 @@ class _HandleControl:
         refuse_coroutines(handle, _PHASES, "Give the URL of the engine's server, or a Ray actor that holds the engine.")
         self._handle = handle
         self._aborted = threading.Event()
+        self.stays = UNPAUSED
         self.name = f"the vLLM engine {type(handle).__name__}"
 
     def phase(self, phase: str, body: Mapping[str, Any]) -> None:
@@ -185,7 +188,7 @@ class VLLMEngine(Engine):
             control.phase("finish_weight_update", {"weight_version": version})
             control.resume()
         except EngineError as error:
-            raise PartlyLoadedError(f"It stays paused. {error}") from error
+            raise PartlyLoadedError(f"{control.stays} {error}") from error
         finally:
             self._carrier.done()
 
@@ -207,9 +210,16 @@ class VLLMEngine(Engine):
             self._control.phase("start_weight_update", {"is_checkpoint_format": True})
         except EngineError as error:
             if not error.began_nothing:
-                raise PartlyLoadedError(f"It stays paused. {error}") from error
-            self._control.resume()
+                raise PartlyLoadedError(f"{self._control.stays} {error}") from error
+            self._keep(error)
             raise
+
+    def _keep(self, error: EngineError) -> None:
+        """Go on with the previous version: the engine has turned the new one away."""
+        try:
+            self._control.resume()
+        except EngineError as paused:
+            raise PartlyLoadedError(f"It turned the version away and does not go on. {error} {paused}") from error
 
     def _update(self, bucket: Bucket) -> None:
         description = described(bucket, "dtype_names")

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, with_type
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol.report import Evidence
@@ -98,5 +98,4 @@ def refusal(
 
 def raised(update: Update, error: BaseException, prefix: str = "") -> Refusal:
     """The Refusal of an update whose call raised an error, with the error's traceback."""
-    reason = f"{prefix}{type(error).__name__}: {error}"
-    return refusal(update, reason, "".join(traceback.format_exception(error)))
+    return refusal(update, f"{prefix}{with_type(error)}", "".join(traceback.format_exception(error)))
