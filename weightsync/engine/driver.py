@@ -1,7 +1,7 @@
 """What both drivers share: each event is one step of the pure half, and its effects are executed in order.
 
 Calls of links are wrapped: an adapter that raises loses its own link and nothing else. `Backlog` limits what a sender
-writes to a link, and `Hearing` records when each worker was last heard from.
+writes to a link, a `Lane` is one of its open links, and `Hearing` records when each worker was last heard from.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 from weightsync.clock import Stopwatch, monotonic
 from weightsync.errors import ProtocolError, StateError, TransportError
-from weightsync.protocol._tables import State
+from weightsync.protocol._tables import Delivery, State
 from weightsync.protocol.machine import Data, Effect, Input, RoleMachine, Step, method_of, refusal
 from weightsync.protocol.messages import Hello
-from weightsync.transports.base import Link, Received, WaitFailed, Waits, Waker
+from weightsync.transports.base import Link, Outlet, Received, SharesMemory, Steady, WaitFailed, Waits, Waker
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.process import own_host
+from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
 
 #: Unanswered updates that a link may carry: one that is being applied, one behind it.
@@ -67,6 +70,44 @@ class Backlog:
             return 0
         waiting, self._waiting = self._waiting, 0
         return waiting
+
+
+_LOSING: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
+_IN_TURN: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
+
+
+def _maps_nothing(payload: Buffer, nbytes: int) -> bool:  # noqa: ARG001 - whatever it is
+    return False
+
+
+class Lane:
+    """One open link of a sender, and what has gone over it.
+
+    Args:
+        process: the worker's process, until it has started; None if it is not awaited.
+    """
+
+    __slots__ = (
+        *("awaited", "backlog", "blocks", "link", "loses", "orders"),
+        *("outlet", "shares", "known_layout", "worker"),
+    )
+
+    def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
+        self.worker = worker
+        self.link = link
+        self.awaited = process
+        self.backlog = Backlog()
+        #: The digest of the layout that the worker knows; empty if it knows none.
+        self.known_layout = b""
+        #: Whether the worker maps a payload: see `SharesMemory.shares`.
+        self.shares: Callable[[Buffer, int], bool] = link.shares if isinstance(link, SharesMemory) else _maps_nothing
+        #: Where a link writes that says whether something is left there; None if it must be asked.
+        self.outlet: Outlet | None = link.outlet if isinstance(link, Steady) else None
+        #: Whether it blocks until the worker has answered.
+        self.blocks = isinstance(link, BlockingLink)
+        self.orders = link.delivery in _IN_TURN
+        # Where answers may be lost, a full backlog might never empty.
+        self.loses = link.delivery in _LOSING
 
 
 class Hearing:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from weightsync.engine.delta import Travelling, travelling
-from weightsync.engine.driver import Backlog, Driver, Hearing, close, flush, mishandled, read, watch
+from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, mishandled, read, watch
 from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol import sender as pure
-from weightsync.protocol._tables import Delivery, SenderInput, State
+from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
 from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Refusal, Update
@@ -24,14 +23,10 @@ from weightsync.transports.base import (
     Gathering,
     Gathers,
     Link,
-    Outlet,
     Remarks,
-    SharesMemory,
-    Steady,
     TellsWhatIsRead,
 )
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
 from weightsync.transports.wakeup import AwaitedProcess
@@ -40,8 +35,6 @@ from weightsync.transports.wakeup import AwaitedProcess
 Taking = Callable[[pure.Event], object]
 
 _UNLINKED: Final = frozenset({State.UNINITIALIZED, State.CLOSED})
-_LOSING: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
-_IN_TURN: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
 _DUE: Final = attrgetter("due")
 _WORKER: Final = attrgetter("worker")
 
@@ -58,43 +51,6 @@ class Said(NamedTuple):
     shared: bool
     #: What an ack of it must name: the digest that was sent, or the slot. Empty: neither was.
     named: bytes
-
-
-def _maps_nothing(payload: Buffer, nbytes: int) -> bool:  # noqa: ARG001 - whatever it is
-    return False
-
-
-class Lane:
-    """One open link of a sender, and what has gone over it.
-
-    Args:
-        process: the worker's process, until it has started; None if it is not awaited.
-    """
-
-    __slots__ = (
-        *("awaited", "backlog", "blocks", "link", "loses", "orders"),
-        *("outlet", "shares", "known_layout", "worker"),
-    )
-
-    def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
-        self.worker = worker
-        self.link = link
-        self.awaited = process
-        self.backlog = Backlog()
-        #: The digest of the layout that the worker knows; empty if it knows none.
-        self.known_layout = b""
-        #: Whether the worker maps a payload: see `SharesMemory.shares`.
-        self.shares: Callable[[Buffer, int], bool] = link.shares if isinstance(link, SharesMemory) else _maps_nothing
-        #: Where a link writes that says whether something is left there; None if it must be asked.
-        self.outlet: Outlet | None = link.outlet if isinstance(link, Steady) else None
-        #: Whether it blocks until the worker has answered.
-        self.blocks = isinstance(link, BlockingLink)
-        self.orders = link.delivery in _IN_TURN
-        # Where answers may be lost, a full backlog might never empty.
-        self.loses = link.delivery in _LOSING
-
-
-_NOTHING_NAMED: Final[Mapping[int, set[bytes]]] = MappingProxyType({})
 
 
 def _carries_deltas(link: Link) -> bool:
@@ -467,9 +423,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         packed = self._packed.get(message.version)
         if packed is None or message.incarnation != self.data.incarnation:
             return
-        sent = self._named.get(message.version, _NOTHING_NAMED).get(worker)
-        if sent is None:  # it was not sent to this worker
-            sent = {packed.digest_to_send(False)}
+        named = self._named.get(message.version, {})
+        sent = named.get(worker) or {packed.digest_to_send(False)}  # if it was not sent to this worker
         if message.digest not in sent and b"" not in sent:
             raise ProtocolError(
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
