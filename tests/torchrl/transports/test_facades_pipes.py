@@ -328,21 +328,28 @@ def test_fault_01_a_late_ack_is_not_taken_for_a_newer_update(hurried: Ends) -> N
     assert 2 == hurried.trainer.wait_ack().version
 
 
-def receive_and_hang(pipe: Connection) -> None:
+def receive_and_hang(pipe: Connection, received: Any) -> None:
     transport = MPTransport(pipe)
     transport.receive_weights(PATIENCE)
+    received.set()
     signal.pause()
 
 
 def test_fault_02_a_worker_that_dies_ends_the_wait_at_once_and_raises(forkserver: Any) -> None:
     ours, theirs = forkserver.Pipe()
     spare = Connection(os.dup(theirs.fileno()))  # so that no end of file comes
-    worker = forkserver.Process(target=receive_and_hang, args=(theirs,))
+    received = forkserver.Event()
+    worker = forkserver.Process(target=receive_and_hang, args=(theirs, received))
     worker.start()
     theirs.close()
+
+    def kill() -> None:
+        received.wait(PATIENCE)
+        worker.kill()
+
     with MPTransport(ours, timeout=PATIENCE) as trainer:
         trainer.send_weights_async(filled(1.0))
-        killer = threading.Timer(0.5, worker.kill)
+        killer = threading.Thread(target=kill)
         killer.start()
 
         with pytest.raises(WorkerLostError, match=r"dead|closed"):
