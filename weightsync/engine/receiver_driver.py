@@ -14,7 +14,7 @@ from weightsync.errors import ProtocolError, SenderClosed, StateError, Transport
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Refusal, Update
 from weightsync.transports.base import Link, Outlet, Received, Steady
 from weightsync.transports.device import CarriesDevices, Slot
 from weightsync.transports.process import own_host, own_identity
@@ -65,7 +65,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         #: The base of deltas; empty unless the sender may send some.
         self.held = HeldBase()
         #: The delta that came last without its base, and the number of its link.
-        self._baseless: tuple[int, Received] | None = None
+        self._baseless: tuple[int, Update] | None = None
         self._links: dict[int, Link] = {}
         #: Where those links write that say whether something is left there.
         self._outlets: dict[int, Outlet] = {}
@@ -292,11 +292,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         try:
             for received in read(link):
                 update = received.message
-                if (
-                    isinstance(update, Update)
-                    and update.base is not None
-                    and self._waits_for_whole(number, link, received)
-                ):
+                if isinstance(update, Update) and update.base and self._waits_for_whole(number, update, update.base):
                     continue
                 if number in self._links:
                     self._heard(number, link, received)
@@ -320,24 +316,23 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if self._todo:
                 self._finish()
 
-    def _waits_for_whole(self, number: int, link: Link, received: Received) -> bool:
+    def _waits_for_whole(self, number: int, update: Update, base: BaseRef) -> bool:
         """Whether an update is the delta of a version that is wanted, against a base that is not held.
 
         Its sender gets a NoBase, and sends the version whole. For the protocol the update arrives then, or when a newer
         one supersedes it: until then nothing of it is recorded.
         """
-        update, waiting, self._baseless = received.message, self._baseless, None
-        assert isinstance(update, Update)
-        if waiting is not None and waiting[0] == number and _overtakes(update, waiting[1].message):
-            self._heard(number, link, replace(waiting[1], payload=None, untaken="The base of its delta is not held."))
+        waiting, self._baseless = self._baseless, None
+        if waiting is not None and waiting[0] == number and _overtakes(update, waiting[1]):
+            self._update(number, waiting[1], Received(waiting[1], untaken="The base of its delta is not held."))
             self._finish()
-        if number not in self._links or update.base is None or not update.base.version or self.held.holds(update):
+        if number not in self._links or not base.version or self.held.holds(update):
             return False
         event = pure.UpdateArrived(number, update.incarnation, update.version)
         if pure.name(self.machine.state, self.data, event) not in _WANTED:
             return False
         self._layout_of(update)
-        self._baseless = number, received
+        self._baseless = number, update
         answer = NoBase(model_id=self.model_id, incarnation=update.incarnation, version=update.version)
         ReceiverDriver._write(self, number, answer)
         return True
@@ -427,9 +422,8 @@ def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
     return f"the sender said goodbye: {bye.reason}", SenderClosed
 
 
-def _overtakes(update: Update, waiting: Message) -> bool:
+def _overtakes(update: Update, waiting: Update) -> bool:
     """Whether an update is newer than one that waits for its whole weights, of the same sender."""
-    assert isinstance(waiting, Update)
     return update.incarnation == waiting.incarnation and update.version > waiting.version
 
 

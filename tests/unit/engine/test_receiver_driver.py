@@ -15,7 +15,7 @@ from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import SenderClosed
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Refusal, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Refusal, Update
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
@@ -99,6 +99,35 @@ def raised_by(worker: Worker, which: int, *messages: Any) -> ProtocolError:
 
 
 # ------------------------------------------------------------------------------------------------- what it says
+
+
+def test_why_the_last_handshake_was_refused_is_kept() -> None:
+    worker, late = Worker(1), Scripted()
+    assert worker.driver.turned_away == ""
+    worker.driver.layout = LAYOUT
+    worker.driver.add_link(late)
+    late.receives(hello(EPOCH + 1, layout_digest=OTHER.digest, layout=OTHER.encode()))
+    worker.driver.pump()
+
+    assert worker.driver.turned_away
+    assert worker.driver.ended == f"its handshake was refused: {worker.driver.turned_away}"
+
+
+def test_an_equal_layout_is_the_one_that_is_known() -> None:
+    worker, equal = Worker(), Layout([("a", "float32", (2,))])
+    worker.driver.layout = LAYOUT
+    worker.receives(0, update(1, equal))
+    assert worker.driver.pending is not None
+    assert worker.driver.pending.layout is LAYOUT
+
+
+def test_only_a_version_that_was_applied_is_the_base_of_a_delta() -> None:
+    whole, delta = replace(update(1), base=BaseRef()), replace(update(2), base=BaseRef(version=1))
+    for answer, holds in ((pure.Applied(ack(1)), True), (pure.Refused(refusal(1, RefusalKind.REFUSED, "no")), False)):
+        worker = Worker()
+        worker.receives(0, whole)
+        worker.driver.take(answer)
+        assert worker.driver.held.holds(delta) is holds
 
 
 def test_its_hello_tells_who_it_is_and_what_it_serves() -> None:
