@@ -90,9 +90,9 @@ class Pair:
 
     def sync(self, weights: Any = None, worker_ids: Any = None) -> Any:
         """One whole send to those named, or all."""
-        self.sender.send_async(weights, worker_ids)
+        targets = self.sender.send_async(weights, worker_ids).outcomes
         for index, receiver in enumerate(self.receivers):
-            receiver.receive(timeout=self.arrival if worker_ids is None or index in worker_ids else 0.0)
+            receiver.receive(timeout=self.arrival if index in targets else 0.0)
         return self.sender.wait_async(timeout=PATIENCE)
 
     def close(self) -> None:

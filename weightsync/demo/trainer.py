@@ -109,7 +109,7 @@ class Trainer:
         return Result(self._state, sent, results)
 
     def _await_started(self) -> None:
-        """Wait until every worker has applied the first version.
+        """Wait until every worker has applied the first version, and its process id is here.
 
         Raises:
             WorkerFailedError: a worker ended before.
@@ -122,6 +122,9 @@ class Trainer:
                     pass  # raises what ended a worker
             report.raise_on_failure()
         self._conclude(report)
+        until = time.monotonic() + START_TIMEOUT
+        while len(self._pids.keys() | self._failed.keys()) < self._settings.workers and self._listen(until):
+            pass
 
     def _train(self) -> None:
         """Train until the task stays solved, time is up, or no worker is left."""
