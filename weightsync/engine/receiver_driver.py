@@ -14,7 +14,7 @@ from weightsync.errors import ProtocolError, SenderClosed, StateError, Transport
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
-from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
 from weightsync.transports.base import Link, Outlet, Received, Steady
 from weightsync.transports.device import CarriesDevices, Slot
 from weightsync.transports.process import own_host, own_identity
@@ -292,7 +292,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         try:
             for received in read(link):
                 update = received.message
-                if isinstance(update, Update) and update.base and self._waits_for_whole(number, update, update.base):
+                if isinstance(update, Update) and update.base and self._waits_for_whole(number, link, update):
                     continue
                 if number in self._links:
                     self._heard(number, link, received)
@@ -316,7 +316,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if self._todo:
                 self._finish()
 
-    def _waits_for_whole(self, number: int, update: Update, base: BaseRef) -> bool:
+    def _waits_for_whole(self, number: int, link: Link, update: Update) -> bool:
         """Whether an update is the delta of a version that is wanted, against a base that is not held.
 
         Its sender gets a NoBase, and sends the version whole. For the protocol the update arrives then, or when a newer
@@ -324,9 +324,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """
         waiting, self._baseless = self._baseless, None
         if waiting is not None and waiting[0] == number and _overtakes(update, waiting[1]):
-            self._update(number, waiting[1], Received(waiting[1], untaken="The base of its delta is not held."))
+            self._heard(number, link, Received(waiting[1], untaken="The base of its delta is not held."))
             self._finish()
-        if number not in self._links or not base.version or self.held.holds(update):
+        if number not in self._links or not _is_delta(update) or self.held.holds(update):
             return False
         event = pure.UpdateArrived(number, update.incarnation, update.version)
         if pure.name(self.machine.state, self.data, event) not in _WANTED:
@@ -395,8 +395,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             own = self.layout
             self._layouts = {carried.digest: own if own is not None and own == carried else carried}
         layout = self._layouts.get(update.layout_digest)
-        is_delta = update.base is not None and update.base.version > 0
-        if layout is None or (layout.nbytes != update.nbytes and not is_delta):
+        if layout is None or (layout.nbytes != update.nbytes and not _is_delta(update)):
             raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
         return layout
 
@@ -420,6 +419,10 @@ def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
     if bye.ending is Ending.FAILED:
         return f"the sender failed: {bye.reason}", TransportError
     return f"the sender said goodbye: {bye.reason}", SenderClosed
+
+
+def _is_delta(update: Update) -> bool:
+    return update.base is not None and update.base.version > 0
 
 
 def _overtakes(update: Update, waiting: Update) -> bool:
