@@ -252,7 +252,7 @@ class Member:
         if self.restarts < most:
             delay = min(self._rules.restart_delay * 2**self.restarts, _LONGEST_DELAY)
             self.life, self.due = MemberState.WAITING, Deadline(delay)
-            return f"It is restarted in {delay:g} s, for time {self.restarts + 1} of at most {most}."
+            return f"It restarts in {delay:g} s (restart {self.restarts + 1} of at most {most})."
         self.life = MemberState.FAILED
         if most:
             return f"It has been restarted as often as max_restarts={most} allows."
