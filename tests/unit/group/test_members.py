@@ -217,9 +217,7 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
         lives.processes[-1].kill()
         restarted = member.died()
         assert restarted is not None
-        assert str(restarted).endswith(
-            f"It restarts in {delay:g} s (restart {restarted.restarts + 1} of at most 2)."
-        )
+        assert str(restarted).endswith(f"It restarts in {delay:g} s (restart {restarted.restarts + 1} of at most 2).")
         clock.advance(delay - 0.5)
         member.judge(excused=False)
         assert member.life is MemberState.WAITING
