@@ -29,7 +29,7 @@ from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
 from weightsync.weights.packing import digest_of, kept_views, pack, scatter
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
-from weightsync.weights.tensors import Form, address_of
+from weightsync.weights.tensors import Form, address_of, set_data
 
 logger = logging.getLogger("weightsync")
 
@@ -345,8 +345,7 @@ class Target:
             copied = [index for index in plan.copied() if index not in plan.mappable]
             mapped.prepare(plan.family, plan.mappable.values(), copied)
         undo.remember(plan.parameters, plan.mapped.memory if plan.mapped else None)
-        for parameter, data in zip(plan.parameters, mapped.memory, strict=True):
-            parameter.data = data
+        set_data(zip(plan.parameters, mapped.memory, strict=True))
         torch.autograd.graph.increment_version(plan.parameters)
         return mapped
 
@@ -357,8 +356,7 @@ class Target:
         own = self._own_memory(plan, self._slot, torch.empty_like)
         undo.remember([parameter for parameter, _ in own], None)
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, data in own:
-                parameter.data = data
+            set_data(own)
 
     @staticmethod
     def _own_memory(
@@ -394,8 +392,7 @@ class Target:
             for device in plan.devices:
                 device.finish()
             with torch.inference_mode(False), torch.no_grad():
-                for parameter, data in own:
-                    parameter.data = data
+                set_data(own)
             self._plan = plan.moved(Form(plan.weights.tensors.values()))
             self._slot = None
 
@@ -433,8 +430,7 @@ class _Undo:
     def all(self, cause: BaseException) -> None:
         """Undo everything, or raise SwapBroken."""
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, data in self._data:
-                parameter.data = data
+            set_data(self._data)
         for module, slot, before in reversed(self._extras):
             try:
                 _restore(module, slot, before)

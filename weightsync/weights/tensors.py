@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import numpy
 import torch
@@ -216,3 +217,22 @@ def address_of(view: memoryview) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
     # Its `ctypes.data` is the same number, two calls of Python later.
     return int(numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]) if view.nbytes else 0
+
+
+#: Releases the GIL, which an assignment to `Tensor.data` does not.
+_SET_DATA: Final = torch.ops.aten.set_data.default
+
+
+def set_data(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give each tensor the memory of another of the same kind, as an assignment to its ``data`` does.
+
+    That takes a lock of the tensor with the GIL held. If autograd meets a parameter in another thread at that moment
+    (``parameter.sum()`` is enough), it may hold the lock and wait for the GIL: both threads then wait forever. This was
+    seen with torch 2.15.
+    """
+    alone = threading.active_count() == 1
+    for tensor, data in pairs:
+        if alone or not tensor.requires_grad:
+            tensor.data = data
+        else:
+            _SET_DATA(tensor, data)
