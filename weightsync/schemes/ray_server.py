@@ -18,6 +18,7 @@ from weightsync.errors import (
     ConfigurationError,
     LayoutError,
     ModelPathError,
+    ProtocolError,
     StateError,
     TransportError,
     WeightSyncError,
@@ -194,6 +195,11 @@ class ActorServer:
             # The link is gone. If that was the answer (to a refused handshake, or a goodbye), it has been given.
             if not answer.done():
                 raise
+        except ProtocolError as error:
+            # The link that broke the protocol is closed, and its calls have failed. This may be another link's call.
+            if answer.done() and answer.exception() is not None:
+                raise
+            logger.error("model %r: a sender broke the protocol: %s", self.model_id, error)
         if self.receiver.state is State.CLOSED and not answer.done():
             raise StateError("receiver", "closed", "a call", [])
 

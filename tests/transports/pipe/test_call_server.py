@@ -191,6 +191,45 @@ def test_after_a_senders_goodbye_no_call_of_its_link_waits_not_even_one_that_com
     assert [answers(early), answers(late)] == [[], []]
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["while the receiver listens", "before it listens"])
+def test_no_call_of_a_link_is_processed_before_the_receiver_has_the_link(early: bool) -> None:
+    """It would find a receiver without a link, and end its own."""
+    call_server, begun, let_go, links = CallServer("m"), threading.Event(), threading.Event(), []
+
+    def accept(link: Any) -> None:
+        begun.set()
+        assert let_go.wait(20)
+        links.append(link)
+
+    def serve() -> None:
+        if early:
+            call_server.submit(parcel(0))
+        stops.append(call_server.open(accept))
+        if not early:
+            call_server.submit(parcel(0))
+
+    def second() -> None:
+        call_server.submit(parcel(1))
+        seen.append(list(links))
+
+    stops: list[Any] = []
+    seen: list[Any] = []
+    threads = [threading.Thread(target=serve), threading.Thread(target=second)]
+    threads[0].start()
+    assert begun.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert seen == []
+    let_go.set()
+    for thread in threads:
+        thread.join()
+
+    assert seen == [links]
+    assert brought(links[0]) == [0, 1]
+    links[0].close()
+    stops[0]()
+
+
 def test_calls_that_come_before_anybody_listens_wait_at_the_call_server() -> None:
     call_server, links = CallServer("m"), []
     early = call_server.submit(parcel(0)), call_server.submit(parcel(0, link="b"))

@@ -116,6 +116,17 @@ def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link
         link.receive()
 
 
+def test_of_several_failures_that_is_reported_which_says_more_than_that_the_link_is_closed(laid: Any) -> None:
+    link, call_client = laid
+    for version in (1, 2):
+        link.send(update(version))
+    call_client.calls[0].set_exception(GivenUp("the receiver closed this link"))
+    call_client.calls[1].set_exception(TransportError("the actor was restarted"))
+
+    with pytest.raises(TransportError, match="the actor was restarted"):
+        link.receive()
+
+
 def test_of_several_failures_the_first_calls_is_reported(laid: Any) -> None:
     link, call_client = laid
     for version in (1, 2):

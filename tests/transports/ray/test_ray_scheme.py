@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +29,10 @@ from weightsync import (
 )
 from weightsync.keys import SharedKey
 from weightsync.protocol.codec import encode
-from weightsync.protocol.messages import Hello
+from weightsync.protocol.messages import Hello, Update
 from weightsync.schemes import ray_server
 from weightsync.transports.calls.client import EARLY
-from weightsync.transports.calls.server import Parcel
+from weightsync.transports.calls.server import Parcel, decoded
 from weightsync.transports.ray.client import WAY
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
 from weightsync.weights.tensors import bits_of
@@ -438,6 +439,25 @@ def test_a_call_that_overtook_others_on_an_event_loop_is_to_be_repeated_and_bloc
 
     try:
         assert asyncio.run(calls(1, 0, 2)) == [True, False, True]
+    finally:
+        scheme.close()
+        ray_server._servers.clear()
+
+
+def test_what_breaks_the_protocol_on_one_link_ends_no_call_of_another() -> None:
+    """In a threaded actor any call reads all links."""
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_worker("policy", model=small())
+    actor_server = ray_server.actor_server_of("policy")
+    try:
+        assert actor_server.call(_parcel(0), ())
+        no_layout = Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=0)
+        bad = actor_server._call_server.submit(Parcel("a link", 1, encode(no_layout)))
+
+        assert actor_server.call(replace(_parcel(0), link="another"), ())
+
+        (told,) = decoded(bad.result(timeout=0))
+        assert "has not carried" in told.reason
     finally:
         scheme.close()
         ray_server._servers.clear()

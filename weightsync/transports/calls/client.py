@@ -101,7 +101,9 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._waker.clear()
         # Read before the calls are checked: what the peer sent before its death is then certainly there.
         death = self._death()
-        received = [Received(message) for call in self._finished_calls() for message in self._messages_of(call)]
+        over = self._finished_calls()
+        received = [Received(message) for call in over if _answered(call) for message in call.result()]
+        self._failed = self._failed or self._failure_of(over)
         if self._failed is None and death:
             self._failed = TransportError(f"{self._peer} has ended: {death}.")
         if self._failed is not None:
@@ -120,18 +122,17 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._calls = [call for call in self._calls if call not in over]
         return over
 
-    def _messages_of(self, call: Answers) -> Sequence[Message]:
-        error = _error_of(call)
-        if error is None:
-            return call.result()
-        if self._failed is not None:
-            return ()  # the first failure says why: those behind it may only say that the link is gone
+    def _failure_of(self, over: list[Answers]) -> TransportError | ProtocolError | None:
+        """Why the link has failed: the first error that says more than that the other end has closed it."""
+        errors = [error for call in over if (error := _error_of(call)) is not None]
+        if not errors:
+            return None
+        error = next((each for each in errors if not isinstance(each, GivenUp)), errors[0])
         if isinstance(error, TransportError | ProtocolError):
-            self._failed = error
-        else:
-            self._failed = TransportError(f"A call to {self._peer} failed: {error}")
-            self._failed.__cause__ = error
-        return ()
+            return error
+        failed = TransportError(f"A call to {self._peer} failed: {error}")
+        failed.__cause__ = error
+        return failed
 
     def close(self) -> None:
         """Close the link: see `Link.close`. The payload of a call in flight stays unchanged until the call ends."""

@@ -47,6 +47,9 @@ class CallServer:
         self._lock = threading.Lock()
         self._links: dict[str, CallServerLink] = {}
         self._unmet: list[CallServerLink] = []
+        #: Links that the receiver is being given. Their other calls wait, or the receiver would not know the link.
+        self._being_accepted: set[CallServerLink] = set()
+        self._accepted = threading.Condition(self._lock)
         self._accept: Callable[[Link], None] | None = None
 
     def submit(self, parcel: Parcel) -> Future[Frames]:
@@ -89,6 +92,7 @@ class CallServer:
         if self._key is None and _is_from_elsewhere(brought):
             warn_exposed(f"A sender of model {self.model_id!r} calls from another host")
         with self._lock:
+            self._accepted.wait_for(lambda: self._links.get(parcel.link) not in self._being_accepted)
             link = self._links.get(parcel.link)
             accept = None
             if self._accept is None:
@@ -99,6 +103,8 @@ class CallServer:
                 accept = self._accept
                 if accept is None:
                     self._unmet.append(link)
+                else:
+                    self._being_accepted.add(link)
             unfit = isinstance(brought, ProtocolError) and link in self._unmet
             if unfit:
                 self._unmet.remove(link)
@@ -112,7 +118,16 @@ class CallServer:
             return _marked(answer) if self._key is None and _is_within_reach(brought) else answer
         finally:
             if accept is not None:
-                accept(link)
+                self._give(link, accept)
+
+    def _give(self, link: CallServerLink, accept: Callable[[Link], None]) -> None:
+        """Give the receiver a link. From then on any call of that link can have the receiver read it."""
+        try:
+            accept(link)
+        finally:
+            with self._lock:
+                self._being_accepted.discard(link)
+                self._accepted.notify_all()
 
     def _new_link(self, name: str) -> CallServerLink:
         closed = [each for each, link in self._links.items() if link.is_closed]
@@ -229,9 +244,11 @@ class CallServer:
                 self._gate = CallAuthenticator(key, self.model_id, self._way, self._worker)
             unmet, self._unmet = self._unmet, []
             sealed, self._sealed = self._sealed, []
+            if same:
+                self._being_accepted.update(unmet)
         for link in unmet:
             if same:
-                accept(link)
+                self._give(link, accept)
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
