@@ -194,11 +194,12 @@ class WorkerFailedError(WeightSyncError):
         next_step: str = GIVE_RESTARTS,
     ) -> None:
         served = "" if version is None else f" while it served version {version}"
+        after = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
         advice = f"The other workers keep running. {next_step}"
         if reason.endswith("SIGKILL"):
             advice = f"If you did not kill it, the machine may have run out of memory: see the kernel's log. {advice}"
         lines = [
-            f"worker {worker} failed{served}, after {restarts} restarts: {reason}",
+            f"worker {worker} failed{after}{served}: {reason}",
             remote_traceback.rstrip(),
             advice,
         ]

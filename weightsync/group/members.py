@@ -26,6 +26,10 @@ _LONGEST_DELAY: Final = 60.0
 _LOOK: Final = 0.1
 
 
+#: Why a worker that fails after `Member.stop` is not restarted.
+_STOPPED: Final = "It is not restarted, since the group was stopped."
+
+
 class MemberState(enum.Enum):
     """Where a member is."""
 
@@ -194,7 +198,7 @@ class Member:
 
     def stop(self) -> None:
         """Ask it to return; it is not restarted any more."""
-        self._rules = replace(self._rules, max_restarts=0)
+        self._rules = replace(self._rules, max_restarts=0, remedy=_STOPPED)
         if self.running is not None:
             self.running.channel.stop()
         elif self.life is MemberState.WAITING:

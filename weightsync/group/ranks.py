@@ -110,7 +110,7 @@ class RankLauncher:
         ConfigurationError: this is not rank 0 of a world with more ranks; or an argument is not for ranks.
     """
 
-    remedy = "A rank is not restarted alone: torchrun's --max-restarts starts the whole world again."
+    remedy = "The group cannot restart a rank: torchrun's --max-restarts starts the whole world again."
 
     def __init__(self, scheme: DistributedWeightSyncScheme, asked: GroupArguments) -> None:
         if asked.run is not None:
