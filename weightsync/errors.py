@@ -259,6 +259,8 @@ class PartlyLoadedError(WeightSyncError):
 
 #: HTTP statuses of calls that were turned away: the engine has begun nothing.
 _REJECTED: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
+#: The first and the last status of calls that are to be made elsewhere. They are not followed.
+_REDIRECTS: Final = (300, 399)
 
 
 class EngineError(WeightSyncError):
@@ -277,8 +279,8 @@ class EngineError(WeightSyncError):
 
     @property
     def began_nothing(self) -> bool:
-        """Whether the status says that the call was rejected, and so changed nothing."""
-        return self.status in _REJECTED
+        """Whether the status says that the call was rejected or redirected, and so changed nothing."""
+        return self.status in _REJECTED or _REDIRECTS[0] <= self.status <= _REDIRECTS[1]
 
 
 class ConfigurationError(WeightSyncError, ValueError):
