@@ -171,8 +171,8 @@ class SyncReport:
         Returns:
             ``model_id``, ``version``, ``incarnation``, ``ok``, ``nbytes``, ``wire_dtype``, ``pack_s``, ``connect_s``,
             ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left``, ``previous``,
-            ``sent_by_rank``, ``payload_nbytes`` and ``told_before``, as the attributes of these names. Worker ids are keys, in decimal;
-            enums are given by their values.
+            ``sent_by_rank``, ``payload_nbytes`` and ``told_before``, as the attributes of these names. Worker ids are
+            keys, in decimal; enums are given by their values.
         """
         return {
             "model_id": self.model_id,

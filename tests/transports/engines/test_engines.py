@@ -17,13 +17,11 @@ from missing import installed
 from torch import nn
 
 from weightsync import (
-    AckTimeoutError,
     ConfigurationError,
     EngineWeightSyncScheme,
     Evidence,
     OutcomeKind,
     SGLangEngine,
-    State,
     VLLMEngine,
     WorkerLostError,
 )

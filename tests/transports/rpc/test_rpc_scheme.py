@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
@@ -40,7 +39,6 @@ from weightsync import (
     OutcomeKind,
     RefusedError,
     RPCWeightSyncScheme,
-    SenderClosed,
     State,
     StateError,
     WorkerLostError,

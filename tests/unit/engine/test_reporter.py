@@ -11,9 +11,9 @@ from scripted import EPOCH, Fleet, Scripted, Telling, ack, hello, packed, refusa
 
 from weightsync import RefusedError, TransportError, WorkerLostError
 from weightsync.engine.reporter import Reporter
-from weightsync.protocol._tables import RefusalKind
 from weightsync.options import WireDtype
 from weightsync.protocol import sender as pure
+from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Bye
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing import FakeClock

@@ -24,8 +24,8 @@ from weightsync.transports.calls.client import Answers, CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, complete_like
 from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
-    WAY,
     ENDLESS,
+    WAY,
     RpcCallClient,
     WorkerInfo,
     ask_listening,
