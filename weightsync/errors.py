@@ -178,7 +178,8 @@ class WorkerFailedError(WeightSyncError):
     Attributes:
         worker: its index.
         reason: why it ended: its exception, or how its process died.
-        remote_traceback: the traceback of its exception; empty if it raised none.
+        remote_traceback: the traceback of its exception; or, of a process that was killed because it gave no result,
+            the stack of its main thread; else empty.
         version: the version that it served; None if it served none, or if that is unknown.
         restarts: how often it had been restarted.
     """

@@ -24,6 +24,7 @@ from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.reception import ChannelListener, Invitation
 from weightsync.group.steps import Staleness
+from weightsync.group.whereabouts import Whereabouts
 from weightsync.group.worker import Job, Plan, Worker, live
 from weightsync.keys import SharedKey
 from weightsync.options import OnStale
@@ -86,6 +87,10 @@ class RankProcess:
     def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - its launcher says why
         """In words, once it is dead."""
         return f"its connection has ended: the process of rank {self.handle} is dead, or its host cannot be reached"
+
+    def whereabouts(self) -> Whereabouts:
+        """Unknown: a rank may be on any host."""
+        return Whereabouts()
 
     def join(self, deadline: Deadline) -> None:
         """There is nothing to wait for: the group has closed its channel, and the process is its launcher's."""

@@ -13,6 +13,7 @@ from weightsync.errors import GIVE_RESTARTS
 from weightsync.group.channel import Failed, Finished, Frame, Put, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
+from weightsync.group.whereabouts import Whereabouts
 from weightsync.testing import FakeClock
 
 
@@ -29,6 +30,9 @@ class Process:
 
     def close(self) -> None:
         self.kill()
+
+    def whereabouts(self) -> Whereabouts:
+        return Whereabouts("it was at line 3", "in act")
 
     def how_it_ended(self, started: bool) -> str:
         return "its process was ended by SIGSEGV"
@@ -178,7 +182,8 @@ def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeCloc
     assert member.dead
     error = member.died()
     assert error is not None
-    assert "gave no result for 10.0 s" in error.reason
+    assert error.reason == "it gave no result for 10.0 s, and was killed; it was at line 3"
+    assert error.remote_traceback == "in act"
 
 
 def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock, lives: Lives) -> None:
