@@ -427,6 +427,12 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
         (lambda: VLLMEngine("http://localhost:1", Inline(), pause="doze"), "doze"),
         (lambda: SGLangEngine("http://localhost:1", tp_size=0), "tp_size= is 0"),
         (lambda: EngineWeightSyncScheme().init_on_sender("policy", model=small(1.0)), "needs engines="),
+        (
+            lambda: EngineWeightSyncScheme().init_on_sender(
+                "policy", engines=[VLLMEngine(Handle(), Inline())] * 2, model=small(1.0)
+            ),
+            "workers 0 and 1 are the same VLLMEngine: name each worker once",
+        ),
         (lambda: EngineWeightSyncScheme().init_on_worker("policy", model=small(1.0)), "no worker's side"),
     ],
 )

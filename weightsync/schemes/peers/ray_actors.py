@@ -136,7 +136,7 @@ def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
 def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
     known = ", ".join(name for name in methods if name != CALL)
     return (
-        f"{peer} is a {type(endpoint).__name__} without a method that takes weights: derive its class from "
+        f"{peer} ({type(endpoint).__name__}) is no actor with a method that takes weights: derive its class from "
         f"WeightSyncActor, give it {known}, or initialise a RayWeightSyncScheme in it before weights are sent."
     )
 
