@@ -38,7 +38,8 @@ class EngineServer:
         self.paused = False
         #: Tensors of each update call.
         self.sizes: list[int] = []
-        #: What the server does at a route, instead of what it should: statuses, "stall", "die", or both; one per call.
+        #: What the server does at a route, instead of what it should: statuses, "stall", "die", or both; "garbage" is
+        #: somebody else's page. With " after", it first does what it should. One per call; "serve" is what it should.
         self.plan: dict[str, list[int | str]] = defaultdict(list)
         self.stalled = threading.Event()
         self._released = threading.Event()
@@ -75,19 +76,33 @@ class EngineServer:
         self.calls.append(route)
         self.bodies[route].append(body)
         planned = self.plan[route].pop(0) if self.plan[route] else None
-        if planned == "die":
-            handler.connection.shutdown(socket.SHUT_RDWR)
-            return
         if planned in ("stall", "stall and die"):
             self._stall(handler.connection)
         if planned == "stall and die":
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
+        if isinstance(planned, str) and planned.endswith(" after"):
+            self._tried(route, body)
+            planned = planned.removesuffix(" after")
+        if planned == "die":
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            return
+        self._reply(handler, *self._answered(planned, route, body))
+
+    def _answered(self, planned: int | str | None, route: str, body: Any) -> tuple[int, str]:
+        if planned == "garbage":
+            return 200, "<html>Log in first</html>"
+        if planned == "500":
+            planned = 500
         status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._tried(route, body)
+        return status, json.dumps(answer)
+
+    @staticmethod
+    def _reply(handler: BaseHTTPRequestHandler, status: int, text: str) -> None:
         with contextlib.suppress(OSError):
             handler.send_response(status)
             handler.end_headers()
-            handler.wfile.write(json.dumps(answer).encode())
+            handler.wfile.write(text.encode())
 
     def _stall(self, connection: socket.socket) -> None:
         self.stalled.set()

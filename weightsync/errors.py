@@ -178,7 +178,8 @@ class WorkerFailedError(WeightSyncError):
     Attributes:
         worker: its index.
         reason: why it ended: its exception, or how its process died.
-        remote_traceback: the traceback of its exception; empty if it raised none.
+        remote_traceback: the traceback of its exception; or, of a process that was killed because it gave no result,
+            the stack of its main thread; else empty.
         version: the version that it served; None if it served none, or if that is unknown.
         restarts: how often it had been restarted.
     """
@@ -194,11 +195,12 @@ class WorkerFailedError(WeightSyncError):
         next_step: str = GIVE_RESTARTS,
     ) -> None:
         served = "" if version is None else f" while it served version {version}"
+        after = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
         advice = f"The other workers keep running. {next_step}"
         if reason.endswith("SIGKILL"):
             advice = f"If you did not kill it, the machine may have run out of memory: see the kernel's log. {advice}"
         lines = [
-            f"worker {worker} failed{served}, after {restarts} restarts: {reason}",
+            f"worker {worker} failed{after}{served}: {reason}",
             remote_traceback.rstrip(),
             advice,
         ]
@@ -258,6 +260,8 @@ class PartlyLoadedError(WeightSyncError):
 
 #: HTTP statuses of calls that were turned away: the engine has begun nothing.
 _REJECTED: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
+#: The first and the last status of calls that are to be made elsewhere. They are not followed.
+_REDIRECTS: Final = (300, 399)
 
 
 class EngineError(WeightSyncError):
@@ -276,8 +280,8 @@ class EngineError(WeightSyncError):
 
     @property
     def began_nothing(self) -> bool:
-        """Whether the status says that the call was rejected, and so changed nothing."""
-        return self.status in _REJECTED
+        """Whether the status says that the call was rejected or redirected, and so changed nothing."""
+        return self.status in _REJECTED or _REDIRECTS[0] <= self.status <= _REDIRECTS[1]
 
 
 class ConfigurationError(WeightSyncError, ValueError):

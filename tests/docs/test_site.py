@@ -77,8 +77,10 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
 INTERNAL = {
     "AdapterFault": "the link is given up, and the worker LOST",
     "Challenged": "the call is repeated",
+    "EngineLeftError": "the engine is LOST",
     "GivenUp": "the link's worker is LOST",
     "NoRoom": "the worker refuses",
+    "UnreachedError": "the engine is LOST",
     "SwapBroken": "the receiver is closed, and the worker LOST",
     "LocalWorkerError": "bench, demo and soak say what became of a worker that they started",
     "DeviceError": "weights travel through the host's memory, or the worker refuses",

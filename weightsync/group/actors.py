@@ -15,6 +15,7 @@ from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.reception import ChannelListener
+from weightsync.group.whereabouts import Whereabouts
 from weightsync.group.worker import Job, live
 from weightsync.schemes.ray import RayWeightSyncScheme
 from weightsync.schemes.ray_server import actor_server_of
@@ -94,6 +95,10 @@ class ActorProcess:
         """In Ray's words, once it is dead."""
         error = self._life.exception()
         return "its actor has ended" if error is None else plain(str(error))
+
+    def whereabouts(self) -> Whereabouts:
+        """Unknown: an actor may be on any host."""
+        return Whereabouts()
 
     def join(self, deadline: Deadline) -> None:
         """Wait until its life is over."""

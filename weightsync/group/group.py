@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.selection import Selection
+
+logger = logging.getLogger("weightsync")
 
 #: Seconds that a process whose link is lost has to die before it is killed.
 _LOST_SECONDS: Final = 5.0
@@ -203,6 +206,7 @@ class WorkerGroup:
                 if not life.channel.attached:
                     life.process.kill()  # it has not come so far as to hear that the group is closed
                 life.process.join(deadline)
+            self._tell_of_hung(timeout)
             for life in lives:
                 life.process.kill()  # all of them, before any is waited for
         finally:
@@ -212,6 +216,18 @@ class WorkerGroup:
             self._first.clear()
             self._members.results.clear()
             atexit.unregister(self.close)
+
+    def _tell_of_hung(self, timeout: float | Timeout | None) -> None:
+        """Log which workers have not returned in the time that they had, and where they are."""
+        for index, member in self._members.by_index.items():
+            life = member.running
+            if timeout == 0 or life is None or life.process.dead or member.life is MemberState.STARTING:
+                continue
+            where = life.process.whereabouts()
+            logger.warning(
+                "worker %d had not returned %s s after close(), and was %s%s%s",
+                *(index, timeout, life.process.fate, where.phrase, where.stack and f"\n{where.stack}"),
+            )
 
     def forget(self) -> None:
         """In a forked child: the workers are the parent's."""

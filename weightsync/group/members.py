@@ -1,4 +1,7 @@
-"""The members of a group: each is one worker through all its lives. Nothing here waits but `wait`."""
+"""The members of a group: each is one worker through all its lives.
+
+Nothing here waits but `wait`, and for a moment what gives a worker up.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import GIVE_RESTARTS, WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
+from weightsync.group.whereabouts import Whereabouts
 from weightsync.protocol.sender import Entry
 from weightsync.transports.base import SLICE, Link
 
@@ -24,6 +28,10 @@ _GRACE: Final = 10.0
 _LONGEST_DELAY: Final = 60.0
 #: Seconds between two looks at a link that has no descriptor to wait for.
 _LOOK: Final = 0.1
+
+
+#: Why a worker that fails after `Member.stop` is not restarted.
+_STOPPED: Final = "It is not restarted, since the group was stopped."
 
 
 class MemberState(enum.Enum):
@@ -84,6 +92,9 @@ class Process(Protocol):
             started: whether its function had begun.
         """
 
+    def whereabouts(self) -> Whereabouts:
+        """Where it is in its code, as far as that can be found out in a moment."""
+
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
 
@@ -132,6 +143,8 @@ class Member:
         self.untaken = 0
         self._last_word: Failed | Finished | None = None
         self._reason = ""
+        #: Where it was when it was given up.
+        self._where = Whereabouts()
         self._started = Stopwatch()
         #: When it is given up because its link is lost; None if that is up.
         self._unlinked: Deadline | None = None
@@ -142,7 +155,7 @@ class Member:
         """Begin a life."""
         self.running = self._start(self.index, self.restarts)
         self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
-        self._started, self._unlinked = Stopwatch(), None
+        self._started, self._unlinked, self._where = Stopwatch(), None, Whereabouts()
         self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
@@ -194,7 +207,7 @@ class Member:
 
     def stop(self) -> None:
         """Ask it to return; it is not restarted any more."""
-        self._rules = replace(self._rules, max_restarts=0)
+        self._rules = replace(self._rules, max_restarts=0, remedy=_STOPPED)
         if self.running is not None:
             self.running.channel.stop()
         elif self.life is MemberState.WAITING:
@@ -210,7 +223,9 @@ class Member:
     def give_up(self, reason: str) -> None:
         """Kill it. It fails for this reason, unless it gave one itself."""
         if self.running is not None:
-            self._reason = self._reason or f"{reason}, and was {self.running.process.fate}"
+            if not self._reason:
+                self._where = self.running.process.whereabouts()
+                self._reason = f"{reason}, and was {self.running.process.fate}{self._where.phrase}"
             self.due = Deadline(_GRACE)
             self.running.process.kill()
 
@@ -238,7 +253,7 @@ class Member:
         self.release()
         if isinstance(word, Finished):
             return None
-        trace, version = ("", served) if word is None else (word.remote_traceback, word.version)
+        trace, version = (self._where.stack, served) if word is None else (word.remote_traceback, word.version)
         next_step = self._after_death()
         reason = how if word is None else word.reason
         error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=next_step)

@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.steps import Announced
+from weightsync.group.whereabouts import Whereabouts, ask
 from weightsync.group.worker import InheritedChannel, Job, work
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.transports.process import started_at, watching
@@ -33,6 +35,7 @@ class WorkerProcess:
     Args:
         context: a multiprocessing context.
         job: what it does.
+        answers: where it says where it is; belongs to the process from now on.
 
     Raises:
         ConfigurationError: the job cannot be pickled.
@@ -41,7 +44,8 @@ class WorkerProcess:
 
     fate = "killed"
 
-    def __init__(self, context: BaseContext, job: Job) -> None:
+    def __init__(self, context: BaseContext, job: Job, answers: Connection) -> None:
+        self._answers = answers
         name = f"weightsync worker {job.index}"
         self.handle: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
         try:
@@ -82,6 +86,10 @@ class WorkerProcess:
             "the program"
         )
 
+    def whereabouts(self) -> Whereabouts:
+        """Where it is in its code: see `Process.whereabouts`."""
+        return Whereabouts() if self._watch.dead else ask(self._pid, self._answers)
+
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
         self.handle.join(deadline.nap)
@@ -99,6 +107,7 @@ class WorkerProcess:
         self.kill()
         self.handle.join(_REAP_SECONDS)
         self._watch.close()
+        self._answers.close()
         with contextlib.suppress(ValueError):  # it still runs: the kernel does not end it
             self.handle.close()
 
@@ -135,15 +144,16 @@ class ProcessLauncher:
         """Start a process: see `Launcher.launch`."""
         ours, theirs = self._context.Pipe()
         near, far = socket.socketpair()
-        with theirs, far:
-            job = Job(
-                self._plan, index, restarts, self.scheme, {"pipe": theirs}, InheritedChannel(far), self._announced
-            )
+        asking, answering = self._context.Pipe(duplex=False)
+        with theirs, far, answering:
+            reach, inherited = {"pipe": theirs}, InheritedChannel(far)
+            job = Job(self._plan, index, restarts, self.scheme, reach, inherited, self._announced, answering)
             channel = TrainerEnd(near)
             try:
-                process = WorkerProcess(self._context, job)
+                process = WorkerProcess(self._context, job, asking)
             except BaseException:
                 channel.close()
+                asking.close()
                 ours.close()
                 raise
         return Launched(Running(process, channel, self._announced.announce), ours, process.handle)

@@ -24,6 +24,7 @@ from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.reception import ChannelListener, Invitation
 from weightsync.group.steps import Staleness
+from weightsync.group.whereabouts import Whereabouts
 from weightsync.group.worker import Job, Plan, Worker, live
 from weightsync.keys import SharedKey
 from weightsync.options import OnStale
@@ -87,6 +88,10 @@ class RankProcess:
         """In words, once it is dead."""
         return f"its connection has ended: the process of rank {self.handle} is dead, or its host cannot be reached"
 
+    def whereabouts(self) -> Whereabouts:
+        """Unknown: a rank may be on any host."""
+        return Whereabouts()
+
     def join(self, deadline: Deadline) -> None:
         """There is nothing to wait for: the group has closed its channel, and the process is its launcher's."""
 
@@ -110,7 +115,7 @@ class RankLauncher:
         ConfigurationError: this is not rank 0 of a world with more ranks; or an argument is not for ranks.
     """
 
-    remedy = "A rank is not restarted alone: torchrun's --max-restarts starts the whole world again."
+    remedy = "The group cannot restart a rank: torchrun's --max-restarts starts the whole world again."
 
     def __init__(self, scheme: DistributedWeightSyncScheme, asked: GroupArguments) -> None:
         if asked.run is not None:

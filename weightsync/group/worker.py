@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,6 +21,7 @@ from weightsync.errors import ConfigurationError, SenderClosed, TransportError, 
 from weightsync.group.channel import Failed, Finished, Started, WorkerEnd
 from weightsync.group.function import require_made, require_ran
 from weightsync.group.steps import LOOK_SECONDS, Announced, Staleness, Steps
+from weightsync.group.whereabouts import answer_over
 from weightsync.schemes.base import WeightSyncScheme
 
 #: Makes a worker's model.
@@ -138,6 +140,7 @@ class Job:
         reach: how the sender reaches it: what `init_on_receiver` is given besides.
         channel: how it reaches its channel for results.
         announced: what the trainer has announced, in shared memory; None if announcements come over the channel.
+        whereabouts: where it says where it is when it is asked; None: it is not asked.
     """
 
     plan: Plan
@@ -147,12 +150,15 @@ class Job:
     reach: Mapping[str, Any]
     channel: ChannelAddress
     announced: Announced | None
+    whereabouts: Connection | None = None
 
 
 def work(job: Job) -> None:
     """Be a worker process until the function returns or raises, or the trainer is gone."""
     os.setsid()  # the processes that the function starts are ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and ends the workers
+    if job.whereabouts is not None:
+        answer_over(job.whereabouts)
     if live(job) is not None:
         sys.exit(1)
 

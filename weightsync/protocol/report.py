@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError, warn_renamed
@@ -132,12 +132,15 @@ class SyncReport:
     previous: SyncReport | None = None
     #: Workers that closed their receiver since the last report, and why. They are no longer among the workers.
     left: Mapping[int, str] = field(default_factory=dict)
+    #: Worker id to the version whose report was the first to tell how this worker's link ended; 0: a report of none.
+    #: The text of this one names that report instead of repeating the worker's traceback, which `outcomes` still has.
+    told_before: Mapping[int, int] = field(default_factory=dict)
     #: Of `send_sharded`, on every rank: the rank that sent. None: this process did.
     sent_by_rank: int | None = None
 
     def __str__(self) -> str:
         sent = f"version {self.version} of" if self.version else "nothing sent of"
-        items = _worker_lines(self.outcomes, FINE)
+        items = _worker_lines(self._short(self.outcomes), FINE)
         items += [f"{text} (did not catch up)" for text in _worker_lines(self.not_caught_up)]
         # A worker that answered and then left is listed once, with its answer.
         gone = {worker: goodbye for worker, goodbye in self.left.items() if worker not in self.outcomes}
@@ -168,8 +171,8 @@ class SyncReport:
         Returns:
             ``model_id``, ``version``, ``incarnation``, ``ok``, ``nbytes``, ``wire_dtype``, ``pack_s``, ``connect_s``,
             ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left``, ``previous``,
-            ``sent_by_rank`` and ``payload_nbytes``, as the attributes of these names. Worker ids are keys, in decimal;
-            enums are given by their values.
+            ``sent_by_rank``, ``payload_nbytes`` and ``told_before``, as the attributes of these names. Worker ids are
+            keys, in decimal; enums are given by their values.
         """
         return {
             "model_id": self.model_id,
@@ -189,6 +192,7 @@ class SyncReport:
             "previous": None if self.previous is None else self.previous.to_dict(),
             "sent_by_rank": self.sent_by_rank,
             "payload_nbytes": {str(worker): nbytes for worker, nbytes in self.payload_nbytes.items()},
+            "told_before": {str(worker): version for worker, version in self.told_before.items()},
         }
 
     def of(self, *kinds: OutcomeKind) -> tuple[int, ...]:
@@ -297,7 +301,16 @@ class SyncReport:
             return []
         reached = f"version {self.version} of {self.model_id!r} did not reach {len(failures)} of {len(self)} workers:"
         head = f"nothing was sent of {self.model_id!r}:" if self.version is None else reached
-        return [head, *(f"  {line}" for line in _worker_lines(failures))]
+        return [head, *(f"  {line}" for line in _worker_lines(self._short(failures)))]
+
+    def _short(self, outcomes: Mapping[int, Outcome]) -> Mapping[int, Outcome]:
+        """The outcomes for a text, without the tracebacks that an earlier report has told."""
+        return {w: _short(o, self.told_before[w]) if w in self.told_before else o for w, o in outcomes.items()}
+
+
+def _short(outcome: Outcome, told: int) -> Outcome:
+    earlier = f"the report of version {told}" if told else "an earlier report"
+    return replace(outcome, reason=f"{outcome.reason}; its traceback is in {earlier}", remote_traceback="")
 
 
 def _worker_lines(outcomes: Mapping[int, Outcome], apart: Collection[OutcomeKind] = ()) -> list[str]:
@@ -326,7 +339,8 @@ _ADVICE = {
         "Lost workers remain among the workers: add_worker() reconnects one on a new link, remove_worker() removes it."
     ),
     OutcomeKind.REFUSED: (
-        "Workers that refused still serve their previous version. Correct what they refused, and send again."
+        "Workers that refused still serve their previous version. Correct what they refused, and send again; "
+        "add_worker() connects those again that refused the handshake."
     ),
     OutcomeKind.ABANDONED: "Workers may still apply an abandoned update; the next send replaces it.",
 }

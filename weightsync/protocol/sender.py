@@ -346,7 +346,7 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
     reasons = {worker: entry.reason for worker, entry in ended.items()}
     if all(entry.link_state is LinkState.REFUSED for entry in ended.values()):
         return RefusedError(
-            f"every target has refused the handshake: {reasons}. Nothing was sent and no version was used. "
+            f"every target has refused the handshake: {_by_worker(reasons)}. Nothing was sent and no version was used. "
             "Send weights with the layout of the workers' models, or give the workers the right model and add_worker() "
             "them again.",
             None,
@@ -354,12 +354,16 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
         )
     fence = max(entry.fence for entry in ended.values())
     return WorkerLostError(
-        f"every target is lost already: {reasons}. Nothing was sent and no version was used. add_worker() reconnects a "
-        "worker on a new link, remove_worker() removes it.",
+        f"every target is lost already: {_by_worker(reasons)}. Nothing was sent and no version was used. "
+        "add_worker() reconnects a worker on a new link, remove_worker() removes it.",
         None,
         reasons,
         fence or None,
     )
+
+
+def _by_worker(reasons: Mapping[int, str]) -> str:
+    return "; ".join(f"worker {worker}: {reason.rstrip('.')}" for worker, reason in reasons.items())
 
 
 class Step(machine.Step[SenderInput, SenderData, Effect]):

@@ -46,7 +46,7 @@ from weightsync.schemes.sources import (
     registered,
     weights_of,
 )
-from weightsync.schemes.worker_set import Groups, has_factories, worker_set_of
+from weightsync.schemes.worker_set import Groups, has_factories, refuse_repeated, worker_set_of
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
@@ -197,6 +197,7 @@ class WeightSyncScheme(Configured):
         workers = worker_set_of(given, context, self._strategy)
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
+        refuse_repeated(endpoints)
         processes = processes_of(given.get("processes"), endpoints)
         side.selection = Selection(given["names"]) if "names" in given else None
         side.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
+from typing import Final
 
 from weightsync.errors import StateError
+
+_ONCE: Final = "A scheme connects once, for one trainer or collector: make a new scheme for another."
 
 
 class Side(enum.Enum):
@@ -48,7 +51,7 @@ class Rendezvous:
         Raises StateError: it has connected, or is connecting in another thread.
         """
         if self._state is not ConnectState.NOT_CONNECTED:
-            raise self._refused("connect", ["send", "receive", "shutdown"])
+            raise self._refused("connect", ["send", "receive", "shutdown"], _ONCE)
         self._state = ConnectState.CONNECTING
         try:
             yield
@@ -62,5 +65,5 @@ class Rendezvous:
         if not self.is_connected:
             raise self._refused(asked, ["connect"])
 
-    def _refused(self, asked: str, allowed: list[str]) -> StateError:
-        return StateError(f"scheme ({self._side.value})", self._state.value, asked, allowed)
+    def _refused(self, asked: str, allowed: list[str], hint: str = "") -> StateError:
+        return StateError(f"scheme ({self._side.value})", self._state.value, asked, allowed, hint)

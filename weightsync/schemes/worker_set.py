@@ -98,6 +98,18 @@ def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrate
     return WorkerSet(ids, _mapped(given, ids, strategy)) if "device_map_fn" in given else WorkerSet(ids)
 
 
+def refuse_repeated(endpoints: Mapping[int, Any]) -> None:
+    """Refuse one worker that is given in two places. Raises ConfigurationError: nothing was sent."""
+    seen: dict[Any, int] = {}
+    for worker, endpoint in endpoints.items():
+        first = seen.setdefault(endpoint if isinstance(endpoint, str | int) else id(endpoint), worker)
+        if first != worker and endpoint is not None:
+            raise ConfigurationError(
+                f"workers {first} and {worker} are the same {type(endpoint).__name__}: name each worker once. A worker "
+                "has one receiver of a model. Nothing was sent."
+            )
+
+
 def per_worker(weights: Any, where: str) -> dict[int, Any]:
     """Weights given for each worker.
 

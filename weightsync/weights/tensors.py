@@ -117,7 +117,7 @@ def _why_unsupported(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}: convert it to a dense tensor"
     if tensor.is_meta:
-        return "is on the meta device and has no data"
+        return "is on the meta device and has no data: give its model memory, by to_empty(device=), and weights first"
     if is_dtensor(tensor):
         return (
             "is a DTensor, of which this rank holds only a shard: to send the whole model, call "

@@ -51,7 +51,7 @@ def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> Non
         sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
     assert str(caught.value) == (
-        "every target is lost already: {0: 'died', 1: 'left'}. Nothing was sent and no version was used. "
+        "every target is lost already: worker 0: died; worker 1: left. Nothing was sent and no version was used. "
         "add_worker() reconnects a worker on a new link, remove_worker() removes it."
     )
     assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, fence)
@@ -63,7 +63,7 @@ def test_every_target_has_refused() -> None:
         sender.step(State.READY, replace(DATA, workers={0: refused}), sender.Send(None))
 
     assert str(caught.value) == (
-        "every target has refused the handshake: {0: 'no'}. Nothing was sent and no version was used. Send weights "
+        "every target has refused the handshake: worker 0: no. Nothing was sent and no version was used. Send weights "
         "with the layout of the workers' models, or give the workers the right model and add_worker() them again."
     )
     assert (caught.value.report, caught.value.refused) == (None, {0: "no"})

@@ -14,6 +14,7 @@ from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports import process
 from weightsync.transports.base import Waker, wait
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls import succession
 from weightsync.transports.calls.client import CallLink, GivenUp
 from weightsync.transports.process import own_identity
 from weightsync.transports.rpc import RpcCallClient
@@ -24,12 +25,14 @@ class CallClient:
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
+        self.messages: list[Any] = []
         self.closed = False
         self.refuses: Exception | None = None
 
     def start(self, message: Any, payload: Any) -> Future[Any]:
         if self.refuses is not None:
             raise self.refuses
+        self.messages.append(message)
         self.calls.append(Future())
         return self.calls[-1]
 
@@ -213,6 +216,35 @@ def test_a_goodbye_comes_home_like_any_answer(laid: Any) -> None:
     call_client.calls[0].set_result([ack(1), Bye(model_id="m", incarnation=1)])
 
     assert [type(one.message) for one in link.receive()] == [Ack, Bye]
+
+
+def test_a_worker_that_is_added_again_meets_its_new_link_before_the_goodbye_of_the_old_one() -> None:
+    hello, bye = Hello(model_id="m", incarnation=1), Bye(model_id="m", incarnation=1)
+    clients = [CallClient() for _ in range(4)]
+    old, newer, newest, others = (
+        CallLink(each, "worker 4", worker=worker) for each, worker in zip(clients, "wwwv", strict=True)
+    )
+    for link in (old, others):
+        link.send(hello)
+        link.send(bye)
+        link.close()
+    assert (clients[0].messages, clients[3].messages) == ([hello], [hello, bye])  # only one has later links
+    newer.send(hello)
+    newest.send(hello)
+    newest.close()
+    clients[2].calls[0].set_result([hello])  # an answer counts, though the link is closed
+    assert clients[0].messages == [hello]
+    clients[1].calls[0].set_exception(TransportError("gone"))
+    assert clients[0].messages == [hello, bye]
+
+    clients[1].refuses = TransportError("gone")
+    unused = CallLink(CallClient(), "worker 4", worker="w")
+    newer.send(bye)
+    newer.close()
+    unused.close()  # without a call: nothing to wait for, and nobody hears that the goodbye found no way
+    for answered in (0, 3):
+        clients[answered].calls[0].set_result([hello])
+    assert succession._unmet._by_worker == {}
 
 
 def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_buffer():

@@ -23,7 +23,7 @@ from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, end
 from weightsync.transports.store.store import Client
-from weightsync.transports.store.stream import Acceptor, dial
+from weightsync.transports.store.stream import Acceptor, _names, dial
 
 JUNK = [b"", b"junk", b"\xff\xfe\x00", b"Lno frame", b"M" + bytes(9)]
 BASE = "weightsync/policy/1"
@@ -68,6 +68,22 @@ def serving(receiver: WeightReceiver) -> Iterator[Reception]:
 
 
 # ------------------------------------------------------------------------------------ what strangers write
+
+
+class Segments(socket.socket):
+    """Brings what was sent in segments of three bytes."""
+
+    def recv(self, bufsize: int, flags: int = 0) -> bytes:
+        return super().recv(min(bufsize, 3), flags)
+
+
+@pytest.mark.parametrize(("shown", "named"), [("policy/7 ü", True), ("policy/8 ü", False), ("polic", False)])
+def test_a_link_is_named_by_its_bytes_in_whatever_segments_they_arrive(shown: str, named: bool) -> None:
+    near, far = socket.socketpair()
+    with near, Segments(fileno=far.detach()) as accepted:
+        near.sendall(shown.encode())
+        near.shutdown(socket.SHUT_WR)
+        assert _names(accepted, "policy/7 ü") is named
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)

@@ -13,6 +13,7 @@ from weightsync import RefusedError, TransportError, WorkerLostError
 from weightsync.engine.reporter import Reporter
 from weightsync.options import WireDtype
 from weightsync.protocol import sender as pure
+from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Bye
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing import FakeClock
@@ -255,6 +256,46 @@ def test_a_failure_that_no_caller_has_got_outlives_an_update_given_up_after_it()
     report = made.reporter.so_far(OutcomeKind.PENDING)
     assert report.previous is before
     assert report.superseded == {0: (2,), 1: (2,)}
+
+
+def test_a_lost_workers_traceback_is_in_the_text_of_one_report_and_later_ones_name_that() -> None:
+    made = Reported(Scripted(), Scripted())
+
+    def sent(report: SyncReport) -> tuple[str, str]:
+        made.reporter.delivered()
+        return str(report), str(report.error())
+
+    made.sends(targets=(0,))
+    failed = replace(refusal(0, RefusalKind.FAILED), reason="RuntimeError: boom", remote_traceback="in step")
+    made.fleet.receives(1, failed)
+    made.fleet.receives(0, ack(1))
+    made.concluded(1)
+    made.sends()
+    assert "in step" in str(made.reporter.so_far(OutcomeKind.PENDING))
+    made.reporter.delivered()  # of send_async(), whose report tells nothing yet
+    given_up = made.gives_up(2)  # nobody gets this one
+    assert "in step" in str(given_up)
+    made.sends()
+    made.fleet.receives(0, ack(3))
+    assert all("in step" in text for text in sent(made.concluded(3)))
+    made.sends()
+    made.fleet.receives(0, ack(4))
+    report = made.concluded(4)
+    for text in sent(report):
+        assert "LOST (it failed: RuntimeError: boom; its traceback is in the report of version 3)" in text
+        assert "in step" not in text
+    assert (report[1].remote_traceback, report.to_dict()["told_before"]) == ("in step", {"1": 3})
+
+    again = Scripted()
+    made.driver.join(1, again)
+    again.receives(failed)
+    made.driver.pump()
+    made.sends()
+    made.fleet.receives(0, ack(5))
+    assert "in step" in sent(made.concluded(5))[1]
+    made.driver.remove(0, "not needed")
+    lost = made.reporter.all_ended(WorkerLostError("all lost", lost={1: "boom"}))
+    assert "its traceback is in the report of version 5" in str(lost.report)
 
 
 @pytest.mark.parametrize("targets", [None, (1,)])

@@ -83,6 +83,12 @@ def put_pids_and_hang(worker: Worker) -> None:
         time.sleep(600)
 
 
+def stop_itself(worker: Worker) -> None:
+    """Say who we are, and stop as by SIGSTOP."""
+    worker.put((os.getpid(),))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def put_what_cannot_be_pickled(worker: Worker) -> None:
     worker.put(lambda: 3)
 

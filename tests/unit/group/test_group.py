@@ -6,10 +6,12 @@ import contextlib
 import gc
 import os
 import queue
+import re
 import select
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import islice
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -32,13 +34,14 @@ from weightsync import (
     ResultTimeoutError,
     StateError,
     SyncEvent,
+    Worker,
     WorkerFailedError,
     WorkerGroup,
     WorkerResult,
     run_worker,
 )
 from weightsync.clock import Deadline
-from weightsync.group import ranks
+from weightsync.group import ranks, whereabouts
 from weightsync.protocol import sender as pure
 from weightsync.transports.process import ProcessWatch
 
@@ -265,10 +268,42 @@ def test_a_rank_that_waits_with_a_full_channel_leaves_when_the_group_ends(
     assert request.node.stash[WORLD].codes() == [0, 0]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that waits for a worker's answer where it is, however busy the machine."""
+    monkeypatch.setattr(whereabouts, "_PATIENCE", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_worker_that_gives_no_result_within_its_deadline_is_killed_and_restarted(make: Make) -> None:
     with make(workers.go_silent_first, max_restarts=1, restart_delay=0.0, deadline=0.5) as group:
         assert [result.value for result in group.results()] == [0, 1]
-        assert "gave no result for 0.5 s" in group.failures[0].reason
+        failure = group.failures[0]
+        assert re.search(
+            r"gave no result for 0.5 s, and was killed; it was at line \d+ of .*workers.py", failure.reason
+        )
+        assert "in go_silent_first" in failure.remote_traceback
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("run", "where"),
+    [
+        (workers.put_pids_and_hang, "; it was at line .*, in put_pids_and_hang\n"),
+        (workers.stop_itself, "; its process is stopped, by SIGSTOP or a debugger"),
+    ],
+)
+def test_close_names_the_workers_that_hang_and_where_they_are(
+    make: Make, run: Callable[[Worker], None], where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(run) as group:
+        pid = next(group.results()).value[0]
+        while run is workers.stop_itself and not whereabouts._is_stopped(pid):
+            time.sleep(0.01)
+        group.close(timeout=0.1)
+    (said,) = [record.getMessage() for record in caplog.records if "close()" in record.getMessage()]
+    assert said.startswith("worker 0 had not returned 0.1 s after close(), and was killed")
+    assert re.search(where, said)
 
 
 def test_results_have_a_deadline(make: Make) -> None:

@@ -13,6 +13,7 @@ from weightsync.errors import GIVE_RESTARTS
 from weightsync.group.channel import Failed, Finished, Frame, Put, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
+from weightsync.group.whereabouts import Whereabouts
 from weightsync.testing import FakeClock
 
 
@@ -29,6 +30,9 @@ class Process:
 
     def close(self) -> None:
         self.kill()
+
+    def whereabouts(self) -> Whereabouts:
+        return Whereabouts("it was at line 3", "in act")
 
     def how_it_ended(self, started: bool) -> str:
         return "its process was ended by SIGSEGV"
@@ -178,7 +182,8 @@ def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeCloc
     assert member.dead
     error = member.died()
     assert error is not None
-    assert "gave no result for 10.0 s" in error.reason
+    assert error.reason == "it gave no result for 10.0 s, and was killed; it was at line 3"
+    assert error.remote_traceback == "in act"
 
 
 def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock, lives: Lives) -> None:
@@ -228,6 +233,7 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
     error = member.died()
     assert error is not None
     assert (member.life, error.restarts, error.reason) == (MemberState.FAILED, 2, "its process was ended by SIGSEGV")
+    assert str(error).startswith("worker 0 failed after 2 restarts: its process was ended")
     assert str(error).endswith("It has been restarted as often as max_restarts=2 allows.")
 
 
@@ -235,7 +241,10 @@ def test_what_was_never_restarted_says_what_the_launcher_has_for_it(clock: FakeC
     for lives, remedy in ((Lives(), GIVE_RESTARTS), (Lives(), RankLauncher.remedy)):
         member = started(lives, max_restarts=0, remedy=remedy)
         lives.processes[-1].kill()
-        assert str(member.died()).endswith(f"The other workers keep running. {remedy}")
+        error = str(member.died())
+        assert error.startswith("worker 0 failed: its process was ended by SIGSEGV")
+        assert error.endswith(f"The other workers keep running. {remedy}")
+    assert remedy.startswith("The group cannot restart a rank")
 
 
 def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeClock, lives: Lives) -> None:
@@ -258,7 +267,7 @@ def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, live
     member = started(lives)
     member.stop()
     lives.processes[0].kill()
-    member.died()
+    assert str(member.died()).endswith("It is not restarted, since the group was stopped.")
     assert (lives.channels[0].stops, member.life) == (1, MemberState.FAILED)
 
     waiting = started(other := Lives(), restart_delay=5.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Final
 
 from torch import Tensor
@@ -23,8 +24,9 @@ Bucket = list[tuple[str, Tensor]]
 #: Seconds that `EngineClient.close` waits for its thread once the call in it was aborted.
 PATIENCE: Final = 10.0
 
-#: What an engine that is not paused for an update says of itself if the update fails.
-UNPAUSED: Final = "It was not paused."
+
+class EngineLeftError(PartlyLoadedError):
+    """A version failed. The message says in full what the engine is left with; it is not known to go on as before."""
 
 
 class Engine(abc.ABC):
@@ -60,6 +62,11 @@ class Engine(abc.ABC):
     def abort(self) -> None:
         """End the call in progress, from another thread; all calls after it fail, until `open`."""
 
+    @property
+    def awaited(self) -> str:
+        """The call that it has not answered yet, for messages; empty: none, or unknown."""
+        return ""
+
     @abc.abstractmethod
     def __str__(self) -> str:
         """How messages name it."""
@@ -85,6 +92,12 @@ class EngineClient:
         self._layouts: dict[bytes, Layout] = {}
         self._thread = JobThread(f"weightsync feeds {peer}")
         engine.open()
+
+    @property
+    def remark(self) -> str:
+        """Why the engine does not answer: see `Remarks`."""
+        awaited = self._engine.awaited
+        return awaited and f"it has not answered {awaited} yet"
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the calls that carry an update; a handshake is answered here, since no engine knows it."""
@@ -115,11 +128,12 @@ class EngineClient:
                     "state dict from which you took the _extra_state entries.",
                     unexpected=layout.extras,
                 )
-            drawn = draw(layout, view, engine.name_map, engine.bucket_bytes)
-            if is_unawaited(
-                engine.load(bucketed(drawn, engine.bucket_bytes), f"{update.incarnation}.{update.version}")
-            ):
+            buckets = bucketed(draw(layout, view, engine.name_map, engine.bucket_bytes), engine.bucket_bytes)
+            first = list(islice(buckets, 1))  # before the engine is called: names that do not fit are refused here
+            if is_unawaited(engine.load(chain(first, buckets), f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned something to be awaited, which nobody does here.")
+        except EngineLeftError as error:
+            answers.set_exception(_lost(str(error), error))
         except PartlyLoadedError as error:
             answers.set_exception(_lost(f"{engine} may hold parts of two versions, or be paused: {error}", error))
         except TransportError as error:

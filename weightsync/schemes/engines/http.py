@@ -11,12 +11,23 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from weightsync.errors import ConfigurationError, EngineError, TransportError
+from weightsync.errors import ConfigurationError, EngineError, TransportError, with_type
 
 #: Seconds to wait for a connection, whatever the deadline of a send: until then `HttpCalls.abort` ends nothing.
 CONNECT_SECONDS: Final = 5.0
 #: How much of an engine's error is quoted.
 _QUOTED: Final = 2000
+
+
+#: Calls that have succeeded are answered with a status from the first of these up to the second.
+_SUCCESS: Final = 200
+_REDIRECTED: Final = 300
+#: How long an answer may be, in bytes.
+_LONGEST: Final = 2**22
+
+
+class UnreachedError(TransportError):
+    """No connection was made: the engine has not heard of the call."""
 
 
 class HttpCalls:
@@ -39,31 +50,59 @@ class HttpCalls:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
+        #: The call that was not answered yet, for messages; empty: none.
+        self.awaited = ""
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Call a route, and return its answer, decoded if it is JSON.
 
         Raises:
-            EngineError: the engine answered with an error.
-            TransportError: it could not be reached, or the connection broke; or the calls were aborted.
+            EngineError: the engine answered with an error, or with what is no answer of an engine.
+            UnreachedError: no connection could be made.
+            TransportError: the connection broke; or the calls were aborted.
         """
         connection = self._connection()
+        self.awaited = f"POST {self.url}/{route}"
         try:
-            connection.connect()
-            self._hold(connection.sock)
+            self._connect(connection, route)
             path = f"{self._at.path.rstrip('/')}/{route.lstrip('/')}"
             connection.request("POST", path, json.dumps(body or {}).encode(), self._headers)
-            response = connection.getresponse()
-            status, text = response.status, response.read().decode(errors="replace")
+            with connection.getresponse() as response:
+                status, text = response.status, response.read(_LONGEST).decode(errors="replace")
+        except UnreachedError:
+            raise
         except (OSError, http.client.HTTPException) as error:
             why = "the link was closed" if self._aborted else f"{type(error).__name__}: {error}"
             raise TransportError(f"POST {self.url}/{route} got no answer: {why}.") from error
         finally:
             self._hold(None)
             connection.close()
-        if status >= http.HTTPStatus.BAD_REQUEST:
+            self.awaited = ""
+        if not _SUCCESS <= status < _REDIRECTED:
             raise EngineError(f"POST {self.url}/{route} was answered {status}: {text[:_QUOTED]}", status)
         return _decoded(text)
+
+    def command(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Call a route that is answered with JSON, or with nothing, and return its answer.
+
+        Raises:
+            EngineError: as `post`; or the answer is neither, so it was not the engine that gave it.
+            TransportError: as `post`.
+        """
+        answer = self.post(route, body)
+        if isinstance(answer, str) and answer.strip():
+            raise EngineError(
+                f"POST {self.url}/{route} was answered with what is not JSON, so not by the engine: "
+                f"{answer[:_QUOTED]!r}. Is the URL that of the engine's own server?"
+            )
+        return answer
+
+    def _connect(self, connection: http.client.HTTPConnection, route: str) -> None:
+        try:
+            connection.connect()
+        except OSError as error:
+            raise UnreachedError(f"POST {self.url}/{route} found no connection: {with_type(error)}.") from error
+        self._hold(connection.sock)
 
     def open(self) -> None:
         """Allow calls again after `abort`."""
@@ -102,5 +141,5 @@ def _parsed(url: str) -> SplitResult:
 def _decoded(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

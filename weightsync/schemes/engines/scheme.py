@@ -54,7 +54,8 @@ class EngineWeightSyncScheme(WeightSyncScheme):
         """
         if not isinstance(endpoint, Engine):
             raise ConfigurationError(f"{endpoint!r} is no Engine: give a VLLMEngine, a SGLangEngine or your own.")
-        return CallLink(EngineClient(endpoint, str(endpoint)), str(endpoint))
+        client = EngineClient(endpoint, str(endpoint))
+        return CallLink(client, str(endpoint), lambda: client.remark)
 
     def create_transport(self, pipe_or_context: Any = None) -> None:
         """None: calls of the engine carry the weights."""

@@ -7,11 +7,12 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError
+from weightsync.errors import ConfigurationError, EngineError
 from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
-from weightsync.schemes.engines.client import UNPAUSED, Bucket, Engine
+from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
+from weightsync.schemes.engines.phases import Loading, Phases
 from weightsync.weights.loader import BUCKET_BYTES
 
 #: The ``group_name`` of the group that a carrier and SGLang's workers join, unless its `init_info` has another.
@@ -38,7 +39,7 @@ class SGLangEngine(Engine):
     For each version: ``pause_generation``, an update call for each bucket, ``flush_cache`` (with
     ``pause="abort"`` only: SGLang flushes when it is idle), ``continue_generation``. If
     an update call fails, the server may hold parts of two versions: it stays paused, and the worker
-    is LOST. Reload its model, then `add_worker` it.
+    is LOST. If the pause fails, the server is told to continue. Reload a LOST one's model, then `add_worker` it.
 
     Args:
         url: the URL of the server.
@@ -82,23 +83,7 @@ class SGLangEngine(Engine):
 
     def load(self, buckets: Iterable[Bucket], version: str) -> None:
         """Load a version: see `Engine.load`."""
-        self._join()
-        if self._pause is not None:
-            self._calls.post("pause_generation", {"mode": self._pause.value})
-        begun = False
-        try:
-            for bucket in buckets:
-                self._update(bucket, version)
-                begun = True
-        except EngineError as error:
-            if begun or not error.began_nothing:
-                raise PartlyLoadedError(f"{self._stays()} {error}") from error
-            self._keep(error)
-            raise
-        finally:
-            if self._carrier is not None:
-                self._carrier.done()
-        self._end()
+        Loading(_Version(self, version), str(self)).run(buckets)
 
     def open(self) -> None:
         """Be usable, again too: see `Engine.open`."""
@@ -114,53 +99,64 @@ class SGLangEngine(Engine):
     def __str__(self) -> str:
         return f"the SGLang server at {self._calls.url}"
 
-    def _join(self) -> None:
-        carrier = self._carrier
-        if carrier is None or self._joined:
-            return
-        self._beside("init_weights_update_group", {"group_name": GROUP, **carrier.init_info()}, carrier.join)
-        self._joined = True
+    @property
+    def awaited(self) -> str:
+        """The call that was not answered yet: see `Engine.awaited`."""
+        return self._calls.awaited
 
-    def _update(self, bucket: Bucket, version: str) -> None:
-        carrier, common = self._carrier, {"flush_cache": False, "weight_version": version}
+
+class _Version(Phases):
+    """The calls that carry one version to a SGLang server."""
+
+    def __init__(self, engine: SGLangEngine, version: str) -> None:
+        self._engine, self._version = engine, version
+        self._calls, self._carrier = engine._calls, engine._carrier
+        self.pauses = engine._pause is not None
+
+    def join(self) -> None:
+        carrier = self._carrier
+        if carrier is None or self._engine._joined:
+            return
+        self._beside("init_weights_update_group", {"group_name": GROUP, **carrier.init_info()}, carrier, carrier.join)
+        self._engine._joined = True
+
+    def pause(self) -> None:
+        if self._engine._pause is not None:
+            self._calls.command("pause_generation", {"mode": self._engine._pause.value})
+
+    def change(self, buckets: Iterable[Bucket], begun: Callable[[], None]) -> None:
+        for bucket in buckets:
+            self._update(bucket)
+            begun()
+
+    def _update(self, bucket: Bucket) -> None:
+        carrier, common = self._carrier, {"flush_cache": False, "weight_version": self._version}
         if carrier is not None:
             body = {**described(bucket, "dtypes"), "group_name": GROUP, **common, **carrier.update_info(bucket)}
-            self._beside("update_weights_from_distributed", body, lambda: carrier.send(bucket))
+            self._beside("update_weights_from_distributed", body, carrier, lambda: carrier.send(bucket))
             return
         # A view would be pickled with all of its storage.
         owned = [(name, tensor.clone()) for name, tensor in bucket]
         serialized = base64.b64encode(pickle.dumps(owned)).decode()
-        self._succeed(
-            "update_weights_from_tensor", {"serialized_named_tensors": [serialized] * self._tp_size, **common}
-        )
+        everywhere = [serialized] * self._engine._tp_size
+        self._succeed("update_weights_from_tensor", {"serialized_named_tensors": everywhere, **common})
 
-    def _beside(self, route: str, body: Mapping[str, Any], carry: Callable[[], None]) -> None:
-        assert self._carrier is not None
-        beside(lambda: self._succeed(route, body), carry, self._carrier.give_up, self._calls.abort, route)
+    def _beside(self, route: str, body: Mapping[str, Any], carrier: Carrier, carry: Callable[[], None]) -> None:
+        beside(lambda: self._succeed(route, body), carry, carrier.give_up, self._calls.abort, route)
 
     def _succeed(self, route: str, body: Mapping[str, Any]) -> None:
-        answer = self._calls.post(route, body)
+        answer = self._calls.command(route, body)
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise EngineError(f"POST {self._calls.url}/{route} was answered {answer}.")
 
-    def _end(self) -> None:
-        try:
-            if self._flushes:
-                self._calls.post("flush_cache")
-            self._continue()
-        except EngineError as error:
-            raise PartlyLoadedError(f"It has loaded the version, but does not go on. {error}") from error
+    def settle(self) -> None:
+        if self._engine._flushes:
+            self._calls.post("flush_cache")
 
-    def _keep(self, error: EngineError) -> None:
-        """Go on with the previous version: the engine has turned the new one away."""
-        try:
-            self._continue()
-        except EngineError as paused:
-            raise PartlyLoadedError(f"It turned the version away and does not go on. {error} {paused}") from error
+    def resume(self) -> None:
+        if self.pauses:
+            self._calls.command("continue_generation")
 
-    def _stays(self) -> str:
-        return UNPAUSED if self._pause is None else "It stays paused."
-
-    def _continue(self) -> None:
-        if self._pause is not None:
-            self._calls.post("continue_generation")
+    def done(self) -> None:
+        if self._carrier is not None:
+            self._carrier.done()

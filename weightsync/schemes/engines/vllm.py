@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weightsync.engine.copies import MISSING, optional
-from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
+from weightsync.errors import ConfigurationError, EngineError, TransportError
 from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
-from weightsync.schemes.engines.client import UNPAUSED, Bucket, Engine
+from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
+from weightsync.schemes.engines.phases import Loading, Phases
 from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.loader import BUCKET_BYTES
@@ -38,19 +39,23 @@ class _HttpControl:
         self._calls = calls
         self._pause = pause
         self.name = f"the vLLM server at {calls.url}"
-        #: What a failed update leaves.
-        self.stays = UNPAUSED if pause is None else "It stays paused."
+        self.pauses = pause is not None
+
+    @property
+    def awaited(self) -> str:
+        """The call that was not answered yet."""
+        return self._calls.awaited
 
     def phase(self, phase: str, body: Mapping[str, Any]) -> None:
-        self._calls.post(phase, _in_json(body) if phase == "update_weights" else body)
+        self._calls.command(phase, _in_json(body) if phase == "update_weights" else body)
 
     def pause(self) -> None:
         if self._pause is not None:
-            self._calls.post(f"pause?mode={self._pause.value}")
+            self._calls.command(f"pause?mode={self._pause.value}")
 
     def resume(self) -> None:
         if self._pause is not None:
-            self._calls.post("resume")
+            self._calls.command("resume")
 
     def open(self) -> None:
         self._calls.open()
@@ -74,7 +79,9 @@ class _HandleControl:
         refuse_coroutines(handle, _PHASES, "Give the URL of the engine's server, or a Ray actor that holds the engine.")
         self._handle = handle
         self._aborted = threading.Event()
-        self.stays = UNPAUSED
+        self.pauses = False
+        #: The call that was not answered yet.
+        self.awaited = ""
         self.name = f"the vLLM engine {type(handle).__name__}"
 
     def phase(self, phase: str, body: Mapping[str, Any]) -> None:
@@ -83,12 +90,15 @@ class _HandleControl:
         arguments = (dict(body),) if phase in self._WITH_REQUEST else ()
         if self._aborted.is_set():
             raise TransportError(f"{phase}() of {self.name}: the link was closed.")
+        self.awaited = f"{phase}()"
         try:
             result = method(*arguments) if remote is MISSING else self._awaited(remote(*arguments), phase)
         except (TransportError, EngineError):
             raise
         except Exception as error:
             raise EngineError(f"{phase}() of {self.name} raised {type(error).__name__}: {error}") from error
+        finally:
+            self.awaited = ""
         if is_unawaited(result):
             raise EngineError(
                 f"{phase}() of {self.name} returned a {type(result).__name__}, which nobody awaits here: give the URL "
@@ -134,8 +144,8 @@ class VLLMEngine(Engine):
 
     Once: ``init_weight_transfer_engine``. For each version: pause, ``start_weight_update``, ``update_weights`` for each
     bucket, ``finish_weight_update``, resume. If one of these fails after the update was started, the engine may hold
-    parts of two versions: it stays paused, and the worker is LOST. A server needs ``VLLM_SERVER_DEV_MODE=1`` and a
-    ``--weight-transfer-config``.
+    parts of two versions: it stays paused, and the worker is LOST. If the pause fails, the engine is resumed. A server
+    needs ``VLLM_SERVER_DEV_MODE=1`` and a ``--weight-transfer-config``.
 
     Args:
         engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. An object
@@ -175,22 +185,7 @@ class VLLMEngine(Engine):
 
     def load(self, buckets: Iterable[Bucket], version: str) -> None:
         """Load a version: see `Engine.load`."""
-        control = self._control
-        if not self._initialised:
-            request = {"init_info": dict(self._carrier.init_info())}
-            self._beside("init_weight_transfer_engine", request, self._carrier.join)
-            self._initialised = True
-        control.pause()
-        self._start()
-        try:
-            for bucket in buckets:
-                self._update(bucket)
-            control.phase("finish_weight_update", {"weight_version": version})
-            control.resume()
-        except EngineError as error:
-            raise PartlyLoadedError(f"{control.stays} {error}") from error
-        finally:
-            self._carrier.done()
+        Loading(_Version(self, version), str(self)).run(buckets)
 
     def open(self) -> None:
         """Be usable, again too: see `Engine.open`."""
@@ -205,27 +200,50 @@ class VLLMEngine(Engine):
     def __str__(self) -> str:
         return self._control.name
 
-    def _start(self) -> None:
-        try:
-            self._control.phase("start_weight_update", {"is_checkpoint_format": True})
-        except EngineError as error:
-            if not error.began_nothing:
-                raise PartlyLoadedError(f"{self._control.stays} {error}") from error
-            self._keep(error)
-            raise
-
-    def _keep(self, error: EngineError) -> None:
-        """Go on with the previous version: the engine has turned the new one away."""
-        try:
-            self._control.resume()
-        except EngineError as paused:
-            raise PartlyLoadedError(f"It turned the version away and does not go on. {error} {paused}") from error
-
-    def _update(self, bucket: Bucket) -> None:
-        description = described(bucket, "dtype_names")
-        request = {"update_info": {**description, **self._carrier.update_info(bucket)}}
-        self._beside("update_weights", request, lambda: self._carrier.send(bucket))
+    @property
+    def awaited(self) -> str:
+        """The call that was not answered yet: see `Engine.awaited`."""
+        return self._control.awaited
 
     def _beside(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:
         control = self._control
         beside(lambda: control.phase(phase, request), carry, self._carrier.give_up, control.abort, phase)
+
+
+class _Version(Phases):
+    """The calls that carry one version to a vLLM engine."""
+
+    def __init__(self, engine: VLLMEngine, version: str) -> None:
+        self._engine, self._version = engine, version
+        self._control, self._carrier = engine._control, engine._carrier
+        self.pauses = engine._control.pauses
+
+    def join(self) -> None:
+        if not self._engine._initialised:
+            request = {"init_info": dict(self._carrier.init_info())}
+            self._engine._beside("init_weight_transfer_engine", request, self._carrier.join)
+            self._engine._initialised = True
+
+    def pause(self) -> None:
+        self._control.pause()
+
+    def change(self, buckets: Iterable[Bucket], begun: Callable[[], None]) -> None:
+        self._control.phase("start_weight_update", {"is_checkpoint_format": True})
+        begun()
+        for bucket in buckets:
+            self._update(bucket)
+        self._control.phase("finish_weight_update", {"weight_version": self._version})
+
+    def _update(self, bucket: Bucket) -> None:
+        description = described(bucket, "dtype_names")
+        request = {"update_info": {**description, **self._carrier.update_info(bucket)}}
+        self._engine._beside("update_weights", request, lambda: self._carrier.send(bucket))
+
+    def settle(self) -> None:
+        """Nothing: the last phase has loaded the version."""
+
+    def resume(self) -> None:
+        self._control.resume()
+
+    def done(self) -> None:
+        self._carrier.done()

@@ -25,6 +25,7 @@ from weightsync.transports.calls.forwarding import ForwardingClient, complete_li
 from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
+    WAY,
     RpcCallClient,
     WorkerInfo,
     ask_listening,
@@ -78,11 +79,11 @@ def link_to(
     worker = worker_named(_worker_of(collector, peer), peer)
     ours = RpcCallClient(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
-        return CallLink(ours, peer, lambda: ours.remark)
+        return CallLink(ours, peer, lambda: ours.remark, (WAY, model_id, str(worker.name)))
     kind = Kind(collector)
     plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form)
     asking = ForwardingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
-    return CallLink(asking, peer)
+    return CallLink(asking, peer, worker=(WAY, model_id, str(worker.name)))
 
 
 def _worker_of(collector: Collector, peer: str) -> Any:

@@ -18,7 +18,7 @@ from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
-from weightsync.transports.ray.client import ActorCallClient, CalledThrough, PlainActorCallClient, ask_attended
+from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient, ask_attended
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.portable_pickle import portable
@@ -89,15 +89,18 @@ class ActorLinks:
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
         handle, key = _handle_of(actor), SharedKey.given(self._key)
+        known = _id_of(handle)
+        worker = (WAY, model_id, known) if known else None
         if name == CALL:
-            return CallLink(ActorCallClient(method, model_id, peer, self._flat, key, _id_of(handle)), peer)
+            return CallLink(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker=worker)
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
         plain = PlainActorCallClient(_calling(name, method), peer, self._plain[form])
         if handle is None:
             return CallLink(plain, peer)
-        ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, _id_of(handle))
+        ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
         without = plain if name != RUN else NoCallClient(_no_method(actor, methods, peer))
-        return CallLink(ForwardingClient(model_id, lambda: ask_attended(handle, model_id, peer), ours, without), peer)
+        asking = ForwardingClient(model_id, lambda: ask_attended(handle, model_id, peer), ours, without)
+        return CallLink(asking, peer, worker=worker)
 
 
 def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:
@@ -133,7 +136,7 @@ def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
 def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
     known = ", ".join(name for name in methods if name != CALL)
     return (
-        f"{peer} is a {type(endpoint).__name__} without a method that takes weights: derive its class from "
+        f"{peer} ({type(endpoint).__name__}) is no actor with a method that takes weights: derive its class from "
         f"WeightSyncActor, give it {known}, or initialise a RayWeightSyncScheme in it before weights are sent."
     )
 

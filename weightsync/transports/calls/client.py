@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Final, Protocol
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.base import Received, Remarks, SharesMemory
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.succession import Place, once_met
 from weightsync.transports.wakeup import WakeableLink
+
+logger = logging.getLogger("weightsync")
 
 #: The result of a call: the messages that the worker had to send by then. Fails with TransportError if the worker is
 #: gone, and with ProtocolError if its answer is malformed. Any other exception counts as a TransportError.
@@ -47,13 +51,24 @@ class CallClient(Protocol):
 
 
 class CallLink(WakeableLink, Remarks, SharesMemory):
-    """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract."""
+    """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract.
+
+    Args:
+        call_client: carries the messages.
+        peer: the worker's name in messages to people.
+        remark: why the worker does not answer, as far as is known.
+        worker: identifies the worker and the model, if the worker may have several links: then it meets the newest of
+            them before the goodbye of an older one.
+    """
 
     delivery = Delivery.ORDERED
 
-    def __init__(self, call_client: CallClient, peer: str, remark: Callable[[], str] = str) -> None:
+    def __init__(
+        self, call_client: CallClient, peer: str, remark: Callable[[], str] = str, worker: Hashable | None = None
+    ) -> None:
         super().__init__(peer)
         self._remarked = remark
+        self._place = Place(worker)
         self._call_client = call_client
         self._calls: list[Answers] = []
         self._failed: TransportError | ProtocolError | None = None
@@ -70,6 +85,10 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Begin the call that carries a message: see `Link.send`."""
         self._require_open()
+        later = self._place.later if isinstance(message, Bye) else ()
+        if later:
+            once_met(later, lambda: self._say_late(message))
+            return
         nbytes = message.nbytes if isinstance(message, Update) else 0
         if nbytes and (payload is None or payload.nbytes < nbytes):
             raise ConfigurationError(f"The update comes without its {nbytes} bytes.")
@@ -89,7 +108,15 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         """Release the payload. Runs in the thread in which the call ends, possibly after the link was closed."""
         if payload is not None:
             payload.unpin(token)
+        self._place.met()
         self._waker.fire()
+
+    def _say_late(self, goodbye: Message) -> None:
+        """Say a goodbye that has waited for later links. Runs in any thread, after the link was closed."""
+        try:
+            self._call_client.start(goodbye, None)
+        except TransportError as error:
+            logger.debug("no goodbye over a link to %s: %s", self._peer, error)
 
     def receive(self) -> list[Received]:
         """The answers of the finished calls, in the order in which the calls were begun: see `Link.receive`.
@@ -140,6 +167,8 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
             return
         self._closed = True
         self._call_client.close()
+        if not self._calls:
+            self._place.met()  # there is no call that the worker could yet answer
         self._calls.clear()
         self._let_go()
 

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Message, Update
@@ -218,10 +219,16 @@ def _pieces(payload: memoryview | None) -> Iterator[memoryview]:
 
 
 def _names(sock: socket.socket, name: str) -> bool:
-    sock.settimeout(_PROOF)
+    """Whether an accepted connection names the link in time, in however many segments."""
+    expected, shown, deadline = name.encode(), b"", Deadline(_PROOF)
     with contextlib.suppress(OSError):
-        return hmac.compare_digest(sock.recv(len(name), _WHOLE), name.encode())
-    return False
+        while len(shown) < len(expected):
+            sock.settimeout(deadline.remaining)
+            more = sock.recv(len(expected) - len(shown))
+            if not more:
+                return False
+            shown += more
+    return hmac.compare_digest(shown, expected)
 
 
 def _ready(sock: socket.socket, event: int) -> bool:

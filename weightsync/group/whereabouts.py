@@ -1,0 +1,85 @@
+"""Where a worker process is in its code when it is given up: its main thread's stack, which it writes on a signal.
+
+The signal's handler is C, so it also answers while the thread holds the interpreter's lock. A stopped process does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, NamedTuple
+
+#: The signal that asks. Of the real-time signals, which few programs use, the last but two.
+_ASKED: Final = signal.SIGRTMAX - 2
+#: Seconds to wait for the answer.
+_PATIENCE: Final = 0.3
+_LONGEST: Final = 1 << 16
+_FRAME: Final = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
+_OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+class Whereabouts(NamedTuple):
+    """Where a worker was."""
+
+    #: In words, in one line; empty: unknown.
+    place: str = ""
+    #: The stack of its main thread, innermost call first; empty: unknown.
+    stack: str = ""
+
+    @property
+    def phrase(self) -> str:
+        """The place, to follow in a sentence."""
+        return f"; {self.place}" if self.place else ""
+
+
+def answer_over(connection: Connection) -> None:
+    """In a worker: write the stack there whenever the trainer asks."""
+    faulthandler.register(_ASKED, file=connection.fileno(), all_threads=False)
+
+
+def ask(pid: int, connection: Connection) -> Whereabouts:
+    """Ask a process that has called `answer_over`, and wait a moment. One that has not, or does not run, is unknown."""
+    try:
+        if _is_stopped(pid):
+            return Whereabouts("its process is stopped, by SIGSTOP or a debugger")
+        if not _answers(pid):
+            return Whereabouts()
+        os.kill(pid, _ASKED)
+        if not connection.poll(_PATIENCE):
+            return Whereabouts()
+        return _read(os.read(connection.fileno(), _LONGEST).decode(errors="replace"))
+    except OSError:  # it is dead
+        return Whereabouts()
+
+
+def _read(stack: str) -> Whereabouts:
+    frames = [frame for line in stack.splitlines() if (frame := _FRAME.search(line))]
+    theirs = [frame for frame in frames if not frame["file"].startswith(_OURS)] or frames
+    if not theirs:
+        return Whereabouts()
+    at = theirs[0]
+    return Whereabouts(f"it was at line {at['line']} of {at['file']}, in {at['function']}", stack.strip())
+
+
+def _is_stopped(pid: int) -> bool:
+    return _status(pid, "State").startswith(("T", "t"))
+
+
+def _answers(pid: int) -> bool:
+    """Whether the process catches the signal; one that does not would be ended by it."""
+    caught = _status(pid, "SigCgt")
+    return bool(caught) and bool(int(caught, 16) >> (_ASKED - 1) & 1)
+
+
+def _status(pid: int, field: str) -> str:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name == field:
+                return value.strip()
+    return ""

@@ -1,0 +1,139 @@
+"""The phases in which vLLM and SGLang take a version, and what an engine is left with if one of them fails."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Iterable
+
+from weightsync.errors import EngineError, PartlyLoadedError, TransportError, reason_of
+from weightsync.schemes.engines.client import Bucket, EngineLeftError
+from weightsync.schemes.engines.http import UnreachedError
+
+
+class Phases(abc.ABC):
+    """The calls that carry one version. Each raises EngineError, TransportError or PartlyLoadedError if it fails."""
+
+    #: Whether the engine is paused meanwhile.
+    pauses: bool
+
+    @abc.abstractmethod
+    def join(self) -> None:
+        """What is done once, before the first version."""
+
+    @abc.abstractmethod
+    def pause(self) -> None:
+        """Pause the engine, if it is to be paused."""
+
+    @abc.abstractmethod
+    def change(self, buckets: Iterable[Bucket], begun: Callable[[], None]) -> None:
+        """Send the version. Calls ``begun`` once the engine has accepted the first call that may change it."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """What follows when all of the version is loaded, before the engine goes on."""
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Let the engine go on, if it was paused."""
+
+    @abc.abstractmethod
+    def done(self) -> None:
+        """Free what the version's calls needed."""
+
+
+class _Stage(enum.Enum):
+    """How far a version has come."""
+
+    JOINING = enum.auto()
+    PAUSING = enum.auto()
+    #: The engine was not told to change yet, or has not accepted that.
+    BEGINNING = enum.auto()
+    CHANGING = enum.auto()
+    LOADED = enum.auto()
+
+
+class Loading:
+    """Takes an engine through the phases of one version.
+
+    Args:
+        phases: its calls.
+        name: the engine's, for messages.
+    """
+
+    def __init__(self, phases: Phases, name: str) -> None:
+        self._phases = phases
+        self._name = name
+        self._stage = _Stage.JOINING
+
+    def run(self, buckets: Iterable[Bucket]) -> None:
+        """Load a version.
+
+        Raises:
+            EngineLeftError: it failed, and the engine may have changed, or be paused, or cannot be reached.
+            Exception: it failed, and the engine goes on with the version before.
+        """
+        phases = self._phases
+        try:
+            phases.join()
+            self._stage = _Stage.PAUSING
+            phases.pause()
+            self._stage = _Stage.BEGINNING
+            phases.change(buckets, self._begun)
+            self._stage = _Stage.LOADED
+            phases.settle()
+            phases.resume()
+        except (TransportError, PartlyLoadedError) as error:
+            raise self._left(error) from error
+        except Exception as error:
+            if not self._is_as_before(error):
+                raise self._left(error) from error
+            if self._may_be_paused(error):
+                self._go_on(error)
+            raise
+        finally:
+            phases.done()
+
+    def _begun(self) -> None:
+        self._stage = _Stage.CHANGING
+
+    def _is_as_before(self, error: Exception) -> bool:
+        """Whether the engine certainly has the weights that it had."""
+        if self._stage is _Stage.BEGINNING:  # what else fails, fails before the call
+            return not isinstance(error, EngineError) or error.began_nothing
+        return self._stage in (_Stage.JOINING, _Stage.PAUSING)
+
+    def _may_be_paused(self, error: Exception) -> bool:
+        if not self._phases.pauses or self._stage is _Stage.JOINING:
+            return False
+        turned_away = isinstance(error, EngineError) and error.began_nothing
+        return self._stage is not _Stage.PAUSING or not turned_away
+
+    def _go_on(self, error: Exception) -> None:
+        """Let the engine go on with the version before."""
+        try:
+            self._phases.resume()
+        except (EngineError, TransportError) as paused:
+            raise EngineLeftError(
+                f"{self._name} did not take the version, and may be paused, since it was not seen to go on. "
+                f"{error} {paused}"
+            ) from error
+
+    def _left(self, error: Exception) -> EngineLeftError:
+        state = self._state(error)
+        if isinstance(error, TransportError):
+            return EngineLeftError(f"{error} If {self._name} still runs, it {state}.")
+        return EngineLeftError(f"{self._name} {state}: {reason_of(error)}")
+
+    def _state(self, error: Exception) -> str:
+        paused = "stays paused" if self._phases.pauses else "was not paused"
+        if self._stage is _Stage.LOADED:
+            return "has loaded the version, but was not seen to go on, and may be paused"
+        if self._stage is _Stage.CHANGING:
+            return f"may hold parts of two versions, and {paused}"
+        unreached = isinstance(error, UnreachedError)
+        if self._stage is _Stage.BEGINNING:
+            return f"{'has the weights that it had' if unreached else 'may hold parts of two versions'}, and {paused}"
+        if self._stage is _Stage.PAUSING and not unreached:
+            return "has the weights that it had, and may be paused"
+        return "has the weights that it had"
