@@ -13,39 +13,22 @@ import importlib.util
 import os
 
 from weightsync import MissingExtraError
-from weightsync.demo.state import (
-    Phase,
-    Proof,
-    Result,
-    RunState,
-    Settings,
-    Verdict,
-    WorkerResult,
-    WorkerState,
-)
+from weightsync.demo.state import Phase, Proof, RunState, Settings, Verdict, WorkerState
 from weightsync.local_workers import SchemeName, start_forkserver
 
-__all__ = [
-    "Phase",
-    "Proof",
-    "Result",
-    "RunState",
-    "SchemeName",
-    "Settings",
-    "Verdict",
-    "WorkerResult",
-    "WorkerState",
-    "run",
-]
+__all__ = ["Phase", "Proof", "RunState", "SchemeName", "Settings", "Verdict", "WorkerState", "run"]
 
 
-def run(state: RunState) -> Result:
+def run(state: RunState) -> RunState:
     """Train a policy on CartPole while workers act with it; at the end each worker proves what it serves.
 
     All workers have ended when this returns or raises.
 
     Args:
         state: holds the settings; it is updated during the run, for a display in another thread.
+
+    Returns:
+        The same state, with the result.
 
     Raises:
         MissingExtraError: gymnasium is not installed, or Ray is chosen and not installed.
@@ -61,4 +44,5 @@ def run(state: RunState) -> Result:
     # Importing torch takes seconds. The fork server imports it at the same time.
     from weightsync.demo.trainer import train  # noqa: PLC0415
 
-    return train(state)
+    train(state)
+    return state
