@@ -20,10 +20,7 @@ _FRAMES_PER_SECOND = 6
 _SECONDS_PER_LINE = 2.0
 _HIGHEST_RETURN = 500.0
 _WIDEST = 100
-_CHART_LINES = 6
 _NOTES_SHOWN = 4
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-_COLOURS = ("green", "chartreuse3", "yellow3", "orange3", "dark_orange3", "red3")
 _STYLES = {
     "ready": "green",
     "pending_async": "cyan",
@@ -71,13 +68,10 @@ def plain_display(console: Console, state: RunState) -> Iterator[None]:
         show_state()
 
 
-@contextlib.contextmanager
-def live_display(console: Console, state: RunState) -> Iterator[None]:
+def live_display(console: Console, state: RunState) -> Live:
     """Draw a panel several times a second while the context lasts."""
-
     width = min(console.width, _WIDEST)
-    with Live(console=console, get_renderable=lambda: panel(state, width), refresh_per_second=_FRAMES_PER_SECOND):
-        yield
+    return Live(console=console, get_renderable=lambda: panel(state, width), refresh_per_second=_FRAMES_PER_SECOND)
 
 
 def _title(state: RunState) -> str:
@@ -122,37 +116,32 @@ def _link(state: RunState, worker: WorkerState) -> str:
 def panel(state: RunState, width: int) -> RenderableType:
     """The current state of a run, as a panel of the given width."""
     notes = [Text(note.splitlines()[0], style="yellow") for note in state.notes[-_NOTES_SHOWN:]]
-    parts = [Text(_title(state)), _clock(state), Text(), *chart(state, width - 14), Text()]
-    parts += [_machines(state), Text(), _syncs(state), Text(), *notes]
-    ended = state.phase is Phase.ENDED
-    subtitle = None if ended else Text("Ctrl-C ends it", style="dim")
-    return Panel(
-        Group(*parts), title="weightsync demo", subtitle=subtitle, border_style="blue", width=width, padding=(1, 2)
+    parts = Group(_title(state), "", _machines(state), "", _figures(state), "", *notes)
+    subtitle = None if state.phase is Phase.ENDED else "[dim]Ctrl-C ends it"
+    return Panel(parts, title="weightsync demo", subtitle=subtitle, border_style="blue", width=width, padding=(1, 2))
+
+
+def _figures(state: RunState) -> Table:
+    """How far the time and the training are, and what the syncs cost."""
+    starting, mean, report = state.phase is Phase.STARTING, state.last_mean, state.report
+    pack, transfer, apply = (report.pack_s, report.transfer_s, report.apply_s) if report else (0.0, 0.0, 0.0)
+    size = decimal(report.nbytes if report else 0)
+    limit = "" if starting else f" of {state.settings.seconds:.0f} s"
+    grid = Table.grid("", "", padding=(0, 2))
+    grid.add_row(
+        f"{state.phase.value} {state.elapsed:.0f} s{limit}", _bar(state.elapsed, state.settings.seconds, starting)
     )
-
-
-def _clock(state: RunState) -> RenderableType:
-    starting, seconds = state.phase is Phase.STARTING, state.settings.seconds
-    bar = ProgressBar(total=seconds, completed=min(state.elapsed, seconds), width=30, pulse=starting)
-    limit = "" if starting else f" of at most {seconds:.0f} s"
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(Text(state.phase.value, style="bold"), bar, Text(f"{state.elapsed:.0f} s{limit}", style="cyan"))
+    grid.add_row(f"mean return {_number(mean)}", _bar(mean or 0.0, _HIGHEST_RETURN))
+    grid.add_row("last sync", f"packed in {_ms(pack)}, answered after {_ms(transfer)}, applied in {_ms(apply)}")
+    grid.add_row("so far", f"{state.syncs:,} syncs of {size}, {decimal(state.applied_bytes)} applied")
+    grid.add_row(
+        "experience", f"{state.staleness:.1f} versions old when used, {state.dropped:,} steps dropped as too old"
+    )
     return grid
 
 
-def chart(state: RunState, width: int) -> list[Text]:
-    """The mean return after each update, a row for each sixth of the highest, with its axes."""
-    means = [state.curve[column * len(state.curve) // width] for column in range(width)] if state.curve else []
-    eighths = [round(mean / _HIGHEST_RETURN * _CHART_LINES * 8) for mean in means]
-    mean = (_number(state.last_mean), "bold"), (" of 500", "dim")
-    lines = [Text.assemble("mean return of the last 20 episodes  ", *mean)]
-    for line, colour in enumerate(_COLOURS):
-        label = {0: "500 ┤", _CHART_LINES // 2: "250 ┤"}.get(line, "    │")
-        below = 8 * (_CHART_LINES - 1 - line)
-        row = "".join(_BLOCKS[min(max(height - below, 0), 8)] for height in eighths)
-        lines.append(Text.assemble((label, "dim"), (row, colour)))
-    axis = f"  0 └ {state.steps:,} steps, {len(state.returns):,} episodes, {state.updates:,} updates"
-    return [*lines, Text(axis, style="dim")]
+def _bar(value: float, most: float, pulse: bool = False) -> ProgressBar:
+    return ProgressBar(total=most, completed=min(value, most), width=40, pulse=pulse)
 
 
 def _machines(state: RunState) -> Table:
@@ -175,22 +164,6 @@ def _machines(state: RunState) -> Table:
             f"{worker.episodes:,}",
         )
     return table
-
-
-def _syncs(state: RunState) -> Table:
-    last, size = "none yet", 0
-    if report := state.report:
-        last = (
-            f"packed in {_ms(report.pack_s)}, answered after {_ms(report.transfer_s)}, applied in {_ms(report.apply_s)}"
-        )
-        size = report.nbytes
-    grid = Table.grid("", "", padding=(0, 2))
-    grid.add_row("[dim]last sync", last)
-    grid.add_row("[dim]so far", f"{state.syncs:,} syncs of {decimal(size)}, {decimal(state.applied_bytes)} applied")
-    grid.add_row(
-        "[dim]experience", f"{state.staleness:.1f} versions old when used, {state.dropped:,} steps dropped as too old"
-    )
-    return grid
 
 
 def proof_table(state: RunState) -> Table:

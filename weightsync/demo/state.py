@@ -144,9 +144,8 @@ class RunState:
     syncs: int = 0
     report: SyncReport | None = None
     applied_bytes: int = 0
-    #: The return of each episode, and the mean return after each update.
+    #: The return of each episode.
     returns: list[float] = field(default_factory=list)
-    curve: list[float] = field(default_factory=list)
     #: Notable events, as lines to print.
     notes: list[str] = field(default_factory=list)
     #: The last version that the trainer sent, once each worker has had its chance to prove that it serves it.

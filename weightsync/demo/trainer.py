@@ -113,24 +113,23 @@ class Trainer:
             self._send(overlap=self._settings.overlap)
             mean = state.last_mean or 0.0
             solved = solved + 1 if mean >= SOLVED else 0
-            if self._kills_now(mean):
-                self._kill_last()
+            if self._kills_last(mean):
                 solved = 0
             elif solved >= STAYS_SOLVED:
                 break
         self._settle()
 
-    def _kills_now(self, mean: float) -> bool:
+    def _kills_last(self, mean: float) -> bool:
+        """Kill the last worker, if that was asked for and now is half way. Return whether it was done now."""
         victim, settings = self._state.workers[-1], self._settings
         half_way = mean >= _HALF_WAY or self._state.elapsed >= settings.seconds / 2
-        return settings.kill_worker and half_way and not victim.killed and victim.pid is not None
-
-    def _kill_last(self) -> None:
-        victim = self._state.workers[-1]
+        if not settings.kill_worker or not half_way or victim.killed or victim.pid is None:
+            return False
         victim.killed = True
         self._note(f"worker {victim.index} (process {victim.pid}) is killed with SIGKILL half way")
         _kill(victim)
         self._send()  # whose report says LOST
+        return True
 
     def _prove(self) -> None:
         """Send the last weights, and have every remaining worker return with the digest of the weights it serves."""
@@ -159,8 +158,6 @@ class Trainer:
         state.updates += 1
         state.steps += sum(chunk.steps for chunk in chunks)
         state.staleness = self._sender.version - float(np.mean([chunk.versions for chunk in chunks]))
-        if state.last_mean is not None:
-            state.curve.append(state.last_mean)
 
     # ------------------------------------------------------------------------------------------------- sending
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import weightsync
 from weightsync import WeightReceiver, demo, local_workers
-from weightsync.cli._demo_display import chart, panel
+from weightsync.cli._demo_display import panel
 from weightsync.demo import Phase, Proof, RunState, Settings, Verdict, WorkerState
 from weightsync.demo.learning import Chunk, Learner, Policy
 from weightsync.demo.worker import Rollout
@@ -160,18 +160,3 @@ def test_the_panel_fits_its_width(width: int) -> None:
     assert any("worker 2" in line for line in lines)
     assert width < 80 or any("episodes  " in line for line in lines)
     assert any("something happened" in line for line in lines)
-
-
-def test_a_rising_curve_rises() -> None:
-    state = RunState(Settings(), curve=[5.0 * x for x in range(101)])
-
-    _, *lines, _ = [line.plain for line in chart(state, 10)]
-
-    assert lines == [
-        "500 ┤         ▃",
-        "    │       ▂▆█",
-        "    │      ▅███",
-        "250 ┤    ▃█████",
-        "    │  ▂▆██████",
-        "    │ ▅████████",
-    ]
