@@ -106,6 +106,8 @@ OWN = {
     ),
     "weightsync.engine.reporter": ("tests/unit/engine/test_reporter.py", "tests/unit/schemes/test_delta.py"),
     "weightsync.engine.": ("tests/unit/engine/",),
+    "weightsync.weights.destination_checks": ("tests/unit/weights/test_target", "tests/unit/weights/"),
+    "weightsync.weights.mapped": ("tests/unit/weights/", "tests/transports/device/"),
     "weightsync.weights.target": ("tests/transports/device/", "tests/unit/weights/test_target", "tests/unit/weights/"),
     "weightsync.transports.pipe.framing": ("tests/transports/pipe/test_framing.py", "tests/transports/pipe/"),
     "weightsync.transports.pipe.link": (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import OWN
 from driven_ledger import PAGE as DRIVEN_PAGE
 from driven_ledger import Ledger, Score, killed, known
 from missing import installed
@@ -181,6 +182,12 @@ def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path
     assert [key for *key, how in known if how == "survived" and tuple(key) not in ledger.survivors] == [], (
         "they live, and nobody has reviewed them"
     )
+
+
+def test_every_module_whose_functions_are_mutated_has_tests_of_its_own() -> None:
+    found = {module: [own for name, own in OWN.items() if module.startswith(name)] for module in DRIVEN}
+
+    assert [module for module, own in found.items() if not own] == [], "name them in OWN of asking.py"
 
 
 @pytest.mark.slow
