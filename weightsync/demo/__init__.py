@@ -36,8 +36,8 @@ def run(state: RunState) -> RunState:
     """
     if importlib.util.find_spec("gymnasium") is None:
         raise MissingExtraError("rl", "weightsync demo")
-    if state.settings.scheme is SchemeName.RPC:
-        # torch's RPC logs a line for each connection that ends, in every process.
+    if state.settings.scheme in (SchemeName.RPC, SchemeName.DISTRIBUTED):
+        # torch logs each connection that ends, in every process.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if state.settings.scheme is not SchemeName.RAY:
         start_forkserver(["weightsync.demo.worker"])

@@ -55,6 +55,7 @@ def joined_workers(policy: nn.Module, settings: Settings) -> Iterator[tuple[Work
             scheme.init_on_sender(MODEL_ID, model=policy, num_workers=count, store=meeting, processes=processes)
         sender = scheme.get_sender()
         sender.send_async()
+        cleanup.callback(group.close)  # first, while the trainer can still hear the workers' goodbyes
         yield group, sender
 
 
