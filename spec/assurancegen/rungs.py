@@ -129,7 +129,7 @@ def _code_mutants(root: Path) -> tuple[str, str, str]:
     kept = tomllib.loads((root / "tests" / "protocol" / "mutation" / "survivors.toml").read_text(encoding="utf-8"))
     unhunted = kept["unhunted"]
     rest = f"; not hunted yet: {len(unhunted)} functions" if unhunted else ""
-    page = "[code-mutants.md](code-mutants.md)"
+    page = "`code-mutants.md` there"
     return (
         "mutants of the code (`tests/protocol/mutation`)",
         "a test or a graph that does not check what the machines do",
@@ -144,7 +144,7 @@ def _driver_mutants(root: Path) -> tuple[str, str, str]:
     open_ones = sum(each["reason"] == "not-reviewed" for each in kept["survivor"])
     others = f"{open_ones} that live not reviewed yet, the others explained" if open_ones else "the others explained"
     rest = f"; not hunted yet: {len(unhunted)} functions" if unhunted else ""
-    page = "[driver-mutants.md](driver-mutants.md)"
+    page = "`driver-mutants.md` there"
     return (
         "mutants of the drivers and of the payload's path (`tests/protocol/mutation`)",
         "a test that does not check what they do",

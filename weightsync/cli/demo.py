@@ -50,13 +50,13 @@ def demo(  # noqa: PLR0917
     live = console.is_terminal and not plain and console.encoding.startswith("utf")
     try:
         with ended_by_signals(), (live_display if live else plain_display)(console, state):
-            result = run(state)
+            run(state)
     except KeyboardInterrupt:
         typer.echo("weightsync: interrupted; all workers have ended.", err=True)
         raise typer.Exit(_INTERRUPTED) from None
-    write_report(result.record(), report)
-    console.print(proof_table(result))
-    for line in summary(result):
+    write_report(state.record(), report)
+    console.print(proof_table(state))
+    for line in summary(state):
         console.print(line, soft_wrap=True, highlight=False)
-    if result.failures:
+    if state.failures:
         raise typer.Exit(_FAILED)

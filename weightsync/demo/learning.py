@@ -29,10 +29,8 @@ _EPOCHS = 8
 _MINIBATCH = 256
 _CRITIC = 5.0
 _LARGEST_GRADIENT = 0.5
-_FIRST_RATE = 2e-3
-_LAST_RATE = 1e-4
-#: Steps of experience over which the learning rate falls from the first to the last.
-_PLANNED_STEPS = 120_000
+#: The learning rate falls from the first to the last over so many updates.
+_FIRST_RATE, _LAST_RATE, _PLANNED_UPDATES = 2e-3, 1e-4, 200
 
 
 class Policy(nn.Module):
@@ -104,20 +102,19 @@ class Learner:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.policy = Policy()
-        self._steps = 0
         self._generator = torch.Generator().manual_seed(seed)
         self._optimizer = torch.optim.Adam(self.policy.parameters(), lr=_FIRST_RATE, eps=1e-5)
+        fall = _LAST_RATE / _FIRST_RATE
+        self._rate = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, fall, _PLANNED_UPDATES)
 
     def learn(self, chunks: Sequence[Chunk]) -> None:
         """Improve the policy with experience that workers collected under recent versions of it."""
-        self._steps += sum(chunk.steps for chunk in chunks)
-        left = max(0.0, 1.0 - self._steps / _PLANNED_STEPS)
-        self._optimizer.param_groups[0]["lr"] = _LAST_RATE + left * (_FIRST_RATE - _LAST_RATE)
         batch = [torch.cat(parts) for parts in zip(*(self._prepare(chunk) for chunk in chunks), strict=True)]
         for _ in range(_EPOCHS):
             order = torch.randperm(len(batch[0]), generator=self._generator)
             for chosen in torch.split(order, _MINIBATCH):
                 self._descend([part[chosen] for part in batch])
+        self._rate.step()
 
     @torch.no_grad()
     def _prepare(self, chunk: Chunk) -> tuple[torch.Tensor, ...]:

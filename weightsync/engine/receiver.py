@@ -443,7 +443,7 @@ class WeightReceiver(Participant):
 
 
 def _are_of(pending: Pending, weights: Any) -> bool:
-    """Whether weights given by hand are those of the pending version, by their digest."""
+    """Whether weights that the user passed are those of the pending version, compared by digest."""
     read = read_weights(weights)
     if pending.untaken or layout_of(read, pending.layout) != pending.layout:
         return False

@@ -64,7 +64,10 @@ class Reporter:
         self._told = {worker: told for worker, told in self._told.items() if told[1] != report.version}
 
     def concluded(self, version: int) -> SyncReport:
-        """The report of a version that has ended. It can be taken once, and is part of the next until `delivered`."""
+        """The report of a version that has ended.
+
+        It is returned once; until `delivered` is called, the next report includes it.
+        """
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         if self._given_up:

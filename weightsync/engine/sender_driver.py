@@ -303,7 +303,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     self._heard(lane.worker, number, lane.link, self.take)
 
     def look(self) -> None:
-        """Pump the links that have something to read or can be written. One poll finds them, and never blocks."""
+        """Pump the links that can be read or written. One poll finds them. Never blocks."""
         ready = self.wait(0.0, self.waker.fired)
         if ready or self.awaited:
             self.pump(ready)

@@ -59,7 +59,7 @@ class ServingLock:
                 self._pop(own)
 
     def leave_forward(self) -> None:
-        """End the forward that this thread began last; nothing if it began before its model was guarded."""
+        """End the forward that this thread began last. Do nothing if it began before its model was guarded."""
         own = threading.get_ident()
         with self._lock:
             if own in self._serving and self._serving[own][-1] is not None:

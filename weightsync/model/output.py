@@ -130,9 +130,9 @@ class Step:
 
 
 class MessageReader:
-    """Groups lines into messages. Of the lines outside messages, the last ones are kept.
+    """Groups lines into messages. Keeps the last lines outside messages, and all situations that the model reports.
 
-    All situations that the model reports it has reached (`See` of MCHunt.tla) are kept.
+    A situation is reported by `See` of MCHunt.tla.
 
     Args:
         printed: is called with each line that the model itself prints with PrintT; those lines are not kept.

@@ -122,7 +122,7 @@ def work(control: Connection, scheme: SchemeName, index: int, nbytes: int, endpo
 
 
 def reached(scheme: SchemeName, index: int, endpoint: Any) -> dict[str, Any]:
-    """The arguments with which a worker finds its trainer: a pipe, the port of its store, or nothing: it is called."""
+    """The arguments by which a worker finds its trainer: a pipe or a store; over RPC nothing, since it is called."""
     if scheme is SchemeName.RPC:
         return {}
     if scheme is not SchemeName.DISTRIBUTED:
@@ -192,5 +192,5 @@ class SoakActor(WeightSyncActor):
         return os.getpid()
 
     def ask(self, request: Request) -> Look:
-        """Answer the trainer. The actor ends with the soak, and not when it is asked to."""
+        """Answer the trainer. A request to end is ignored: the actor ends with the soak."""
         return self._reader.answer(request)

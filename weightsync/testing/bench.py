@@ -269,6 +269,12 @@ class Bench(Comparing):
                 self.apply(worker)
         self.hear()
 
+    def deliver(self, *workers: int, targets: tuple[int, ...] | None = None) -> None:
+        """Send a version, have the workers apply it, and wait for the report."""
+        self.send(targets)
+        self.sync(*workers)
+        self.wait()
+
     def finish(self) -> None:
         """Close everything that is left; every buffer must then be free."""
         self.link_setup.watch.steps.append("everything is closed")

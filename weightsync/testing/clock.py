@@ -68,5 +68,5 @@ class FakeClock(Clock):
             return self._started[1] + round(self._advanced * 1e9) + self._incarnations
 
     def nap(self, left: float) -> float:
-        """A few real milliseconds, however much of this clock's time is left."""
+        """A few real milliseconds, however much time is left on this clock."""
         return min(left, LOOK)

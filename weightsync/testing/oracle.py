@@ -130,7 +130,7 @@ class SenderOracle:
                 self._update(link, waiting)
 
     def ended(self, link: int) -> None:
-        """The link reported its death: it is lost once all that it delivered is processed."""
+        """The link reported its death: it counts as lost once everything that it delivered is processed."""
         if link in self._open:
             self._late.append(sending.LinkLost(self._open[link], link, "dead"))
 

@@ -16,9 +16,7 @@ def updates(link_setup: LinkSetup) -> None:
     """Several versions are sent, to all workers and to some."""
     bench = bench_of(link_setup, workers=2)
     for targets in (None, (0,), (1,), None, (0, 1)):
-        bench.send(targets)
-        bench.sync(*(targets or (0, 1)))
-        bench.wait()
+        bench.deliver(*(targets or (0, 1)), targets=targets)
     bench.finish()
 
 
@@ -27,9 +25,7 @@ def the_first_update_with_the_handshake(link_setup: LinkSetup) -> None:
     bench = Bench(link_setup)
     bench.join(0)
     bench.connect()
-    bench.send()
-    bench.sync(0)
-    bench.wait()
+    bench.deliver(0)
     bench.finish()
 
 
@@ -41,9 +37,7 @@ def refusal(link_setup: LinkSetup) -> None:
     bench.refuse(0)
     bench.hear()
     bench.wait()
-    bench.send()
-    bench.sync(0)
-    bench.wait()
+    bench.deliver(0)
     bench.finish()
 
 
@@ -66,15 +60,11 @@ def stale(link_setup: LinkSetup) -> None:
     """An older update arrives again after a newer one was applied."""
     bench = bench_of(link_setup)
     for _ in range(2):
-        bench.send()
-        bench.sync(0)
-        bench.wait()
+        bench.deliver(0)
     bench.repeat(0, back=2)
     bench.receive_and_apply(0)
     bench.hear()
-    bench.send()
-    bench.sync(0)
-    bench.wait()
+    bench.deliver(0)
     bench.finish()
 
 
@@ -127,9 +117,7 @@ def fenced(link_setup: LinkSetup) -> None:
     """An older sender connects after a newer one: it is refused with the fence, and nothing else changes."""
     bench = bench_of(link_setup)
     newer = bench.sender
-    bench.send()
-    bench.sync(0)
-    bench.wait()
+    bench.deliver(0)
     bench.new_sender()
     bench.join(0)
     bench.connect(incarnation=newer.driver.data.incarnation - 1)
@@ -161,9 +149,7 @@ def _another_sender_goes_on(bench: Bench) -> None:
     for worker in (0, 1):
         bench.join(worker)
     bench.connect()
-    bench.send()
-    bench.sync(0, 1)
-    bench.wait()
+    bench.deliver(0, 1)
     bench.finish()
 
 
@@ -176,9 +162,7 @@ def a_worker_says_bye(link_setup: LinkSetup) -> None:
     bench.sync(1)
     bench.sender_notices(0)
     bench.wait()
-    bench.send()
-    bench.sync(1)
-    bench.wait()
+    bench.deliver(1)
     bench.finish()
 
 
@@ -187,9 +171,7 @@ def an_idle_worker_says_bye(link_setup: LinkSetup) -> None:
     bench = bench_of(link_setup, workers=2)
     bench.close_receiver(0)
     bench.sender_notices(0)
-    bench.send()
-    bench.sync(1)
-    bench.wait()
+    bench.deliver(1)
     bench.finish()
 
 
@@ -204,27 +186,21 @@ def a_worker_is_lost(link_setup: LinkSetup) -> None:
     bench.wait()
     bench.join(0)
     bench.sync(0)
-    bench.send()
-    bench.sync(0, 1)
-    bench.wait()
+    bench.deliver(0, 1)
     bench.finish()
 
 
 def a_worker_comes_back(link_setup: LinkSetup) -> None:
     """A worker gets a new link while its old one is in use, and catches up over the new one."""
     bench = bench_of(link_setup)
-    bench.send()
-    bench.sync(0)
-    bench.wait()
+    bench.deliver(0)
     bench.send()
     bench.receive_and_apply(0)
     bench.join(0)
     bench.receive_and_apply(0)
     bench.sync(0)
     bench.wait()
-    bench.send()
-    bench.sync(0)
-    bench.wait()
+    bench.deliver(0)
     bench.finish()
 
 

@@ -19,7 +19,7 @@ _NBYTES = 1000
 
 
 class MessageLost(Exception):
-    """The adapter lost a message that the path needs, as its delivery allows."""
+    """The adapter lost a message that the path needs; its delivery permits that."""
 
 
 class ReplayActors:

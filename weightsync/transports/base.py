@@ -397,7 +397,7 @@ class Waits(Generic[_Waited]):
         return list(map(links.__getitem__, sorted(found)))
 
     def _ask(self, links: Sequence[_Waited], waker: int) -> None:
-        """Ask for descriptors: those links that may have others now, or all."""
+        """Ask the links for their descriptors: those whose descriptors may have changed, or all."""
         if self._left > 0 and len(links) == len(self._links) and all(map(operator.is_, links, self._links)):
             self._links = links
             while self.changed:

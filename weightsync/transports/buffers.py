@@ -156,7 +156,7 @@ _NO_ROOM: Final = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAG
 
 
 class NoRoom(TransportError):
-    """This process has no memory or file descriptor left for a payload. It may have some again later."""
+    """This process has no memory or file descriptor left for a payload. A later attempt may succeed."""
 
 
 class Storage(Enum):

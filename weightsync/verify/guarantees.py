@@ -21,7 +21,7 @@ _COUNTS = (SenderInput.REPLY, SenderInput.SETTLED, SenderInput.CAUGHT_UP)
 
 
 def breaches(network: Network) -> Iterator[Finding]:
-    """The first moment of each machine at which a guarantee does not hold."""
+    """For each machine, the first moment at which a guarantee does not hold."""
     for machine in network.machines:
         found = _of_sender(network, machine) if machine.role == "sender" else _of_receiver(machine)
         yield from _first(found)

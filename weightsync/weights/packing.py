@@ -316,7 +316,7 @@ class SendPlan:
         self._stay = False
 
     def fits(self, weights: Weights) -> bool:
-        """Whether these weights are the planned ones, where they were. Their values may be others."""
+        """Whether these are the weights of the plan, in the same memory. Their values may have changed."""
         fits = (
             self._plain
             and list(weights.tensors) == self._names

@@ -1,7 +1,7 @@
 """The mutants of the drivers that live, each with its reason, and the scores that may not fall.
 
 `python tests/protocol/mutation/driven_ledger.py [RESULT...]` takes in results of `run.py --driven`, of whole modules or
-of all mutants of some functions, and renders docs/driver-mutants.md. What is no mutant of the code any more leaves the
+of all mutants of some functions, and renders driver-mutants.md. What is no mutant of the code any more leaves the
 file, a new one that lives comes in without a reason, and the mutants are counted again. `--prune` does so without a
 result. `--living RESULT...` takes in results of `run.py --driven --living`: those that are killed now leave the file.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from mutated import DRIVEN
 
 FILE = Path(__file__).with_name("driven.toml")
-PAGE = Path(__file__).parents[3] / "docs/driver-mutants.md"
+PAGE = Path(__file__).with_name("driver-mutants.md")
 
 #: A mutant: its function, what was there, what stands there now, and how many before it read the same.
 Key = tuple[str, str, str, int]
@@ -134,7 +134,7 @@ class Ledger:
 
     def write(self) -> None:
         """Into the file."""
-        lines = ["# Rendered in docs/driver-mutants.md, and kept by driven_ledger.py.", ""]
+        lines = ["# Rendered in driver-mutants.md, and kept by driven_ledger.py.", ""]
         if self.new:
             lines += ["unhunted = [", *(f"  {json.dumps(name)}," for name in self.new), "]", ""]
         lines += ["[scores]"]

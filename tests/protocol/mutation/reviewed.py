@@ -1,4 +1,4 @@
-"""The mutants that live, each reviewed, and the score that may not fall; docs/code-mutants.md shows both.
+"""The mutants that live, each reviewed, and the score that may not fall; code-mutants.md shows both.
 
 `python tests/protocol/mutation/reviewed.py` renders the page. With a result of run.py it first takes that in: mutants
 that live no longer leave the file, new ones come in without a reason, and the score is that of the result. A result of
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path(__file__).with_name("survivors.toml")
-PAGE = Path(__file__).parents[3] / "docs/code-mutants.md"
+PAGE = Path(__file__).with_name("code-mutants.md")
 
 #: A mutant: its function, what was there, what stands there now, and how many before it read the same.
 Key = tuple[str, str, str, int]
@@ -76,7 +76,7 @@ class Reviewed:
 
     def write(self) -> None:
         """Into the file."""
-        lines = ["# Rendered in docs/code-mutants.md, and kept by reviewed.py.", f"mutants = {self.mutants}"]
+        lines = ["# Rendered in code-mutants.md, and kept by reviewed.py.", f"mutants = {self.mutants}"]
         lines += [f"killed = {self.killed}", f"unhunted = {json.dumps(self.unhunted)}"]
         for (function, was, now, twin), reason in self.reasons.items():
             lines += ["", "[[survivor]]", f"function = {json.dumps(function)}", f"was = {json.dumps(was)}"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_links import LocalLink, Network, Pace, local_pair
 
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
@@ -18,7 +19,6 @@ from weightsync.errors import StateError, SyncError, WeightSyncError
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.testing.local import LocalLink, Network, Pace, local_pair
 from weightsync.transports.base import Payloads
 from weightsync.weights.target import Mode
 

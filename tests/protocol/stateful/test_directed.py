@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from guarantees import check_all
+from local_links import Side
 from world import ROWS, LinkPair, Trainer, Worker, World
 
 from weightsync.errors import ProtocolError, StateError, SyncError, TransportError
 from weightsync.protocol import messages
 from weightsync.protocol._tables import Delivery, ReceiverInput, SenderInput, State
-from weightsync.testing.local import Side
 from weightsync.transports.base import Payloads
 from weightsync.weights.target import Mode
 

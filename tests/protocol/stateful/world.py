@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from local_links import LocalLink, Network, Pace, Parcel, Side
 from policy import Policy
 from reference import SENDER, WORKER, Content, Interrupt, Raised
 
@@ -24,7 +25,6 @@ from weightsync.protocol import messages
 from weightsync.protocol._tables import Delivery, ReceiverInput, SenderInput, State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.testing.local import LocalLink, Network, Pace, Parcel, Side
 from weightsync.transports.base import Payloads
 from weightsync.weights.target import Mode
 

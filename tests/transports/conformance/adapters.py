@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from in_process_call_client import DirectCallClient, ThreadedCallClient
+from local_links import LocalLink, local_pair
 from ray_relay import ray_factory
 from world_adapters import conforms, rpc_factory, store_factory
 
@@ -24,7 +25,6 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Hello
 from weightsync.schemes.peers.user_transport import user_link
 from weightsync.testing import SCENARIOS, Conformance, Ends, Factory, FaultyTransport, Nonconforming, check_transport
-from weightsync.testing.local import LocalLink, local_pair
 from weightsync.torchrl.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.base import Link, Payloads, Received
 from weightsync.transports.calls.client import BlockingLink, CallLink

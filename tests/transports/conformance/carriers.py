@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from in_process_call_client import DirectCallClient, ThreadedCallClient
+from local_links import local_pair
 from weight_kinds import snapshot
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, SyncReport, WeightSender
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.testing.local import local_pair
 from weightsync.transports.base import Link, Payloads
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.server import CallServer

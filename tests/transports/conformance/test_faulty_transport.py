@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from local_links import local_pair
 
 from weightsync import ConfigurationError, TransportError
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Hello
 from weightsync.testing import SCENARIOS, Ends, FaultyTransport, Nonconforming, Rule, check_transport
-from weightsync.testing.local import local_pair
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.pipe.link import PipeLink
 

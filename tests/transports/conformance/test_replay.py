@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_links import local_pair
 
 from weightsync import StateError
 from weightsync.engine.sender_driver import SenderDriver
@@ -16,7 +17,6 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery
 from weightsync.testing import Ends, Nonconforming, Rule, check_transport
-from weightsync.testing.local import local_pair
 from weightsync.testing.replay_data import graphs
 
 ROOT = Path(__file__).parents[3]

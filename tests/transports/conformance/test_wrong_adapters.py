@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_links import LocalLink, local_pair
 
 import weightsync.testing
 from weightsync import ConfigurationError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Update
 from weightsync.testing import Ends, Nonconforming, Rule, check_transport
-from weightsync.testing.local import LocalLink, local_pair
 from weightsync.transports.base import Payloads, Received, Waker
 from weightsync.transports.buffers import Buffer
 

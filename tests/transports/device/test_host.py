@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_device import FakeDevice, fake_device
 from fleet import PATIENCE, Pair, constants, filled, large
 from pools import statistics
 from test_kernels import Bench, copied, policy
 from test_slots import paired
 from torch import nn
 
-from weightsync.testing.fake_device import FakeDevice, fake_device
 from weightsync.transports.buffers import Mapping, Segment
 from weightsync.transports.device import DeviceSlot
 from weightsync.weights.device import base, transfer

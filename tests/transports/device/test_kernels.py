@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import FakeDevice, fake_device, on_lane
 from fleet import PATIENCE, Pair
 from torch import nn
 
 from weightsync import OutcomeKind, SharedMemWeightSyncScheme
-from weightsync.testing.fake_device import FakeDevice, fake_device, on_lane
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.target import Mode
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import FakeDevice, fake_device
 from fleet import PATIENCE, Pair, constants, filled, large
 from test_kernels import mapped, policy
 from torch import nn
 
 from weightsync import LayoutError, OutcomeKind, SharedMemWeightSyncScheme
 from weightsync.protocol.codec import slot_digest
-from weightsync.testing.fake_device import FakeDevice, fake_device
 from weightsync.weights.device.base import DeviceMemory
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import FakeDevice, fake_device
 from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, large, serve, serve_until_gone
 from test_kernels import mapped, policy
 from torch import nn
@@ -22,7 +23,6 @@ from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, ProtocolError,
 from weightsync.engine.packer import open_slot
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, SlotRef, Update
-from weightsync.testing.fake_device import FakeDevice, fake_device
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.device.base import DeviceError

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, Pair, constants, filled, raw, small
+from local_links import local_pair
 
 from weightsync import TransportError, WorkerLostError
 from weightsync.engine.receiver_driver import ReceiverDriver
@@ -15,7 +16,6 @@ from weightsync.protocol import codec
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Hello, Update
-from weightsync.testing.local import local_pair
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.weights.layout import Layout

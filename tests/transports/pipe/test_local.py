@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+from local_links import Pace, Side, local_pair
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Update
-from weightsync.testing.local import Pace, Side, local_pair
 from weightsync.transports.base import Link, Payloads, Waker, wait
 from weightsync.transports.buffers import Buffer
 

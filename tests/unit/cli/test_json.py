@@ -22,7 +22,7 @@ from weightsync.cli import demo as demo_command
 from weightsync.cli import doctor
 from weightsync.cli._app import build, with_file_of_json
 from weightsync.cli._probes import Finding, Status
-from weightsync.demo.state import Proof, Result
+from weightsync.demo.state import Proof
 from weightsync.engine import recorder
 from weightsync.soak.run import Soak, Tally, Usage
 
@@ -94,7 +94,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     used = Usage(1, 2, 3, 0)
     monkeypatch.setattr(Soak, "run", lambda *_: Tally(versions=3, before=used, after=used))
     monkeypatch.setattr(running, "run", lambda *_: Results({"cores": "2"}, 0.25, ()))
-    monkeypatch.setattr(demo_command, "run", lambda state: Result(state, Proof(1, b"d"), ()))
+    monkeypatch.setattr(demo_command, "run", lambda state: setattr(state, "sent", Proof(1, b"d")))
     monkeypatch.setattr(doctor, "PROBES", {name: lambda: Finding(Status.WORKS, "so it is") for name in doctor.PROBES})
 
 

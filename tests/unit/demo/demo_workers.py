@@ -48,6 +48,6 @@ def raises(worker: Worker, settings: Settings) -> None:
     act(worker, settings)
 
 
-def ends(*_: object) -> NoReturn:
+def ends(*_: object, **__: object) -> NoReturn:
     """A worker that ends before it has said anything."""
     os._exit(1)

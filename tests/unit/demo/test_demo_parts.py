@@ -15,11 +15,10 @@ import pytest
 from rich.console import Console
 
 import weightsync
-from weightsync import Worker, demo, local_workers
-from weightsync.cli._demo_display import chart, panel
-from weightsync.demo import Proof, RunState, Settings, Verdict, WorkerResult
+from weightsync import WeightReceiver, demo, local_workers
+from weightsync.cli._demo_display import panel
+from weightsync.demo import Phase, Proof, RunState, Settings, Verdict, WorkerState
 from weightsync.demo.learning import Chunk, Learner, Policy
-from weightsync.demo.state import judge
 from weightsync.demo.worker import Rollout
 
 SENT = Proof(7, b"d" * 16)
@@ -58,10 +57,9 @@ def chunk(steps: int = 4, environments: int = 2, returns: tuple[float, ...] = ()
 def test_a_worker_is_judged_by_what_it_answers(
     proof: Proof | None, lost: str | None, killed: bool, verdict: Verdict
 ) -> None:
-    proofs = {0: proof} if proof else {}
-    [worker] = judge(1, SENT, proofs, {0: lost} if lost else {}, 0 if killed else None)
+    worker = WorkerState(0, proof=proof, lost=lost or "", killed=killed)
 
-    assert worker.verdict is verdict
+    assert worker.judge(SENT)[0] is verdict
 
 
 def test_the_display_is_there_before_torch_is() -> None:
@@ -85,9 +83,12 @@ def test_the_demo_uses_nothing_that_a_user_could_not() -> None:
 
 
 def test_nothing_is_proved_against_no_digest() -> None:
-    assert judge(1, Proof(7, b""), {0: Proof(7, b"")}, {}, None) == [
-        WorkerResult(0, Proof(7, b""), Verdict.DIFFERS, "the trainer has no digest to compare with")
-    ]
+    nothing = Proof(7, b"")
+
+    assert WorkerState(0, proof=nothing).judge(nothing) == (
+        Verdict.DIFFERS,
+        "the trainer has no digest to compare with",
+    )
 
 
 def test_learning_raises_the_odds_of_what_did_better_than_expected() -> None:
@@ -104,20 +105,20 @@ def test_learning_raises_the_odds_of_what_did_better_than_expected() -> None:
 
 
 class _AnyVersion:
-    """A worker in as far as a rollout asks it."""
+    """A receiver in as far as a rollout asks it."""
 
     def __init__(self) -> None:
         self.model = Policy()
-        self.receiver = SimpleNamespace(state=SimpleNamespace(value="ready"))
+        self.state = SimpleNamespace(value="ready")
 
-    def step(self) -> contextlib.nullcontext[int]:
+    def serving(self) -> contextlib.nullcontext[int]:
         return contextlib.nullcontext(5)
 
 
 def test_episodes_begin_anew_and_a_chunk_says_what_was_before() -> None:
     rollout = Rollout(0, Settings(workers=4))
 
-    lived = rollout.collect(cast(Worker, _AnyVersion()))
+    lived = rollout.collect(cast(WeightReceiver, _AnyVersion()))
 
     assert lived.observations.shape == (32, 4, 4)
     assert list(lived.versions) == [5] * 32
@@ -133,7 +134,11 @@ def test_episodes_begin_anew_and_a_chunk_says_what_was_before() -> None:
 
 def test_a_run_state_counts_time_and_means() -> None:
     state = RunState(Settings())
-    assert (state.first_mean, state.last_mean, state.elapsed) == (None, None, 0.0)
+    assert (state.first_mean, state.last_mean) == (None, None)
+    state.enter(Phase.TRAINING)
+    state.enter(Phase.PROVING)
+    trained = state.elapsed
+    assert trained == state.elapsed  # it counts no longer
 
     state.returns += [10.0] * 15 + [30.0] * 25
 
@@ -148,18 +153,10 @@ def test_the_panel_fits_its_width(width: int) -> None:
     state.notes.append("something happened")
     console = Console(width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with console.capture() as captured:
-        console.print(panel(state, width, 30))
+        console.print(panel(state, width))
 
     lines = captured.get().splitlines()
     assert max(len(line) for line in lines) == width
     assert any("worker 2" in line for line in lines)
     assert width < 80 or any("episodes  " in line for line in lines)
     assert any("something happened" in line for line in lines)
-
-
-def test_a_rising_curve_rises() -> None:
-    state = RunState(Settings(), curve=[(x, 5.0 * x) for x in range(1, 101)])
-
-    _, *lines, _ = [line.plain for line in chart(state, 10, 4)]
-
-    assert lines == ["500 ┤       ▃▆█", "    │     ▄▇███", "250 ┤  ▁▄██████", "    │▂▅████████"]

@@ -7,28 +7,27 @@ from functools import partial
 import demo_workers
 import pytest
 
-from weightsync import TransportError, WorkerFailedError, WorkerGroup
-from weightsync.demo import Phase, Result, RunState, SchemeName, Settings, Verdict, joined, run, trainer
+from weightsync import WorkerFailedError, WorkerGroup
+from weightsync.demo import Phase, RunState, SchemeName, Settings, Verdict, joined, run, trainer
 
 SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, seconds=2.5, kill_worker=True)
 PIPE_OVERLAP = Settings(scheme=SchemeName.PROCESS, workers=2, seconds=1.5, overlap=True)
 STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, seconds=2.5, overlap=True, kill_worker=True)
 
 
-def assert_proved(result: Result) -> None:
+def assert_proved(state: RunState) -> None:
     """The first two workers prove the trainer's last weights; a third was killed as asked, and is reported LOST."""
-    state = result.state
-    assert result.failures == []
-    assert result.of(Verdict.PROVED) == [0, 1]
-    assert result.of(Verdict.KILLED) == [2][: state.settings.workers - 2]
-    assert [worker.proof for worker in result.workers[:2]] == [result.sent] * 2
-    assert len(result.sent.digest) == 16
+    assert state.failures == []
+    assert state.of(Verdict.PROVED) == [0, 1]
+    assert state.of(Verdict.KILLED) == [2][: state.settings.workers - 2]
+    assert [worker.proof for worker in state.workers[:2]] == [state.sent] * 2
+    assert len(state.sent.digest) == 16
     assert state.updates > 0
-    assert state.syncs == result.sent.version
+    assert state.syncs == state.sent.version
     # The first and the last version are sent without an update, and so is one for which all experience was too old.
-    assert result.sent.version >= state.updates + 2
+    assert state.sent.version >= state.updates + 2
     assert state.steps >= 512 * state.updates
-    assert [worker.version for worker in state.workers[:2]] == [result.sent.version] * 2
+    assert [worker.version for worker in state.workers[:2]] == [state.sent.version] * 2
     assert state.staleness <= 8
     assert any("worker 2 is LOST" in note for note in state.notes) == state.settings.kill_worker
     assert state.phase is Phase.ENDED
@@ -55,10 +54,10 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
     result = run(RunState(Settings(seconds=60.0, overlap=True)))
 
     assert result.failures == []
-    assert result.state.first_mean is not None
-    assert result.state.last_mean is not None
-    assert result.state.first_mean < 60.0
-    assert result.state.last_mean >= 150.0
+    assert result.first_mean is not None
+    assert result.last_mean is not None
+    assert result.first_mean < 60.0
+    assert result.last_mean >= 150.0
 
 
 def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,7 @@ def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytes
     assert result.of(Verdict.PROVED) == [0]
     assert result.of(Verdict.LOST) == [1]
     assert [failure for failure in result.failures if failure.startswith("worker 1: lost")]
-    assert any("did not answer in time" in note for note in result.state.notes)
+    assert any("did not answer in time" in note for note in result.notes)
 
 
 def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +78,10 @@ def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPat
     result = run(RunState(Settings(seconds=60.0)))
 
     assert result.of(Verdict.LOST) == [0, 1]
-    assert result.state.updates == 0
+    assert result.updates == 0
     assert any("the policy was not trained" in text for text in result.failures)
-    assert any("ZeroDivisionError: planted" in note for note in result.state.notes)
-    assert result.state.elapsed < 50
+    assert any("ZeroDivisionError: planted" in note for note in result.notes)
+    assert result.elapsed < 50
 
 
 def test_a_worker_that_never_starts_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +93,7 @@ def test_a_worker_that_never_starts_ends_the_run_at_once(monkeypatch: pytest.Mon
 
 @pytest.mark.gloo
 def test_a_worker_that_never_meets_the_trainer_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "work", demo_workers.ends)
+    monkeypatch.setattr(joined, "act_over_store", demo_workers.ends)
 
-    with pytest.raises(TransportError, match=r"worker 0 has ended"):
+    with pytest.raises(WorkerFailedError, match=r"worker \d failed.* exit code 1"):
         run(RunState(Settings(scheme=SchemeName.DISTRIBUTED)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import fake_device
 from pools import statistics
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from weightsync.engine import packer as packing
 from weightsync.engine.packer import OutgoingWeights, Packer, write_slot
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.messages import WeightsForm
-from weightsync.testing.fake_device import fake_device
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of_weights

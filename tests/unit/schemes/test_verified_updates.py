@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, filled, large, small
+from local_links import LocalLink, local_pair
 from torch import nn
 
 from weightsync import (
@@ -29,7 +30,6 @@ from weightsync.engine.receiver_driver import Pending
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
-from weightsync.testing.local import LocalLink, local_pair
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Mapping, Storage
 from weightsync.weights.reading import layout_of, read_weights

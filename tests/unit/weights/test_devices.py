@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from data_samples import bits, packed, sample, sampled_dicts, snapshot, trained
+from fake_device import fake_device
 from hypothesis import given
 from torch import Tensor, nn
 
-from weightsync.testing.fake_device import fake_device
 from weightsync.weights import packing
 from weightsync.weights.device.captures import is_compiled
 from weightsync.weights.packing import digest_of

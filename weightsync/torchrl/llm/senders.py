@@ -95,11 +95,13 @@ class EngineSender:
     """Sends a model's weights by a transport, and notifies its collectors.
 
     Args:
-        scheme: gives the strategy.
+        scheme: the scheme that made it.
     """
 
+    _scheme: SendingScheme
+
     def __init__(self, scheme: SendingScheme) -> None:
-        self._strategy = scheme.strategy
+        self._scheme = scheme
         self._model: Callable[[], Any] = _no_model
         self._collectors: list[Any] = []
         self._transport: Any = None
@@ -131,7 +133,7 @@ class EngineSender:
         found = self._model() if weights is None else weights
         if found is None:
             raise ConfigurationError("update_weights() needs weights: no model is registered, or it was collected.")
-        taken = self._strategy.extract_weights(found)
+        taken = self._scheme.strategy.extract_weights(found)
         report: SyncReport = self._transport.send_weights("policy", taken)
         for collector in self._collectors:
             collector.increment_version()

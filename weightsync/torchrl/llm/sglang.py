@@ -118,15 +118,9 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
 
 
 class SGLangWeightSender(EngineSender):
-    """Sends to one SGLang server.
+    """Sends to one SGLang server: see `SGLangWeightSyncScheme.create_sender`."""
 
-    Args:
-        scheme: the scheme that made it.
-    """
-
-    def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
-        super().__init__(scheme)
-        self._scheme = scheme
+    _scheme: SGLangWeightSyncScheme
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
         """Lay a link to the server."""

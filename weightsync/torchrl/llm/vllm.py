@@ -127,15 +127,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
 
 class VLLMWeightSender(EngineSender):
-    """Sends to one vLLM engine.
+    """Sends to one vLLM engine: see `VLLMWeightSyncScheme.create_sender`."""
 
-    Args:
-        scheme: the scheme that made it.
-    """
-
-    def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
-        super().__init__(scheme)
-        self._scheme = scheme
+    _scheme: VLLMWeightSyncScheme
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any = None) -> None:
         """Lay a link to the engine: see `VLLMCollectiveTransport.init_all_workers_group`."""

@@ -86,7 +86,7 @@ class DistributedTransport(TransportFacade):
         return listen(self._store_end(), model_id, accept)
 
     def check_connection(self) -> bool:
-        """Whether the user's own process group is initialised, which ours does not need."""
+        """Whether the user's own process group is initialised. This transport does not need one."""
         return dist.is_initialized()
 
     def receive_weights(

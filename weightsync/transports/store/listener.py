@@ -167,9 +167,9 @@ class _Listener:
         self._accept(link)
 
     def _await_successor(self, link: StoreLink, why: str) -> None:
-        """A handshake was refused. Its sender may have replaced the link already, and announced another since.
+        """A handshake was refused. Its sender may already have replaced the link and announced another.
 
-        Until its end of the link has ended, a stand-in keeps the receiver listening: then what it announced is known.
+        A stand-in keeps the receiver listening until the sender's end is closed: by then its announcement has arrived.
         """
         stand_in = PlaceholderLink()
         if stand_in.waitables() and not self._over.is_set():

@@ -281,7 +281,7 @@ class StoreWorker:
             self._group.notify_aborted(client)
 
     def _finish(self, client: Client, outbox: Outbox) -> None:
-        """Tell the peer that nothing more comes, and end the reading thread."""
+        """Tell the peer that nothing more will be sent, and end the reading thread."""
         try:
             if self._stream is None:
                 outbox.shut()

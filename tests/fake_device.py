@@ -220,7 +220,7 @@ class _Backend:
     def __init__(self, fake: FakeDevice) -> None:
         self._fake = fake
 
-    def device(self, place: torch.device) -> Device | None:  # noqa: ARG002 - there is one
+    def device(self, place: torch.device) -> Device | None:
         return self._fake
 
     def named(self, identity: bytes) -> Device | None:
