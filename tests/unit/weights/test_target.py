@@ -347,7 +347,7 @@ def test_nothing_is_looked_up_again_where_payloads_alternate(monkeypatch: pytest
 def test_what_is_mapped_is_not_copied_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = nn.BatchNorm1d(3)
     target, copied = Target(worker, Mode.MAP), []
-    monkeypatch.setattr("weightsync.weights.target.scatter", lambda _1, _2, chosen, _3: copied.append(list(chosen)))
+    monkeypatch.setattr("weightsync.weights.target.scatter", lambda _1, _2, chosen, *_: copied.append(list(chosen)))
 
     target.swap(target.stage(*packed(nn.BatchNorm1d(3))))
 
