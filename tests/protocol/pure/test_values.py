@@ -42,4 +42,4 @@ def test_a_value_made_often_has_its_fields_defaults_and_signature_and_cannot_be_
     with pytest.raises(TypeError):
         Made()  # type: ignore[call-arg]
     with pytest.raises(TypeError):
-        Made(1, {}, "not by keyword")  # type: ignore[misc]
+        Made(1, {}, "not by keyword")  # type: ignore[call-arg]
