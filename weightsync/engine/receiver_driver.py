@@ -15,6 +15,7 @@ from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
+from weightsync.protocol.values import made_often
 from weightsync.transports.base import Link, Outlet, Received, Steady
 from weightsync.transports.device import CarriesDevices, Slot
 from weightsync.transports.process import own_host, own_identity
@@ -24,6 +25,7 @@ from weightsync.weights.layout import Layout
 logger = logging.getLogger("weightsync")
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Pending:
     """The version that has arrived and is not applied yet."""

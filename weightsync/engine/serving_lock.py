@@ -17,6 +17,7 @@ from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
+from weightsync.protocol.values import made_often
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_live
@@ -173,6 +174,7 @@ def calling_frame() -> FrameType:
     return sys._getframe(2)
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A version that has been verified and staged, and only has to be swapped in."""

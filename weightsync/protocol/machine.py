@@ -19,6 +19,7 @@ import transitions
 
 from weightsync.errors import StateError
 from weightsync.protocol._tables import FINAL, INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.protocol.values import made_often
 
 #: The last steps of a machine: (input, state before, state after), oldest first.
 Steps = tuple[tuple[str, str, str], ...]
@@ -80,6 +81,7 @@ Data = TypeVar("Data")
 Effect = TypeVar("Effect")
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Step(Generic[Input, Data, Effect]):
     """The result of an event. If ``input`` is None, the event was late and no row was looked up."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.report import Evidence, SyncReport
+from weightsync.protocol.values import made_often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Hello:
     devices: bytes = b""
 
 
+@made_often
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRef:
     """The shared memory that holds a payload, by its number on this link, and what is sealed in it.
@@ -74,6 +76,7 @@ class WeightsForm(enum.Enum):
     TENSORDICT = "tensordict"
 
 
+@made_often
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One version sent to one worker. Its payload follows inline, or lies in a shared-memory slot."""
@@ -100,6 +103,7 @@ class Update:
     base: BaseRef | None = None
 
 
+@made_often
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
     """The receiver has applied the version completely."""

@@ -15,6 +15,7 @@ from weightsync.protocol._tables import RECEIVER_ROWS, ReceiverInput, RefusalKin
 from weightsync.protocol.machine import method_of, next_state, refusal
 from weightsync.protocol.messages import Ack, Refusal
 from weightsync.protocol.report import SyncReport
+from weightsync.protocol.values import made_often
 
 #: (incarnation, version)
 Key = tuple[int, int]
@@ -27,6 +28,7 @@ class Deferred:
     ack: Ack
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class ReceiverData:
     """Everything a receiver stores besides its state."""
@@ -53,6 +55,7 @@ class HelloArrived:
     misfit: str = ""
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class UpdateArrived:
     """A version has arrived completely."""

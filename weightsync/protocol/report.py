@@ -9,6 +9,7 @@ from typing import Any
 
 from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError, warn_renamed
 from weightsync.options import WireDtype
+from weightsync.protocol.values import made_often
 
 
 class OutcomeKind(enum.Enum):
@@ -44,6 +45,7 @@ class Evidence(enum.Enum):
 FINE = frozenset({OutcomeKind.APPLIED, OutcomeKind.PENDING, OutcomeKind.SKIPPED})
 
 
+@made_often
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of one version on one worker."""
@@ -96,6 +98,7 @@ class Outcome:
         return self.kind in FINE and (self.nested is None or not self.nested.failed)
 
 
+@made_often
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
     """The result of one send, with one outcome per worker.

@@ -18,6 +18,7 @@ from weightsync.protocol.by_worker import drop, put
 from weightsync.protocol.machine import next_state
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Outcome, OutcomeKind
+from weightsync.protocol.values import made_often
 
 
 class LinkState(enum.Enum):
@@ -37,6 +38,7 @@ class LinkState(enum.Enum):
 OPEN: Final = (LinkState.UP, LinkState.EXPECTED)
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One of the workers."""
@@ -63,6 +65,7 @@ class Entry:
         return self.link_state in OPEN
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Outstanding:
     """The version being sent: which workers owe an answer, over which link, and the outcomes of the others."""
@@ -72,6 +75,7 @@ class Outstanding:
     outcomes: Mapping[int, Outcome]
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class SenderData:
     """Everything a sender stores besides its state."""
@@ -159,6 +163,7 @@ class Close:
     """The user closes the sender."""
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A message from ``worker`` over ``link``."""
@@ -189,6 +194,7 @@ class Greet:
     due: int
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Send the version over the link."""

@@ -17,11 +17,13 @@ from typing import Final, Generic, Protocol, TypeVar
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
+from weightsync.protocol.values import made_often
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.device import OnDevice, Slot
 from weightsync.transports.process import forget_after_fork
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Received:
     """A whole message with its payload."""

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import ctypes
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights
-from weightsync.weights.tensors import Form, address_of, borrowed, owning
+from weightsync.weights.tensors import Form, address_of, owning
 
 #: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made each time, which
 #: costs less than to look for pages that this process has written through views that may still be referenced.
 KEPT_BELOW_NBYTES: Final = 256 << 10
 #: How many payloads to keep views of. Shared-memory slots are reused, so their views are too.
 KEPT_PAYLOADS: Final = 4
+#: How many copies of payloads to keep: one is live, the next version is copied into the other.
+KEPT_COPIES: Final = 2
+
+try:
+    #: How many tensors and storages of torch refer to the memory of a storage.
+    _uses: Callable[[int], int] | None = torch._C._storage_Use_Count
+except AttributeError:  # no public interface: with another torch no copy is used again
+    _uses = None
 
 
 class MappedPayload:
@@ -46,10 +56,32 @@ class MappedPayload:
         return self._form
 
 
+class CopiedPayload(MappedPayload):
+    """Memory for copies of payloads that parameters cannot view where they are."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+        super().__init__(views(layout, flat))
+        self._address, self._storage = flat.data_ptr(), flat.untyped_storage()
+        del flat
+        self._unused = 0 if _uses is None else _uses(self._storage._cdata)
+
+    @property
+    def used(self) -> bool:
+        """Whether any tensor but our own views refers to the memory: a parameter, or a view that is kept elsewhere."""
+        return _uses is None or _uses(self._storage._cdata) != self._unused
+
+    def fill(self, address: int) -> None:
+        """Copy the payload at an address."""
+        ctypes.memmove(self._address, address, self.layout.nbytes)
+
+
 class MappedPayloads:
     """The payloads that parameters were mapped to, with the views of those that are likely to come again."""
 
     def __init__(self) -> None:
+        self._copies: deque[CopiedPayload] = deque(maxlen=KEPT_COPIES)
         #: By the payload's address and the digest of its layout.
         self._kept: OrderedDict[tuple[int, bytes], MappedPayload | None] = OrderedDict()
 
@@ -61,9 +93,10 @@ class MappedPayloads:
                 payload.kept = MappedPayload(views_there)
             return payload.kept
         address = address_of(payload)
-        if payload.readonly or address % ALIGNMENT:
+        if payload.readonly or address % ALIGNMENT or type(payload.obj) is bytearray:
             # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
-            return MappedPayload(views(layout, borrowed(address, layout.nbytes).clone()))
+            # A bytearray is aligned by chance only.
+            return self._copied(layout, address)
         if layout.nbytes >= KEPT_BELOW_NBYTES * len(layout.entries):
             return MappedPayload(views(layout, owning(payload)))
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
@@ -76,6 +109,18 @@ class MappedPayloads:
             self._kept.popitem(last=False)
         return found
 
+    def _copied(self, layout: Layout, address: int) -> MappedPayload:
+        for copy in self._copies:
+            if copy.layout is layout and not copy.used:
+                break
+        else:
+            copy = CopiedPayload(layout)
+            if layout.nbytes < KEPT_BELOW_NBYTES:
+                self._copies.append(copy)
+        copy.fill(address)
+        return copy
+
     def clear(self) -> None:
         """Keep no views any more."""
         self._kept.clear()
+        self._copies.clear()

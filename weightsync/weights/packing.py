@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from enum import Enum
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -95,10 +96,15 @@ def _pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | N
         pieces.fill(tensors, base, behind)
 
 
-def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: int) -> None:
+def scatter(
+    layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: int, pieces: Pieces | None = None
+) -> None:
     """Copy from a packed buffer at address `base` into the `chosen` tensors of a destination.
 
     The tensors must be in the layout's order and have its shapes, and the caller must hold the buffer.
+
+    Args:
+        pieces: how these tensors are copied, if that is planned already.
     """
     if not chosen:
         return
@@ -108,7 +114,8 @@ def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: 
                 flat = _span(layout, first, last, base).to(tensors[0].device)
                 torch._foreach_copy_(tensors[first:last], views(layout, flat, first, last))
         return
-    Pieces(layout, movable(layout, tensors)).empty_into(tensors, base, chosen)
+    pieces = pieces or Pieces(layout, movable(layout, tensors))
+    pieces.empty_into(tensors, base, chosen)
 
 
 class Move(Enum):
@@ -196,13 +203,10 @@ class Pieces:
         #: The large tensors that only torch can copy: it uses its own threads.
         self._alone = [step for step in steps if self._is_alone(step)]
         self._steps = [step for step in steps if not self._is_alone(step)]
-        self._joined = {
-            step.first: [
-                borrowed(places[index], layout.entries[index].nbytes) for index in range(step.first, step.last)
-            ]
-            for step in self._steps
-            if step.move is Move.JOINED and step.last - step.first > FEW
-        }
+        #: Those that are moved one by one, in either direction.
+        self._single = [index for step in steps if _is_moved(step) for index in range(step.first, step.last)]
+        #: For each run of many small tensors, their bytes; made at the first use.
+        self._joined: dict[int, list[Tensor]] = {}
         self._parts = _parts(layout, chosen, torch.get_num_threads())
 
     def fill(self, tensors: list[Tensor], base: int, behind: Behind | None) -> None:
@@ -219,9 +223,12 @@ class Pieces:
         wanted = frozenset(chosen)
         for step in self._alone:
             self._empty_run(tensors, base, wanted, step)
-        in_threads(partial(self._empty_part, tensors, base, wanted), self._parts)
-        moved = [tensors[index] for index in self._places if index in wanted]
-        with torch.inference_mode(False):
+        if len(self._parts) == 1:
+            self._empty_part(tensors, base, wanted, *self._parts[0])
+        else:
+            in_threads(partial(self._empty_part, tensors, base, wanted), self._parts)
+        moved = [tensors[index] for index in self._single if index in wanted]
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
 
     def _is_alone(self, step: Step) -> bool:
@@ -257,25 +264,45 @@ class Pieces:
                     ctypes.memmove(self._places[step.first] - step.start + low, base + low, high - low)
 
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
-        if step.first in self._joined:
-            # Bytes without gradients: they are written in any mode.
-            torch.cat(self._joined[step.first], out=borrowed(base + step.start, step.end - step.start))
-            return
-        if step.move is Move.JOINED:
+        if _is_moved(step):
             for index in range(step.first, step.last):
                 entry = self._layout.entries[index]
                 _move(base + entry.offset, self._places[index], entry.nbytes)
             return
+        if step.move is Move.JOINED:
+            # Bytes without gradients: they are written in any mode.
+            torch.cat(self._joined_in(step), out=borrowed(base + step.start, step.end - step.start))
+            return
         into = kept_views(self._layout, base)[step.first : step.last]
         _copy(self._layout, step.first, into, tensors[step.first : step.last])
 
+    def _joined_in(self, step: Step) -> list[Tensor]:
+        """The bytes of the tensors of a run."""
+        found = self._joined.get(step.first)
+        if found is None:
+            sizes = [entry.nbytes for entry in self._layout.entries[step.first : step.last]]
+            found = [borrowed(self._places[index], nbytes) for index, nbytes in enumerate(sizes, step.first)]
+            self._joined[step.first] = found
+        return found
+
     def _empty_run(self, tensors: list[Tensor], base: int, wanted: frozenset[int], step: Step) -> None:
+        if _is_moved(step):
+            for index in range(step.first, step.last):
+                if index in wanted:
+                    entry = self._layout.entries[index]
+                    _move(self._places[index], base + entry.offset, entry.nbytes)
+            return
         found = kept_views(self._layout, base)
         indices = [index for index in range(step.first, step.last) if index in wanted]
         if not indices:
             return
         with torch.inference_mode():
             torch._foreach_copy_([tensors[index] for index in indices], [found[index] for index in indices])
+
+
+def _is_moved(step: Step) -> bool:
+    """Whether the tensors of a step are moved one by one: a large one, or a few small ones."""
+    return step.move is not Move.BY_TORCH and step.last - step.first <= FEW
 
 
 def _is_movable(tensor: Tensor, dtype: str) -> bool:

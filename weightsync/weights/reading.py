@@ -14,6 +14,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictPara
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.protocol.values import made_often
 from weightsync.weights.extra_state import ExtraState, has_own_state_dict, refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
@@ -30,6 +31,7 @@ class ExtraSlot:
     set: Callable[[ExtraState], object]
 
 
+@made_often
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The weights of a source: its tensors, not copied, by flat dotted name, and access to its extra state."""

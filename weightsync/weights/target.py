@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.protocol.values import made_often
 from weightsync.weights import destination_checks as checks
 from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory
@@ -27,7 +28,7 @@ from weightsync.weights.device.transfer import scatter_onto
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
-from weightsync.weights.packing import digest_of, kept_views, pack, scatter
+from weightsync.weights.packing import Pieces, digest_of, kept_views, movable, pack, scatter
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
 from weightsync.weights.tensors import Form, address_of, set_data
 
@@ -39,6 +40,7 @@ _CAPTURED: Final = (
 )
 
 
+@made_often
 @dataclass(frozen=True, slots=True, eq=False)
 class DestinationPlan:
     """The tensors of a destination, and how a swap changes them.
@@ -138,6 +140,7 @@ class SwapBroken(WeightSyncError):
     """A swap failed half way and could not be undone: the destination holds a mix of two versions."""
 
 
+@made_often
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
     """A validated update that is not live yet. It keeps its payload alive."""
@@ -176,6 +179,8 @@ class Target:
         if not isinstance(destination, nn.Module):
             checks.refuse_temporary(destination, self._plan.layout, self._plan.tensors, read)
         self._mapped = MappedPayloads()
+        #: How the tensors are copied into, and the form for which that is so.
+        self._planned: tuple[Form, Pieces] | None = None
         #: The slot on a device that parameters view; None if they view none.
         self._slot: DeviceMemory | None = None
         #: Held while tensors are moved or written.
@@ -253,7 +258,10 @@ class Target:
             undo.all(error)
             raise
         try:
-            _copy_out(plan, staged, mapped.copied if mapped else plan.copied())
+            if mapped:
+                _copy_out(plan, staged, mapped.copied)
+            else:
+                _copy_out(plan, staged, plan.copied(), self._pieces_of(plan))
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
@@ -325,6 +333,14 @@ class Target:
         """The staged plan, or, if the destination has changed since, a new plan after validating the update again."""
         plan = _if_unchanged(self._read(self.destination), staged.plan)
         return plan or self._validated(self._refreshed_plan(), staged.layout, staged.payload)
+
+    def _pieces_of(self, plan: DestinationPlan) -> Pieces | None:
+        """How the tensors of the host are copied into, planned once for as long as they stay where they are."""
+        if plan.devices:
+            return None
+        if self._planned is None or self._planned[0] is not plan.form:
+            self._planned = plan.form, Pieces(plan.layout, movable(plan.layout, plan.tensors, least=0))
+        return self._planned[1]
 
     def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload | None:
         """Point parameters at the payload; return their new memory, or None if there was nothing to map."""
@@ -445,7 +461,7 @@ def _restore(module: str, slot: ExtraSlot, before: bytes) -> None:
         slot.set(decode_extras(before)[module])
 
 
-def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int]) -> None:
+def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None) -> None:
     """Copy the chosen entries of a payload into the destination, and wait for the copy."""
     payload = staged.payload
     if isinstance(payload, DeviceMemory):
@@ -456,6 +472,6 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int]) -> N
     elif len(plan.devices) == 1 and device_of(plan.tensors) is plan.devices[0]:
         scatter_onto(plan.devices[0], plan.layout, plan.tensors, chosen, staged.pinned or payload)
     elif chosen:
-        scatter(plan.layout, plan.tensors, chosen, address_of(payload))
+        scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
     for device in plan.devices:
         device.finish()

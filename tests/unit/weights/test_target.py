@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -156,6 +156,28 @@ def test_a_payload_that_cannot_be_mapped_is_copied_and_the_one_before_is_left_al
 
         assert worker.weight.unique().tolist() == [value if value == 1 else 0]
         assert bytes(first) == kept
+
+
+@pytest.mark.parametrize("arrived", [bytes, bytearray], ids=["read-only", "aligned by chance"])
+def test_copies_of_payloads_share_two_memories_and_none_is_written_while_anything_views_it(
+    arrived: Callable[[memoryview], bytes | bytearray],
+) -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    places, kept = [], torch.empty(0)
+    for value in range(6):
+        values = {"weight": torch.full((3, 3), float(value)), "bias": torch.full((3,), float(value))}
+        target.swap(target.stage(target.layout, memoryview(arrived(packed(values)[1]))))
+        places.append(worker.weight.data_ptr())
+        if value == 2:
+            kept = worker.weight.data
+
+        assert (worker.weight.unique().tolist(), worker.bias.unique().tolist()) == ([value], [value])
+    first, second, *_ = places
+
+    assert kept.unique().tolist() == [2]
+    assert places[:4] == [first, second, first, second]
+    assert (places[4] not in (first, second), places[5]) == (True, second)
 
 
 def test_a_mapped_payload_lives_as_long_as_it_is_served() -> None:
@@ -325,7 +347,7 @@ def test_nothing_is_looked_up_again_where_payloads_alternate(monkeypatch: pytest
 def test_what_is_mapped_is_not_copied_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = nn.BatchNorm1d(3)
     target, copied = Target(worker, Mode.MAP), []
-    monkeypatch.setattr("weightsync.weights.target.scatter", lambda _1, _2, chosen, _3: copied.append(list(chosen)))
+    monkeypatch.setattr("weightsync.weights.target.scatter", lambda _1, _2, chosen, *_: copied.append(list(chosen)))
 
     target.swap(target.stage(*packed(nn.BatchNorm1d(3))))
 
