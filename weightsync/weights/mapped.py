@@ -93,9 +93,10 @@ class MappedPayloads:
                 payload.kept = MappedPayload(views_there)
             return payload.kept
         address = address_of(payload)
-        if payload.readonly or address % ALIGNMENT or type(payload.obj) is bytearray:
+        small_inline = isinstance(payload.obj, bytearray) and layout.nbytes < KEPT_BELOW_NBYTES
+        if payload.readonly or address % ALIGNMENT or small_inline:
             # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
-            # A bytearray is aligned by chance only.
+            # What came inline lies elsewhere each time: to copy it costs less than to view it anew.
             return self._copied(layout, address)
         if layout.nbytes >= KEPT_BELOW_NBYTES * len(layout.entries):
             return MappedPayload(views(layout, owning(payload)))
