@@ -36,15 +36,15 @@ class Reporter:
         #: The report not yet returned to a caller: it becomes part of the next one.
         self._previous: SyncReport | None = None
         #: Of a worker whose end came with a traceback: its link, and the version whose report a caller got.
-        self._told: dict[int, tuple[int, int]] = {}
+        self._reported: dict[int, tuple[int, int]] = {}
         #: The same of the newest report, which no caller has got yet.
-        self._telling: dict[int, tuple[int, int]] = {}
+        self._unreported: dict[int, tuple[int, int]] = {}
 
     def delivered(self) -> None:
         """Note that a caller gets the newest report: the next one need not contain it."""
         self._previous = None
-        self._told |= self._telling
-        self._telling = {}
+        self._reported |= self._unreported
+        self._unreported = {}
 
     def dispatched(self, packed: Packed) -> None:
         """Note that ``packed`` was dispatched."""
@@ -60,8 +60,8 @@ class Reporter:
             assert report.version is not None
             self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
         self._previous = report.previous
-        # Nobody gets this report: what it was the first to tell is told by the next one.
-        self._told = {worker: told for worker, told in self._told.items() if told[1] != report.version}
+        # Nobody gets this report: what it was the first to say, the next one says.
+        self._reported = {worker: end for worker, end in self._reported.items() if end[1] != report.version}
 
     def concluded(self, version: int) -> SyncReport:
         """The report of a version that has ended.
@@ -86,7 +86,7 @@ class Reporter:
             left = self._driver.data.left
             report = self._report(outstanding.version, {**outstanding.outcomes, **owed}, {}, left)
             if owing is OutcomeKind.PENDING:
-                self._telling = {}  # few callers look at it: the report of the wait tells it again
+                self._unreported = {}  # few callers look at it: the report of the wait says it again
             return report
 
     def empty(self) -> SyncReport:
@@ -111,7 +111,7 @@ class Reporter:
         """``error``, raised because every target is lost or has refused the handshake, with its report added."""
         workers, named = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
         outcomes = {worker: ended(workers[worker]) for worker in named if worker in workers}
-        error.report = replace(self.empty(), outcomes=outcomes, told_before=self._told_before(0, outcomes))
+        error.report = replace(self.empty(), outcomes=outcomes, reported_before=self._reported_before(0, outcomes))
         self.delivered()
         self._driver.reported(error.report)
         return error
@@ -155,25 +155,25 @@ class Reporter:
             not_caught_up=not_caught_up,
             previous=self._previous,
             left=left,
-            told_before=self._told_before(version, outcomes),
+            reported_before=self._reported_before(version, outcomes),
         )
         self._driver.reported(report)
         return report
 
-    def _told_before(self, version: int, outcomes: Mapping[int, Outcome]) -> dict[int, int]:
-        """Whose end an earlier report has told, with its traceback. What this one is the first to tell is noted."""
-        workers, told = self._driver.data.workers, {}
-        self._telling = {}
+    def _reported_before(self, version: int, outcomes: Mapping[int, Outcome]) -> dict[int, int]:
+        """Whose end, with its traceback, is in an earlier report. Those for whom this report is the first are noted."""
+        workers, before = self._driver.data.workers, {}
+        self._unreported = {}
         for worker, outcome in outcomes.items():
             entry = workers.get(worker)
             if entry is None or entry.open or not outcome.remote_traceback:
                 continue
-            link, before = self._told.get(worker, (None, version))
+            link, first = self._reported.get(worker, (None, version))
             if link != entry.link:
-                self._telling[worker] = entry.link, version
-            elif before != version or not version:
-                told[worker] = before
-        return told
+                self._unreported[worker] = entry.link, version
+            elif first != version or not version:
+                before[worker] = first
+        return before
 
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets that are not lost had connected."""

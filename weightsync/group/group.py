@@ -206,7 +206,7 @@ class WorkerGroup:
                 if not life.channel.attached:
                     life.process.kill()  # it has not come so far as to hear that the group is closed
                 life.process.join(deadline)
-            self._tell_of_hung(timeout)
+            self._log_hung(timeout)
             for life in lives:
                 life.process.kill()  # all of them, before any is waited for
         finally:
@@ -217,7 +217,7 @@ class WorkerGroup:
             self._members.results.clear()
             atexit.unregister(self.close)
 
-    def _tell_of_hung(self, timeout: float | Timeout | None) -> None:
+    def _log_hung(self, timeout: float | Timeout | None) -> None:
         """Log which workers have not returned in the time that they had, and where they are."""
         for index, member in self._members.by_index.items():
             life = member.running

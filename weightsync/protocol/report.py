@@ -135,9 +135,9 @@ class SyncReport:
     previous: SyncReport | None = None
     #: Workers that closed their receiver since the last report, and why. They are no longer among the workers.
     left: Mapping[int, str] = field(default_factory=dict)
-    #: Worker id to the version whose report was the first to tell how this worker's link ended; 0: a report of none.
+    #: Worker id to the version whose report was the first to say how this worker's link ended; 0: a report of none.
     #: The text of this one names that report instead of repeating the worker's traceback, which `outcomes` still has.
-    told_before: Mapping[int, int] = field(default_factory=dict)
+    reported_before: Mapping[int, int] = field(default_factory=dict)
     #: Of `send_sharded`, on every rank: the rank that sent. None: this process did.
     sent_by_rank: int | None = None
 
@@ -174,8 +174,8 @@ class SyncReport:
         Returns:
             ``model_id``, ``version``, ``incarnation``, ``ok``, ``nbytes``, ``wire_dtype``, ``pack_s``, ``connect_s``,
             ``transfer_s``, ``apply_s``, ``outcomes``, ``superseded``, ``not_caught_up``, ``left``, ``previous``,
-            ``sent_by_rank``, ``payload_nbytes`` and ``told_before``, as the attributes of these names. Worker ids are
-            keys, in decimal; enums are given by their values.
+            ``sent_by_rank``, ``payload_nbytes`` and ``reported_before``, as the attributes of these names. Worker ids
+            are keys, in decimal; enums are given by their values.
         """
         return {
             "model_id": self.model_id,
@@ -195,7 +195,7 @@ class SyncReport:
             "previous": None if self.previous is None else self.previous.to_dict(),
             "sent_by_rank": self.sent_by_rank,
             "payload_nbytes": {str(worker): nbytes for worker, nbytes in self.payload_nbytes.items()},
-            "told_before": {str(worker): version for worker, version in self.told_before.items()},
+            "reported_before": {str(worker): version for worker, version in self.reported_before.items()},
         }
 
     def of(self, *kinds: OutcomeKind) -> tuple[int, ...]:
@@ -307,12 +307,12 @@ class SyncReport:
         return [head, *(f"  {line}" for line in _worker_lines(self._short(failures)))]
 
     def _short(self, outcomes: Mapping[int, Outcome]) -> Mapping[int, Outcome]:
-        """The outcomes for a text, without the tracebacks that an earlier report has told."""
-        return {w: _short(o, self.told_before[w]) if w in self.told_before else o for w, o in outcomes.items()}
+        """The outcomes for a text, without the tracebacks that are in an earlier report."""
+        return {w: _short(o, self.reported_before[w]) if w in self.reported_before else o for w, o in outcomes.items()}
 
 
-def _short(outcome: Outcome, told: int) -> Outcome:
-    earlier = f"the report of version {told}" if told else "an earlier report"
+def _short(outcome: Outcome, before: int) -> Outcome:
+    earlier = f"the report of version {before}" if before else "an earlier report"
     return replace(outcome, reason=f"{outcome.reason}; its traceback is in {earlier}", remote_traceback="")
 
 

@@ -284,7 +284,7 @@ def test_a_lost_workers_traceback_is_in_the_text_of_one_report_and_later_ones_na
     for text in sent(report):
         assert "LOST (it failed: RuntimeError: boom; its traceback is in the report of version 3)" in text
         assert "in step" not in text
-    assert (report[1].remote_traceback, report.to_dict()["told_before"]) == ("in step", {"1": 3})
+    assert (report[1].remote_traceback, report.to_dict()["reported_before"]) == ("in step", {"1": 3})
 
     again = Scripted()
     made.driver.join(1, again)
