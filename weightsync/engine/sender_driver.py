@@ -158,8 +158,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._update(worker, link, version)
             case pure.CloseLink(_, link):
                 self._close_link(link)
-            case pure.Farewell(worker, reason):  # a clean end: one that failed is LOST
-                logger.info("model %r: worker %d said goodbye and left: %s", self.model_id, worker, reason)
+            case pure.Farewell(worker, reason):
+                logger.warning("model %r: worker %d said goodbye and left: %s", self.model_id, worker, reason)
             case pure.Conclude():
                 self.concluded[effect.outstanding.version] = effect
                 self.waker.nudge()
