@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -289,6 +290,10 @@ class WeightSender(Participant):
             report = self._reporter.concluded(self.version)
             self._reporter.delivered()
             return report
+
+    def expect_goodbyes(self) -> None:
+        """Log goodbyes of workers at INFO instead of WARNING: here workers end on purpose. Reports still name them."""
+        self._driver.goodbye_level = logging.INFO
 
     def close(self) -> None:
         """Close for good: links close, waiting callers wake, an outstanding update is ABANDONED.

@@ -82,6 +82,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._gathering: Gathering | None = None
         #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
+        #: The level at which a worker's goodbye is logged.
+        self.goodbye_level = logging.WARNING
 
     def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
         """Send ``packed`` as the next version; returns the version.
@@ -159,7 +161,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             case pure.CloseLink(_, link):
                 self._close_link(link)
             case pure.Farewell(worker, reason):
-                logger.warning("model %r: worker %d said goodbye and left: %s", self.model_id, worker, reason)
+                words = "model %r: worker %d said goodbye and left: %s"
+                logger.log(self.goodbye_level, words, self.model_id, worker, reason)
             case pure.Conclude():
                 self.concluded[effect.outstanding.version] = effect
                 self.waker.nudge()

@@ -15,7 +15,7 @@ from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.reception import ChannelListener
-from weightsync.group.whereabouts import Whereabouts
+from weightsync.group.stack_dump import StackDump
 from weightsync.group.worker import Job, live
 from weightsync.schemes.ray import RayWeightSyncScheme
 from weightsync.schemes.ray_server import actor_server_of
@@ -96,9 +96,9 @@ class ActorProcess:
         error = self._life.exception()
         return "its actor has ended" if error is None else plain(str(error))
 
-    def whereabouts(self) -> Whereabouts:
+    def stack_dump(self) -> StackDump:
         """Unknown: an actor may be on any host."""
-        return Whereabouts()
+        return StackDump()
 
     def join(self, deadline: Deadline) -> None:
         """Wait until its life is over."""

@@ -154,6 +154,7 @@ class WorkerGroup:
             chosen = {} if self._chosen is None else {"names": self._chosen}
             finite = self._check_finite
             self._scheme.init_on_sender(self._model_id, model=self._model, check_finite=finite, **chosen, **reached)
+            self.sender.expect_goodbyes()  # `results` says how each worker ended
             self._first.clear()
             self._dispatch(None, OnPending.RAISE, Timeout.DEFAULT)
         except BaseException:
@@ -218,15 +219,15 @@ class WorkerGroup:
             atexit.unregister(self.close)
 
     def _log_hung(self, timeout: float | Timeout | None) -> None:
-        """Log which workers have not returned in the time that they had, and where they are."""
+        """Log which workers have not returned in the time that they had, and what they were doing."""
         for index, member in self._members.by_index.items():
             life = member.running
             if timeout == 0 or life is None or life.process.dead or member.life is MemberState.STARTING:
                 continue
-            where = life.process.whereabouts()
+            dump = life.process.stack_dump()
             logger.warning(
                 "worker %d had not returned %s s after close(), and was %s%s%s",
-                *(index, timeout, life.process.fate, where.phrase, where.stack and f"\n{where.stack}"),
+                *(index, timeout, life.process.fate, dump.phrase, dump.stack and f"\n{dump.stack}"),
             )
 
     def forget(self) -> None:
@@ -394,17 +395,17 @@ class WorkerGroup:
 
     def _raise_failed(self) -> None:
         """Raise for a worker that failed and is not restarted. Once reported, it is no longer among the workers."""
-        if self._members.untold:
-            error = self._members.untold.popleft()
+        if self._members.unreported:
+            error = self._members.unreported.popleft()
             self._forget_gone()
             raise error
 
     def _forget_gone(self) -> None:
         """Take those that are finished, or have failed and were reported, from the sender's workers."""
         self.sender.progress()  # reads their goodbyes
-        untold = {error.worker for error in self._members.untold}
+        unreported = {error.worker for error in self._members.unreported}
         for index, member in self._members.by_index.items():
-            if member.over and index not in untold and index in self.sender.worker_ids:
+            if member.over and index not in unreported and index in self.sender.worker_ids:
                 self.sender.remove_worker(index)
 
     # ------------------------------------------------------------------------------------------------- reading

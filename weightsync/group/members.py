@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import GIVE_RESTARTS, WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
-from weightsync.group.whereabouts import Whereabouts
+from weightsync.group.stack_dump import StackDump
 from weightsync.protocol.sender import Entry
 from weightsync.transports.base import SLICE, Link
 
@@ -92,8 +92,8 @@ class Process(Protocol):
             started: whether its function had begun.
         """
 
-    def whereabouts(self) -> Whereabouts:
-        """Where it is in its code, as far as that can be found out in a moment."""
+    def stack_dump(self) -> StackDump:
+        """Its main thread's stack, as far as it can be had in a moment."""
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
@@ -143,8 +143,8 @@ class Member:
         self.untaken = 0
         self._last_word: Failed | Finished | None = None
         self._reason = ""
-        #: Where it was when it was given up.
-        self._where = Whereabouts()
+        #: Its stack when it was given up.
+        self._dump = StackDump()
         self._started = Stopwatch()
         #: When it is given up because its link is lost; None if that is up.
         self._unlinked: Deadline | None = None
@@ -155,7 +155,7 @@ class Member:
         """Begin a life."""
         self.running = self._start(self.index, self.restarts)
         self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
-        self._started, self._unlinked, self._where = Stopwatch(), None, Whereabouts()
+        self._started, self._unlinked, self._dump = Stopwatch(), None, StackDump()
         self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
@@ -224,8 +224,8 @@ class Member:
         """Kill it. It fails for this reason, unless it gave one itself."""
         if self.running is not None:
             if not self._reason:
-                self._where = self.running.process.whereabouts()
-                self._reason = f"{reason}, and was {self.running.process.fate}{self._where.phrase}"
+                self._dump = self.running.process.stack_dump()
+                self._reason = f"{reason}, and was {self.running.process.fate}{self._dump.phrase}"
             self.due = Deadline(_GRACE)
             self.running.process.kill()
 
@@ -253,7 +253,7 @@ class Member:
         self.release()
         if isinstance(word, Finished):
             return None
-        trace, version = (self._where.stack, served) if word is None else (word.remote_traceback, word.version)
+        trace, version = (self._dump.stack, served) if word is None else (word.remote_traceback, word.version)
         next_step = self._after_death()
         reason = how if word is None else word.reason
         error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=next_step)
@@ -333,7 +333,7 @@ class Members:
         #: Each life that failed, in the order in which they did.
         self.failures: list[WorkerFailedError] = []
         #: Failures of workers that are not restarted, of which the trainer does not know yet.
-        self.untold: deque[WorkerFailedError] = deque()
+        self.unreported: deque[WorkerFailedError] = deque()
 
     def announce(self, version: int) -> None:
         """Announce a version to all that run."""
@@ -361,7 +361,7 @@ class Members:
         if error is not None:
             self.failures.append(error)
             if member.life is MemberState.FAILED:
-                self.untold.append(error)
+                self.unreported.append(error)
 
     @property
     def over(self) -> bool:

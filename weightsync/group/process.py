@@ -19,8 +19,8 @@ from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
+from weightsync.group.stack_dump import StackDump, request
 from weightsync.group.steps import Announced
-from weightsync.group.whereabouts import Whereabouts, ask
 from weightsync.group.worker import InheritedChannel, Job, work
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.transports.process import started_at, watching
@@ -35,7 +35,7 @@ class WorkerProcess:
     Args:
         context: a multiprocessing context.
         job: what it does.
-        answers: where it says where it is; belongs to the process from now on.
+        dumps: where its stack can be read; belongs to the process from now on.
 
     Raises:
         ConfigurationError: the job cannot be pickled.
@@ -44,8 +44,8 @@ class WorkerProcess:
 
     fate = "killed"
 
-    def __init__(self, context: BaseContext, job: Job, answers: Connection) -> None:
-        self._answers = answers
+    def __init__(self, context: BaseContext, job: Job, dumps: Connection) -> None:
+        self._dumps = dumps
         name = f"weightsync worker {job.index}"
         self.handle: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
         try:
@@ -86,9 +86,9 @@ class WorkerProcess:
             "the program"
         )
 
-    def whereabouts(self) -> Whereabouts:
-        """Where it is in its code: see `Process.whereabouts`."""
-        return Whereabouts() if self._watch.dead else ask(self._pid, self._answers)
+    def stack_dump(self) -> StackDump:
+        """Its main thread's stack: see `Process.stack_dump`."""
+        return StackDump() if self._watch.dead else request(self._pid, self._dumps)
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
@@ -107,7 +107,7 @@ class WorkerProcess:
         self.kill()
         self.handle.join(_REAP_SECONDS)
         self._watch.close()
-        self._answers.close()
+        self._dumps.close()
         with contextlib.suppress(ValueError):  # it still runs: the kernel does not end it
             self.handle.close()
 
@@ -144,16 +144,16 @@ class ProcessLauncher:
         """Start a process: see `Launcher.launch`."""
         ours, theirs = self._context.Pipe()
         near, far = socket.socketpair()
-        asking, answering = self._context.Pipe(duplex=False)
-        with theirs, far, answering:
+        dumps, dump_to = self._context.Pipe(duplex=False)
+        with theirs, far, dump_to:
             reach, inherited = {"pipe": theirs}, InheritedChannel(far)
-            job = Job(self._plan, index, restarts, self.scheme, reach, inherited, self._announced, answering)
+            job = Job(self._plan, index, restarts, self.scheme, reach, inherited, self._announced, dump_to)
             channel = TrainerEnd(near)
             try:
-                process = WorkerProcess(self._context, job, asking)
+                process = WorkerProcess(self._context, job, dumps)
             except BaseException:
                 channel.close()
-                asking.close()
+                dumps.close()
                 ours.close()
                 raise
         return Launched(Running(process, channel, self._announced.announce), ours, process.handle)

@@ -23,8 +23,8 @@ from weightsync.group.function import require_run
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
 from weightsync.group.reception import ChannelListener, Invitation
+from weightsync.group.stack_dump import StackDump
 from weightsync.group.steps import Staleness
-from weightsync.group.whereabouts import Whereabouts
 from weightsync.group.worker import Job, Plan, Worker, live
 from weightsync.keys import SharedKey
 from weightsync.options import OnStale
@@ -88,9 +88,9 @@ class RankProcess:
         """In words, once it is dead."""
         return f"its connection has ended: the process of rank {self.handle} is dead, or its host cannot be reached"
 
-    def whereabouts(self) -> Whereabouts:
+    def stack_dump(self) -> StackDump:
         """Unknown: a rank may be on any host."""
-        return Whereabouts()
+        return StackDump()
 
     def join(self, deadline: Deadline) -> None:
         """There is nothing to wait for: the group has closed its channel, and the process is its launcher's."""

@@ -20,8 +20,8 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, SenderClosed, TransportError, WeightSyncError
 from weightsync.group.channel import Failed, Finished, Started, WorkerEnd
 from weightsync.group.function import require_made, require_ran
+from weightsync.group.stack_dump import dump_on_signal
 from weightsync.group.steps import LOOK_SECONDS, Announced, Staleness, Steps
-from weightsync.group.whereabouts import answer_over
 from weightsync.schemes.base import WeightSyncScheme
 
 #: Makes a worker's model.
@@ -140,7 +140,7 @@ class Job:
         reach: how the sender reaches it: what `init_on_receiver` is given besides.
         channel: how it reaches its channel for results.
         announced: what the trainer has announced, in shared memory; None if announcements come over the channel.
-        whereabouts: where it says where it is when it is asked; None: it is not asked.
+        dump_to: where it writes its stack when it is asked for it; None: it is not asked.
     """
 
     plan: Plan
@@ -150,15 +150,15 @@ class Job:
     reach: Mapping[str, Any]
     channel: ChannelAddress
     announced: Announced | None
-    whereabouts: Connection | None = None
+    dump_to: Connection | None = None
 
 
 def work(job: Job) -> None:
     """Be a worker process until the function returns or raises, or the trainer is gone."""
     os.setsid()  # the processes that the function starts are ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and ends the workers
-    if job.whereabouts is not None:
-        answer_over(job.whereabouts)
+    if job.dump_to is not None:
+        dump_on_signal(job.dump_to)
     if live(job) is not None:
         sys.exit(1)
 

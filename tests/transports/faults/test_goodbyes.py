@@ -126,18 +126,24 @@ def test_a_trainer_that_leaves_its_block_as_it_should_says_goodbye(pair: Pair, e
         pair.receiver.receive(timeout=PATIENCE)
 
 
-def test_g11_a_goodbye_is_in_the_next_report_and_in_the_log(three: Pair, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO], ids=["unexpected", "expected"])
+def test_g11_a_goodbye_is_in_the_next_report_and_in_the_log(
+    three: Pair, caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    caplog.set_level(logging.INFO, "weightsync")
     three.sync()
+    if level == logging.INFO:
+        three.sender.expect_goodbyes()
     three.receivers[2].close()
     three.sender.send_async()
-    with caplog.at_level(logging.WARNING, "weightsync"):
-        for receiver in three.receivers[:2]:
-            receiver.receive(timeout=0)
-        report = three.sender.wait_async(timeout=PATIENCE, on_failure="report")
+    for receiver in three.receivers[:2]:
+        receiver.receive(timeout=0)
+    report = three.sender.wait_async(timeout=PATIENCE, on_failure="report")
 
     assert "2" in str(dict(report.left))
     assert "left" in str(report)
-    assert "worker 2 said goodbye" in caplog.text
+    goodbyes = [record.levelno for record in caplog.records if "worker 2 said goodbye" in record.getMessage()]
+    assert goodbyes == [level]
     three.sender.send_async()
     for receiver in three.receivers[:2]:
         receiver.receive(timeout=0)

@@ -266,7 +266,7 @@ def test_a_handshake_brings_its_worker_up_and_its_process_is_watched() -> None:
     assert (fleet.link_state(), fleet.links[0].watched) == (pure.LinkState.UP, [(77, 88)])
 
 
-def test_a_goodbye_removes_its_worker_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_goodbye_removes_its_worker_and_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     fleet = both()
     bye = Bye(model_id="policy", incarnation=EPOCH - 1, reason="enough")
     fleet.receives(1, bye)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import queue
 import re
@@ -41,7 +42,7 @@ from weightsync import (
     run_worker,
 )
 from weightsync.clock import Deadline
-from weightsync.group import ranks, whereabouts
+from weightsync.group import ranks, stack_dump
 from weightsync.protocol import sender as pure
 from weightsync.transports.process import ProcessWatch
 
@@ -115,11 +116,14 @@ def test_a_full_result_channel_delays_no_update_and_a_worker_that_hangs_no_close
         await_death(pid)
 
 
-def test_results_end_when_all_workers_have_returned(make: Make) -> None:
+def test_results_end_when_all_workers_have_returned(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weightsync")
     with make(workers.act_twice, 2) as group:
         results = list(group.results())
         assert sorted((result.worker, result.value) for result in results) == [(0, 1.0), (0, 1.0), (1, 1.0), (1, 1.0)]
         assert len(group.send()) == 0  # nobody is left, and that is no failure
+    goodbyes = [record for record in caplog.records if "said goodbye" in record.getMessage()]
+    assert {record.levelno for record in goodbyes} <= {logging.INFO}  # `results` ended: that says it
 
 
 def test_stop_lets_workers_return_and_gives_what_they_still_put(make: Make) -> None:
@@ -271,7 +275,7 @@ def test_a_rank_that_waits_with_a_full_channel_leaves_when_the_group_ends(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that waits for a worker's answer where it is, however busy the machine."""
-    monkeypatch.setattr(whereabouts, "_PATIENCE", 60.0)
+    monkeypatch.setattr(stack_dump, "_PATIENCE", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -298,7 +302,7 @@ def test_close_names_the_workers_that_hang_and_where_they_are(
 ) -> None:
     with make(run) as group:
         pid = next(group.results()).value[0]
-        while run is workers.stop_itself and not whereabouts._is_stopped(pid):
+        while run is workers.stop_itself and not stack_dump._is_stopped(pid):
             time.sleep(0.01)
         group.close(timeout=0.1)
     (said,) = [record.getMessage() for record in caplog.records if "close()" in record.getMessage()]

@@ -13,7 +13,7 @@ from weightsync.errors import GIVE_RESTARTS
 from weightsync.group.channel import Failed, Finished, Frame, Put, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
-from weightsync.group.whereabouts import Whereabouts
+from weightsync.group.stack_dump import StackDump
 from weightsync.testing import FakeClock
 
 
@@ -31,8 +31,8 @@ class Process:
     def close(self) -> None:
         self.kill()
 
-    def whereabouts(self) -> Whereabouts:
-        return Whereabouts("it was at line 3", "in act")
+    def stack_dump(self) -> StackDump:
+        return StackDump("it was at line 3", "in act")
 
     def how_it_ended(self, started: bool) -> str:
         return "its process was ended by SIGSEGV"

@@ -1,4 +1,4 @@
-"""Where a worker process is in its code when it is given up: its main thread's stack, which it writes on a signal.
+"""The stack of a worker process's main thread when the process is given up. It writes it on a signal.
 
 The signal's handler is C, so it also answers while the thread holds the interpreter's lock. A stopped process does not.
 """
@@ -23,10 +23,10 @@ _FRAME: Final = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<func
 _OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
 
 
-class Whereabouts(NamedTuple):
-    """Where a worker was."""
+class StackDump(NamedTuple):
+    """What a worker process was doing."""
 
-    #: In words, in one line; empty: unknown.
+    #: Its line of code, in words; empty: unknown.
     place: str = ""
     #: The stack of its main thread, innermost call first; empty: unknown.
     stack: str = ""
@@ -37,33 +37,33 @@ class Whereabouts(NamedTuple):
         return f"; {self.place}" if self.place else ""
 
 
-def answer_over(connection: Connection) -> None:
+def dump_on_signal(connection: Connection) -> None:
     """In a worker: write the stack there whenever the trainer asks."""
     faulthandler.register(_ASKED, file=connection.fileno(), all_threads=False)
 
 
-def ask(pid: int, connection: Connection) -> Whereabouts:
-    """Ask a process that has called `answer_over`, and wait a moment. One that has not, or does not run, is unknown."""
+def request(pid: int, connection: Connection) -> StackDump:
+    """Ask a process that has called `dump_on_signal`, and wait a moment. Of one that has not, nothing is known."""
     try:
         if _is_stopped(pid):
-            return Whereabouts("its process is stopped, by SIGSTOP or a debugger")
+            return StackDump("its process is stopped, by SIGSTOP or a debugger")
         if not _answers(pid):
-            return Whereabouts()
+            return StackDump()
         os.kill(pid, _ASKED)
         if not connection.poll(_PATIENCE):
-            return Whereabouts()
+            return StackDump()
         return _read(os.read(connection.fileno(), _LONGEST).decode(errors="replace"))
     except OSError:  # it is dead
-        return Whereabouts()
+        return StackDump()
 
 
-def _read(stack: str) -> Whereabouts:
+def _read(stack: str) -> StackDump:
     frames = [frame for line in stack.splitlines() if (frame := _FRAME.search(line))]
     theirs = [frame for frame in frames if not frame["file"].startswith(_OURS)] or frames
     if not theirs:
-        return Whereabouts()
+        return StackDump()
     at = theirs[0]
-    return Whereabouts(f"it was at line {at['line']} of {at['file']}, in {at['function']}", stack.strip())
+    return StackDump(f"it was at line {at['line']} of {at['file']}, in {at['function']}", stack.strip())
 
 
 def _is_stopped(pid: int) -> bool:
