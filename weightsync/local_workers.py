@@ -272,6 +272,8 @@ def running_ray(feature: str, **settings: Any) -> Iterator[Any]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's default of 15 starves its workers on a machine that is busy with other programs.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     fixed: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     # A short path, because it contains Ray's sockets, whose paths are limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="ws", dir="/tmp", ignore_cleanup_errors=True) as folder:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_cluster import ENVIRONMENT
 
 from weightsync.cli._app import COMMANDS
 from weightsync.names import FORMER_HOMES
@@ -217,7 +218,7 @@ def as_main(path: Path, output: Path, errors: Path, environment: dict[str, str],
     for stream, file in ((1, output), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(path.parent)
-    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **environment}
+    os.environ |= {**ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment}
     sys.argv, sys.path[:] = [str(path)], [str(path.parent), *sys.path]
     if method:
         context = multiprocessing.get_context(method)
