@@ -488,8 +488,7 @@ class Pool:
                 held.append(buffer)
             elif buffer.nbytes >= nbytes:
                 fitting.append(buffer)
-        if len(fitting) > 1:
-            fitting.sort(key=_NBYTES)
+        fitting.sort(key=_NBYTES)
         chosen = fitting[0] if fitting else self._make(nbytes)
         self._buffers = [*held, chosen, *fitting[1 : 1 + SPARE_BUFFERS]]
         chosen.unseal()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from enum import Enum
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -228,8 +227,7 @@ class Pieces:
         else:
             in_threads(partial(self._empty_part, tensors, base, wanted), self._parts)
         moved = [tensors[index] for index in self._single if index in wanted]
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
+        torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
 
     def _is_alone(self, step: Step) -> bool:
         entry = self._layout.entries[step.first]

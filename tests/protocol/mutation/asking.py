@@ -107,7 +107,11 @@ OWN = {
     "weightsync.engine.reporter": ("tests/unit/engine/test_reporter.py", "tests/unit/schemes/test_delta.py"),
     "weightsync.engine.": ("tests/unit/engine/",),
     "weightsync.weights.destination_checks": ("tests/unit/weights/test_target", "tests/unit/weights/"),
-    "weightsync.weights.mapped": ("tests/unit/weights/", "tests/transports/device/"),
+    "weightsync.weights.mapped": (
+        "tests/unit/weights/test_mapped.py",
+        "tests/unit/weights/",
+        "tests/transports/device/",
+    ),
     "weightsync.weights.target": ("tests/transports/device/", "tests/unit/weights/test_target", "tests/unit/weights/"),
     "weightsync.transports.pipe.framing": ("tests/transports/pipe/test_framing.py", "tests/transports/pipe/"),
     "weightsync.transports.pipe.link": (
@@ -122,7 +126,11 @@ OWN = {
         "tests/transports/pipe/test_golden.py",
         "tests/unit/engine/test_wire_refusals.py",
     ),
-    "weightsync.weights.packing": ("tests/unit/weights/test_packing.py", "tests/unit/weights/test_unpacking.py"),
+    "weightsync.weights.packing": (
+        "tests/unit/weights/test_packing.py",
+        "tests/unit/weights/test_unpacking.py",
+        "tests/unit/weights/test_send_plan.py",
+    ),
     "weightsync.weights.tree_digest": ("tests/unit/weights/test_tree_digest.py",),
     "weightsync.transports.store.": ("tests/transports/store/test_store_client.py",),
     "weightsync.transports.process": ("tests/transports/pipe/test_process_watch.py",),

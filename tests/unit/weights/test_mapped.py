@@ -1,0 +1,137 @@
+"""Whether parameters get a payload's own memory or a copy's, and when the memory of a copy is used again."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weightsync.weights import mapped
+from weightsync.weights.layout import ALIGNMENT, Layout
+from weightsync.weights.mapped import KEPT_BELOW_NBYTES, KEPT_COPIES, KEPT_PAYLOADS, MappedPayloads
+from weightsync.weights.packing import pack
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.tensors import address_of
+
+SMALL, LARGE = 100, KEPT_BELOW_NBYTES // 4
+
+
+def written(memory: memoryview, count: int, value: float = 1.0) -> Layout:
+    """Two tensors of this many elements and this value, packed into the memory."""
+    weights = read_weights({"a": torch.full((count,), value), "b": torch.full((count,), value)})
+    layout = layout_of(weights)
+    pack(weights, layout, memory)
+    return layout
+
+
+def aligned(kind: Callable[[int], bytearray | mmap.mmap], nbytes: int, shift: int = 0) -> memoryview:
+    """Memory that begins so many bytes behind an aligned address."""
+    view = memoryview(kind(nbytes + 2 * ALIGNMENT))
+    start = -address_of(view) % ALIGNMENT + shift
+    return view[start : start + nbytes]
+
+
+def shared(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes)
+
+
+@pytest.fixture
+def payloads() -> Iterator[MappedPayloads]:
+    made = MappedPayloads()
+    yield made
+    made.clear()
+
+
+@pytest.mark.parametrize(
+    ("memory", "access", "own"),
+    [
+        pytest.param(aligned(shared, 8 * SMALL), memoryview, True, id="a slot"),
+        pytest.param(aligned(shared, 8 * LARGE), memoryview, True, id="a large slot"),
+        pytest.param(aligned(bytearray, 8 * LARGE), memoryview, True, id="large and inline"),
+        pytest.param(aligned(bytearray, 8 * SMALL), memoryview, False, id="small and inline"),
+        pytest.param(aligned(shared, 8 * SMALL), memoryview.toreadonly, False, id="read-only"),
+        pytest.param(aligned(shared, 8 * SMALL, 4), memoryview, False, id="not aligned"),
+        pytest.param(aligned(bytearray, 8 * LARGE, 4), memoryview, False, id="large, inline and not aligned"),
+    ],
+)
+def test_tensors_view_writable_aligned_memory_itself_and_a_copy_of_any_other(
+    payloads: MappedPayloads, memory: memoryview, access: Callable[[memoryview], memoryview], own: bool
+) -> None:
+    count = len(memory) // 8
+    layout, payload = written(memory, count), access(memory)
+
+    found = payloads.of(layout, payload)
+    written(memory, count, 2.0)
+
+    assert [set(view.tolist()) for view in found.views] == [{2.0 if own else 1.0}] * 2
+    assert (found.views[0].data_ptr() == address_of(payload)) == own
+
+
+def inline(value: float, layout: Layout | None = None) -> tuple[Layout, memoryview]:
+    memory = aligned(bytearray, 8 * SMALL)
+    made = written(memory, SMALL, value)
+    return layout or made, memory
+
+
+def test_copies_of_small_inline_payloads_take_turns_in_two_memories(payloads: MappedPayloads) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(SMALL)) for _ in range(2)]
+    layout, places = None, []
+    for version in range(1, 6):
+        layout, memory = inline(float(version), layout)
+        copy = payloads.of(layout, memory)
+        for parameter, view in zip(parameters, copy.views, strict=True):
+            parameter.data = view
+        assert [set(parameter.tolist()) for parameter in parameters] == [{float(version)}] * 2
+        places.append(parameters[0].data_ptr())
+    first, second = places[:KEPT_COPIES]
+    assert first != second
+    assert places == [first, second, first, second, first]
+
+
+def row(tensor: Tensor) -> Tensor:
+    return tensor.view(10, -1)[3]
+
+
+@pytest.mark.parametrize("keep", [Tensor.detach, Tensor.numpy, row])
+def test_a_copy_that_a_user_still_views_is_not_written_again(
+    payloads: MappedPayloads, keep: Callable[[Tensor], Any]
+) -> None:
+    layout, memory = inline(1.0)
+    first = payloads.of(layout, memory)
+    kept = keep(first.views[1])
+    for version in (2.0, 3.0, 4.0):
+        assert payloads.of(layout, inline(version)[1]) is not first
+
+    assert set(kept.tolist()) == {1.0}
+
+
+def test_a_copy_is_used_again_for_its_own_layout_only(payloads: MappedPayloads) -> None:
+    copy = payloads.of(*inline(1.0))
+    assert payloads.of(*inline(2.0)) is not copy
+    assert copy.views[0].tolist() == [1.0] * SMALL
+
+
+def test_without_torchs_count_of_references_no_copy_is_used_again(
+    payloads: MappedPayloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "_uses", None)
+    layout, memory = inline(1.0)
+    assert len({id(payloads.of(layout, memory)) for _ in range(KEPT_COPIES + 2)}) > 1
+    assert all(copy.used for copy in payloads._copies)
+
+
+def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads) -> None:
+    slots = [aligned(shared, 8 * SMALL) for _ in range(KEPT_PAYLOADS + 1)]
+    (layout,) = {written(slot, SMALL) for slot in slots}
+    once = payloads.of(layout, slots[0])
+    again = payloads.of(layout, slots[0])
+    assert again is not once
+    assert payloads.of(layout, slots[0]) is again
+
+    for slot in slots[1:]:
+        payloads.of(layout, slot)
+    assert payloads.of(layout, slots[0]) is not again
