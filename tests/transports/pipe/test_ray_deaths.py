@@ -10,7 +10,7 @@ import pytest
 from missing import not_tested
 
 from weightsync import TransportError
-from weightsync.protocol.messages import Update
+from weightsync.protocol.messages import Hello, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.ray import client as module
@@ -65,6 +65,9 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
 
+    def options(self, **_: int) -> Actor:
+        return self
+
     def remote(self, *_: Any) -> Actor:
         self.calls.append(Future())
         return self
@@ -81,16 +84,20 @@ def without(actor: Actor) -> Any:
     return module.PlainActorCallClient(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("call_client", [with_our_receiver, without])
-@pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
-def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
-    call_client: Callable[[Actor], Any], died: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     if ray is None:
         not_tested("RAY", "ray is not installed")
     monkeypatch.setattr(module, "Session", Session)
     monkeypatch.setattr(module, "ACTOR_WATCH", ActorWatch())
     monkeypatch.setattr(module, "put_away", lambda row: None)
+
+
+@pytest.mark.parametrize("call_client", [with_our_receiver, without])
+@pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
+def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
+    call_client: Callable[[Actor], Any], died: str
+) -> None:
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(call_client(actor), "worker 0")
     link.send(UPDATE, buffer)
@@ -100,6 +107,33 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     call.set_exception(error("the actor is gone", None) if died == "ActorUnavailableError" else error())
 
     with pytest.raises(TransportError, match="worker 0 did not return"):
+        link.receive()
+    assert not buffer.pinned
+    link.close()
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_the_actor(restarts: bool) -> None:
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    link.send(UPDATE, buffer)
+    handshake, update = actor.calls
+
+    update.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+
+    assert link.receive() == []
+    assert buffer.pinned
+    if restarts:
+        handshake.set_result([])
+        assert link.receive() == []
+    else:
+        handshake.set_exception(ray.exceptions.ActorDiedError())
+        with pytest.raises(TransportError, match="died unexpectedly"):
+            link.receive()
+    (repeated,) = actor.calls[2:]
+    repeated.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted again", None))
+    with pytest.raises(TransportError, match="restarted again" if restarts else "died unexpectedly"):
         link.receive()
     assert not buffer.pinned
     link.close()

@@ -116,7 +116,16 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
             if method is not MISSING:
                 _require_remote(endpoint, method, peer)
                 return name, method
-    raise ConfigurationError(f"{_no_method(endpoint, methods, peer)} Nothing was sent.")
+    raise ConfigurationError(f"{_no_handle(endpoint, peer) or _no_method(endpoint, methods, peer)} Nothing was sent.")
+
+
+def _no_handle(endpoint: Any, peer: str) -> str:
+    """What to give instead of a name or a call's result; empty if it is neither."""
+    if isinstance(endpoint, str):
+        return f"{peer} is the str {endpoint!r}, and no actor: give what ray.get_actor({endpoint!r}) returns."
+    if isinstance(endpoint, require_ray("A link to an actor").ObjectRef):
+        return f"{peer} is an ObjectRef, the result of a call, and no actor: give the actor's handle."
+    return ""
 
 
 def _require_remote(endpoint: Any, method: Any, peer: str) -> None:

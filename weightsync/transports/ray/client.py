@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.keys import SharedKey
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
@@ -26,10 +26,22 @@ from weightsync.transports.sealing import Challenged, Identity, new_name, seal_o
 WAY: Final = "ray"
 #: Ray passes arguments up to 100 KB with the call itself. Larger payloads are put into its object store.
 INLINE_NBYTES: Final = 64 * 1024
+#: A call that an actor may run twice: Ray repeats it until the actor runs. Others fail while Ray restarts the actor.
+UNTIL_IT_RUNS: Final = {"max_task_retries": -1}
+#: A call that Ray repeated would be another message.
+NEVER_TWICE: Final = {"max_task_retries": 0}
 
 
 class _CameEarly(TransportError):
     """The actor's event loop has not run a call of this link that was begun before this one."""
+
+
+class _Unmet(TransportError):
+    """Ray failed a call because it was restarting the actor, which has not run the link's handshake yet."""
+
+    def __init__(self, handshake: Answers, error: TransportError) -> None:
+        super().__init__(str(error))
+        self.handshake = handshake
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +101,20 @@ class _RayCallClient:
             self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
         except _CameEarly as early:
             self._repeat(answers, early, None if call.patience.passed else call)
+        except _Unmet as unmet:
+            self._repeat_after(unmet, answers, call)
         except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=error)
+
+    def _repeat_after(self, unmet: _Unmet, answers: Answers, call: _Call) -> None:
+        unmet.handshake.add_done_callback(lambda _: self._repeat(answers, unmet, call))
 
     def _repeat(self, answers: Answers, error: Exception, call: _Call | None) -> None:
         if call is None:
             settle(answers, error=error)
             return
         try:
+            self._session.require()
             repeated = self._begin(call)
         except TransportError as failed:
             settle(answers, error=failed)
@@ -146,6 +164,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._link = new_name()
         self._seal = seal_of(key, Identity(WAY, model_id, actor, self._link), peer)
         self._shared = SharedPayloads()
+        self._handshake: Answers | None = None
         self._closed = False
         self._next = 0
         self._lost: list[int] = []
@@ -169,12 +188,15 @@ class ActorCallClient(_RayCallClient, SharesMemory):
                 return self._full(message, error)
         lost, number = tuple(self._lost), self._next
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
+        method = self._call.options(**UNTIL_IT_RUNS) if isinstance(message, Hello) else self._call
         call = _Call(
-            lambda: self._call.remote(*arguments),
+            lambda: method.remote(*arguments),
             lambda over: self._answers_of(message, number, over),
             lambda: self._call_again(number),
         )
         answers = self._begin(call)
+        if isinstance(message, Hello):
+            self._handshake = answers
         self._next += 1
         del self._lost[: len(lost)]
         return answers
@@ -212,7 +234,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             self._shared.heard(messages)
             return messages
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
-            raise self._gone(error)
+            raise self._unmet(message, error) or self._gone(error)
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
         self._unsent_layout = self._unsent_layout or message.layout
@@ -220,6 +242,12 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             self._row.forget(message.version)
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
         return [refusal(message, reason, evidence=Evidence.NONE)]
+
+    def _unmet(self, message: Message, error: BaseException) -> _Unmet | None:
+        handshake = None if isinstance(message, Hello) else self._handshake
+        if handshake is None or handshake.done() or not isinstance(error, _exceptions().ActorUnavailableError):
+            return None
+        return _Unmet(handshake, self._gone(error))
 
 
 class PlainActorCallClient(_RayCallClient):
@@ -275,7 +303,7 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
 
     Session(peer).require()
     try:
-        raw = actor.__ray_call__.remote(server.attended, model_id).future()
+        raw = actor.__ray_call__.options(**UNTIL_IT_RUNS).remote(server.attended, model_id).future()
     except Exception as error:
         raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
     ACTOR_WATCH.attend(found, peer)
@@ -293,9 +321,13 @@ def lost_call(peer: str, error: BaseException) -> TransportError:
 class CalledThrough:
     """Calls functions in an actor whose class is not ours, in Ray's own way."""
 
-    def __init__(self, actor: Any) -> None:
-        # A call that Ray repeated would be another message.
-        self._run = actor.__ray_call__.options(max_task_retries=0)
+    def __init__(self, actor: Any, options: Mapping[str, int] = NEVER_TWICE) -> None:
+        self._actor = actor
+        self._run = actor.__ray_call__.options(**options)
+
+    def options(self, **options: int) -> CalledThrough:
+        """The same, with other options of Ray's."""
+        return CalledThrough(self._actor, options)
 
     def remote(self, *arguments: Any) -> Any:
         """Begin a call."""
