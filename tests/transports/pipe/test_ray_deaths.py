@@ -37,11 +37,17 @@ class Session:
 class ActorWatch:
     """Nobody shuts Ray down here."""
 
+    def __init__(self) -> None:
+        self.later: list[Callable[[], None]] = []
+
     def attend(self, call: Future[Any], peer: str) -> None:
         del call, peer
 
     def leave(self, call: Future[Any]) -> None:
         del call
+
+    def soon(self, act: Callable[[], None]) -> None:
+        self.later.append(act)
 
 
 class Row:
@@ -65,9 +71,6 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
 
-    def options(self, **_: int) -> Actor:
-        return self
-
     def remote(self, *_: Any) -> Actor:
         self.calls.append(Future())
         return self
@@ -85,12 +88,14 @@ def without(actor: Actor) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def watch(monkeypatch: pytest.MonkeyPatch) -> ActorWatch:
     if ray is None:
         not_tested("RAY", "ray is not installed")
     monkeypatch.setattr(module, "Session", Session)
-    monkeypatch.setattr(module, "ACTOR_WATCH", ActorWatch())
+    watch = ActorWatch()
+    monkeypatch.setattr(module, "ACTOR_WATCH", watch)
     monkeypatch.setattr(module, "put_away", lambda row: None)
+    return watch
 
 
 @pytest.mark.parametrize("call_client", [with_our_receiver, without])
@@ -110,6 +115,21 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
         link.receive()
     assert not buffer.pinned
     link.close()
+
+
+def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
+    actor = Actor()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    for number in range(2):
+        actor.calls[number].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+        assert link.receive() == []
+        watch.later.pop()()
+    link.close()
+    actor.calls[2].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+
+    assert not watch.later
+    assert len(actor.calls) == 3
 
 
 @pytest.mark.parametrize("restarts", [True, False])

@@ -166,7 +166,7 @@ def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) ->
     get(threads.is_inside.remote())
 
     sender.send_async(small(2.0))
-    with pytest.raises(AckTimeoutError):
+    with pytest.raises(AckTimeoutError, match=r"the call to its actor has not returned: .* inside serving\(\)"):
         sender.wait_async(timeout=0.5)
     get(threads.open_gate.remote())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -26,10 +26,6 @@ from weightsync.transports.sealing import Challenged, Identity, new_name, seal_o
 WAY: Final = "ray"
 #: Ray passes arguments up to 100 KB with the call itself. Larger payloads are put into its object store.
 INLINE_NBYTES: Final = 64 * 1024
-#: A call that an actor may run twice: Ray repeats it until the actor runs. Others fail while Ray restarts the actor.
-UNTIL_IT_RUNS: Final = {"max_task_retries": -1}
-#: A call that Ray repeated would be another message.
-NEVER_TWICE: Final = {"max_task_retries": 0}
 
 
 class _CameEarly(TransportError):
@@ -37,9 +33,13 @@ class _CameEarly(TransportError):
 
 
 class _Unmet(TransportError):
-    """Ray failed a call because it was restarting the actor, which has not run the link's handshake yet."""
+    """Ray failed a call because it was restarting the actor, which has not run the link's handshake yet.
 
-    def __init__(self, handshake: Answers, error: TransportError) -> None:
+    Args:
+        handshake: the call that carries it; None: this is it.
+    """
+
+    def __init__(self, handshake: Answers | None, error: TransportError) -> None:
         super().__init__(str(error))
         self.handshake = handshake
 
@@ -107,7 +107,10 @@ class _RayCallClient:
             settle(answers, error=error)
 
     def _repeat_after(self, unmet: _Unmet, answers: Answers, call: _Call) -> None:
-        unmet.handshake.add_done_callback(lambda _: self._repeat(answers, unmet, call))
+        if unmet.handshake is None:
+            ACTOR_WATCH.soon(lambda: self._repeat(answers, unmet, call))
+        else:
+            unmet.handshake.add_done_callback(lambda _: self._repeat(answers, unmet, call))
 
     def _repeat(self, answers: Answers, error: Exception, call: _Call | None) -> None:
         if call is None:
@@ -188,9 +191,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
                 return self._full(message, error)
         lost, number = tuple(self._lost), self._next
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
-        method = self._call.options(**UNTIL_IT_RUNS) if isinstance(message, Hello) else self._call
         call = _Call(
-            lambda: method.remote(*arguments),
+            lambda: self._call.remote(*arguments),
             lambda over: self._answers_of(message, number, over),
             lambda: self._call_again(number),
         )
@@ -244,10 +246,12 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         return [refusal(message, reason, evidence=Evidence.NONE)]
 
     def _unmet(self, message: Message, error: BaseException) -> _Unmet | None:
-        handshake = None if isinstance(message, Hello) else self._handshake
-        if handshake is None or handshake.done() or not isinstance(error, _exceptions().ActorUnavailableError):
+        if not isinstance(error, _exceptions().ActorUnavailableError):
             return None
-        return _Unmet(handshake, self._gone(error))
+        if isinstance(message, Hello):
+            return None if self._closed else _Unmet(None, self._gone(error))
+        handshake = self._handshake
+        return None if handshake is None or handshake.done() else _Unmet(handshake, self._gone(error))
 
 
 class PlainActorCallClient(_RayCallClient):
@@ -290,6 +294,8 @@ class PlainActorCallClient(_RayCallClient):
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
 
+    An actor that Ray is restarting is asked once it runs.
+
     Raises TransportError: Ray accepted no call.
     """
     found: Future[Sequence[str]] = Future()
@@ -298,16 +304,28 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
         error = over.exception()
         if error is None or isinstance(error, _exceptions().RayTaskError):
             settle(found, over.result() if error is None else ())
+        elif isinstance(error, _exceptions().ActorUnavailableError) and not found.done():
+            ACTOR_WATCH.soon(again)
         else:
             settle(found, error=lost_call(peer, error))
 
-    Session(peer).require()
-    try:
-        raw = actor.__ray_call__.options(**UNTIL_IT_RUNS).remote(server.attended, model_id).future()
-    except Exception as error:
-        raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
+    def ask() -> None:
+        session.require()
+        try:
+            raw = actor.__ray_call__.remote(server.attended, model_id).future()
+        except Exception as error:
+            raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
+        raw.add_done_callback(ended)
+
+    def again() -> None:
+        try:
+            ask()
+        except TransportError as error:
+            settle(found, error=error)
+
+    session = Session(peer)
+    ask()
     ACTOR_WATCH.attend(found, peer)
-    raw.add_done_callback(ended)
     return found
 
 
@@ -321,13 +339,9 @@ def lost_call(peer: str, error: BaseException) -> TransportError:
 class CalledThrough:
     """Calls functions in an actor whose class is not ours, in Ray's own way."""
 
-    def __init__(self, actor: Any, options: Mapping[str, int] = NEVER_TWICE) -> None:
-        self._actor = actor
-        self._run = actor.__ray_call__.options(**options)
-
-    def options(self, **options: int) -> CalledThrough:
-        """The same, with other options of Ray's."""
-        return CalledThrough(self._actor, options)
+    def __init__(self, actor: Any) -> None:
+        # A call that Ray repeated would be another message.
+        self._run = actor.__ray_call__.options(max_task_retries=0)
 
     def remote(self, *arguments: Any) -> Any:
         """Begin a call."""
