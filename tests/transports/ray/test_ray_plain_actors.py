@@ -47,6 +47,16 @@ def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, said: str) ->
         scheme.init_on_sender("policy", remote_collectors=[given], model=small(1.0))
 
 
+def test_an_actor_that_is_given_twice_is_refused_also_by_two_handles(collector: Any) -> None:
+    again = get(ray.put(collector))
+    with (
+        RayWeightSyncScheme() as scheme,
+        pytest.raises(ConfigurationError, match="workers 0 and 1 are the same ActorHandle"),
+    ):
+        scheme.init_on_sender("policy", remote_collectors=[collector, again], model=small(1.0))
+    assert again is not collector
+
+
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
 def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(
     collector: Any, trainer: Any, strategy: str
