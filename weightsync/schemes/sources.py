@@ -145,14 +145,14 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
         return get_model(model_id)
     except ValueError:  # raised by a TorchRL collector that has a policy_factory and no policy
         return MISSING
-    except AttributeError as error:  # raised by a TorchRL collector that has no such attribute
+    except (AttributeError, LookupError, TypeError) as error:  # raised by a TorchRL collector without that path
         if not is_torchrls(context):
             raise
         if _at_init(given, context, model_id) is not MISSING:
             return MISSING
         raise ModelPathError(
-            f"a {type(context).__name__} has no model {model_id!r}: a key of weight_sync_schemes= is 'policy', or the "
-            "path from the collector to another model, such as 'policy.critic'.",
+            f"a {type(context).__name__} has no model {model_id!r} ({error}): a key of weight_sync_schemes= is "
+            "'policy', or the path from the collector to another model, such as 'policy.critic'.",
             model_id,
         ) from error
 

@@ -205,9 +205,13 @@ def test_several_models_have_a_scheme_each_and_are_updated_together_or_alone(mul
         collector.update_policy_weights_(critic, model_id="nobody")
 
 
-def test_a_model_that_the_collector_does_not_have_is_refused_before_anybody_waits(scheme: Any, multi: Making) -> None:
-    with pytest.raises(ModelPathError, match=r"a MultiSyncCollector has no model 'critic'.*'policy.critic'"):
-        multi({"critic": scheme}, policy=WithCritic())
+@pytest.mark.parametrize("path", ["critic", "policy[3]", "policy.critic[7]"])
+def test_a_model_that_the_collector_does_not_have_is_refused_before_anybody_waits(
+    path: str, scheme: Any, multi: Making
+) -> None:
+    said = rf"a MultiSyncCollector has no model {path!r} \(.*'policy.critic'".replace("[", r"\[")
+    with pytest.raises(ModelPathError, match=said):
+        multi({path: scheme}, policy=WithCritic())
 
 
 def test_a_model_that_only_the_workers_have_is_given_to_the_scheme() -> None:
