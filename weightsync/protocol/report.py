@@ -287,8 +287,12 @@ class SyncReport:
         return {worker: self.outcomes[worker] for worker in self.failed}
 
     def _message(self, kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str]) -> str:
-        next_steps = [advice[kind] for kind in OutcomeKind if kind in kinds and kind in advice]
-        return "\n".join([*self._lines(), *next_steps])
+        steps = {kind: advice[kind] for kind in OutcomeKind if kind in kinds and kind in advice}
+        if OutcomeKind.LOST in steps:
+            failures = (outcome for report in self._history() for outcome in report._failures().values())
+            fences = [outcome.fence for outcome in failures if outcome.kind is OutcomeKind.LOST]
+            steps[OutcomeKind.LOST] = advice_for_lost(steps[OutcomeKind.LOST], fences)
+        return "\n".join([*self._lines(), *steps.values()])
 
     def _lines(self) -> list[str]:
         """The failures of this update and of those before it."""
@@ -334,6 +338,15 @@ def _workers(workers: Sequence[int]) -> str:
             runs.append([worker])
     ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"worker {ranges}" if len(workers) == 1 else f"workers {ranges}"
+
+
+def advice_for_lost(usual: str, fences: Sequence[int]) -> str:
+    """What to do next about lost workers, of which those with a fence were taken over by a newer sender."""
+    fenced = (
+        "A newer trainer has taken over the workers that are FENCED. To take them back, close this scheme, and pass "
+        "fence=error.fence to init_on_sender() of a new one."
+    )
+    return "\n".join([*([] if all(fences) else [usual]), *([fenced] if any(fences) else [])])
 
 
 _ADVICE = {

@@ -17,7 +17,7 @@ from weightsync.protocol._tables import SENDER_ROWS, RefusalKind, SenderInput, S
 from weightsync.protocol.by_worker import drop, put
 from weightsync.protocol.machine import next_state
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
-from weightsync.protocol.report import Outcome, OutcomeKind
+from weightsync.protocol.report import Outcome, OutcomeKind, advice_for_lost
 from weightsync.protocol.values import made_often
 
 
@@ -358,13 +358,14 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
             None,
             reasons,
         )
-    fence = max(entry.fence for entry in ended.values())
+    fences = [entry.fence for entry in ended.values()]
+    usual = "add_worker() reconnects a worker on a new link, remove_worker() removes it."
     return WorkerLostError(
         f"every target is lost already: {_by_worker(reasons)}. Nothing was sent and no version was used. "
-        "add_worker() reconnects a worker on a new link, remove_worker() removes it.",
+        f"{advice_for_lost(usual, fences)}",
         None,
         reasons,
-        fence or None,
+        max(fences) or None,
     )
 
 

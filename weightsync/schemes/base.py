@@ -29,6 +29,7 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure, Verify, WireDtype, switch
 from weightsync.protocol.report import SyncReport
+from weightsync.schemes.collector_kinds import Workers, refuse_out_of_reach
 from weightsync.schemes.facade_services import LinkTransport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
@@ -102,6 +103,8 @@ class WeightSyncScheme(Configured):
     _carries_deltas = False
     #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
     _sender_arguments: tuple[str, ...] = ()
+    #: Which workers of TorchRL's collectors it reaches; None: it needs none.
+    _reached: Workers | None = None
     _worker_arguments: tuple[str, ...] = ()
     _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
 
@@ -188,6 +191,7 @@ class WeightSyncScheme(Configured):
         if side.sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         require_name(model_id, "model_id")
+        refuse_out_of_reach(type(self).__name__, self._reached, context, kwargs.keys() & self._sender_arguments)
         given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
         refuse_shards(given)
         fence = given.get("fence")

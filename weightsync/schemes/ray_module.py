@@ -83,6 +83,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     """
 
     _sender_arguments = (*RayWeightSyncScheme._sender_arguments, "ray_transform")
+    _reached = None
 
     def __init__(
         self,

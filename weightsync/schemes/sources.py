@@ -10,7 +10,7 @@ from torch import nn
 
 from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
-from weightsync.schemes.relay import leads_on
+from weightsync.schemes.relay import is_torchrls, leads_on
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.loader import Loader
 from weightsync.weights.model_path import _resolve_model
@@ -145,6 +145,16 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
         return get_model(model_id)
     except ValueError:  # raised by a TorchRL collector that has a policy_factory and no policy
         return MISSING
+    except (AttributeError, LookupError, TypeError) as error:  # raised by a TorchRL collector without that path
+        if not is_torchrls(context):
+            raise
+        if _at_init(given, context, model_id) is not MISSING:
+            return MISSING
+        raise ModelPathError(
+            f"a {type(context).__name__} has no model {model_id!r} ({error}): a key of weight_sync_schemes= is "
+            "'policy', or the path from the collector to another model, such as 'policy.critic'.",
+            model_id,
+        ) from error
 
 
 def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:

@@ -102,12 +102,21 @@ def refuse_repeated(endpoints: Mapping[int, Any]) -> None:
     """Refuse one worker that is given in two places. Raises ConfigurationError: nothing was sent."""
     seen: dict[Any, int] = {}
     for worker, endpoint in endpoints.items():
-        first = seen.setdefault(endpoint if isinstance(endpoint, str | int) else id(endpoint), worker)
+        first = seen.setdefault(_identity(endpoint), worker)
         if first != worker and endpoint is not None:
             raise ConfigurationError(
                 f"workers {first} and {worker} are the same {type(endpoint).__name__}: name each worker once. A worker "
                 "has one receiver of a model. Nothing was sent."
             )
+
+
+def _identity(endpoint: Any) -> Any:
+    """The endpoint itself, since two handles of one actor are equal; its id, if nothing compares equal to it."""
+    try:
+        hash(endpoint)
+    except TypeError:
+        return id(endpoint)
+    return endpoint
 
 
 def per_worker(weights: Any, where: str) -> dict[int, Any]:

@@ -375,5 +375,7 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     prefix = longer[0].removesuffix(shorter[0])
     if not prefix or any(long != prefix + short for long, short in zip(longer, shorter, strict=True)):
         return ""
-    side = "weights" if longer is unexpected else "destination"
-    return f" The names differ only by the prefix '{prefix}' of the {side}: pass the module inside that wrapper."
+    said = f" The names differ only by the prefix '{prefix}' of the "
+    if longer is unexpected:
+        return f"{said}weights: pass the module inside that wrapper."
+    return f"{said}destination: give both sides the wrapper, or both the module inside it."

@@ -50,10 +50,14 @@ def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> Non
     with pytest.raises(WorkerLostError) as caught:
         sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
-    assert str(caught.value) == (
-        "every target is lost already: worker 0: died; worker 1: left. Nothing was sent and no version was used. "
-        "add_worker() reconnects a worker on a new link, remove_worker() removes it."
+    usual = "add_worker() reconnects a worker on a new link, remove_worker() removes it."
+    fenced = (
+        "A newer trainer has taken over the workers that are FENCED. To take them back, close this scheme, and pass "
+        "fence=error.fence to init_on_sender() of a new one."
     )
+    steps = [*([usual] if 0 in fences else []), *([fenced] if fence else [])]
+    said = "every target is lost already: worker 0: died; worker 1: left. Nothing was sent and no version was used. "
+    assert str(caught.value) == said + "\n".join(steps)
     assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, fence)
 
 

@@ -10,6 +10,8 @@ import gc
 import multiprocessing
 import multiprocessing.resource_sharer
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +23,13 @@ from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiS
 
 from weightsync import (
     ConfigurationError,
+    DistributedWeightSyncScheme,
+    ModelPathError,
     MultiProcessedWeightUpdater,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     SyncReport,
     VanillaWeightUpdater,
@@ -199,6 +205,26 @@ def test_several_models_have_a_scheme_each_and_are_updated_together_or_alone(mul
         collector.update_policy_weights_(critic, model_id="nobody")
 
 
+@pytest.mark.parametrize("path", ["critic", "policy[3]", "policy.critic[7]"])
+def test_a_model_that_the_collector_does_not_have_is_refused_before_anybody_waits(
+    path: str, scheme: Any, multi: Making
+) -> None:
+    said = rf"a MultiSyncCollector has no model {path!r} \(.*'policy.critic'".replace("[", r"\[")
+    with pytest.raises(ModelPathError, match=said):
+        multi({path: scheme}, policy=WithCritic())
+
+
+def test_a_model_that_only_the_workers_have_is_given_to_the_scheme() -> None:
+    """As a transform of the environment is, which the trainer's collector does not have."""
+    collector = Collector(cartpole, policy(0), frames_per_batch=8, total_frames=8)
+    collector._weight_sync_schemes = {}
+    ours, theirs = Pipe()
+    with theirs, SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("env.nowhere", collector, model=nn.Linear(1, 1), pipes=[ours])
+
+        assert scheme.get_sender().send_async().version == 1
+
+
 # ------------------------------------------------------------------------------------------------- collectors' options
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -306,6 +332,34 @@ def test_a_policy_that_nobody_brings_weights_for_is_refused(multi: Making) -> No
     """A collector sends its policy to the workers without its weights: with those they would act by NaN."""
     with pytest.raises(ConfigurationError, match=r"NoWeightSyncScheme sends none.*policy_factory="):
         multi(NoWeightSyncScheme(), policy=policy(0))
+
+
+@pytest.mark.parametrize("kind", [RayWeightSyncScheme, RPCWeightSyncScheme, DistributedWeightSyncScheme])
+def test_a_scheme_that_does_not_reach_a_collectors_workers_names_those_that_do(kind: Any, multi: Making) -> None:
+    with pytest.raises(ConfigurationError, match=r"a MultiSyncCollector, which are processes .*SharedMemWeightSync"):
+        multi(kind(), policy=policy(0))
+
+
+@pytest.mark.parametrize(
+    ("has", "fitting"),
+    [
+        ({"remote_collectors": [], "num_workers": 2}, "RayWeightSyncScheme"),
+        ({"collector_infos": [], "tcp_port": "1", "num_workers": 2}, "RPCWeightSyncScheme"),
+        ({"tcp_port": "1", "num_workers": 2}, "DistributedWeightSyncScheme"),
+    ],
+)
+def test_a_collector_whose_workers_have_no_pipes_is_refused_with_the_scheme_for_it(
+    has: Any, fitting: str, scheme: Any
+) -> None:
+    collector = SimpleNamespace(_weight_sync_schemes={}, **has)
+
+    with pytest.raises(ConfigurationError, match=fitting):
+        scheme.init_on_sender("policy", collector, model=nn.Linear(1, 1))
+
+
+def test_a_collector_without_workers_needs_no_scheme(scheme: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a Collector has no workers"):
+        Collector(cartpole, policy(0), frames_per_batch=8, total_frames=8, weight_sync_schemes={"policy": scheme})
 
 
 def test_a_policy_that_each_worker_makes_needs_no_weights(multi: Making) -> None:

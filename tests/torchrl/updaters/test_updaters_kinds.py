@@ -202,6 +202,16 @@ def test_multiprocessed_copies_into_each_buffer() -> None:
     assert [report[device].kind for device in buffers] == [OutcomeKind.APPLIED] * 2
 
 
+def test_multiprocessed_copies_into_the_buffer_of_no_device() -> None:
+    """As TorchRL's collectors of processes have it, if they were given no device."""
+    buffers: Any = {None: weights(0.0)}
+
+    report = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=buffers).push_weights(weights(5.0))
+
+    assert report.ok
+    assert constant(buffers[None]) == {5.0}
+
+
 def test_multiprocessed_copies_only_into_those_named() -> None:
     buffers: Any = {0: weights(0.0), 1: weights(0.0)}
     updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=buffers)

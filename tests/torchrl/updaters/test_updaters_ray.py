@@ -17,6 +17,7 @@ from updaters_support import Collector, constant, weights
 import weightsync
 from weightsync import (
     AckTimeoutError,
+    ConfigurationError,
     Evidence,
     MissingExtraError,
     OutcomeKind,
@@ -192,10 +193,26 @@ def test_a_collector_that_raises_is_reported_with_its_own_traceback_after_the_ot
     assert seen(pool[1:]) == [11.0]
 
 
-def test_an_actor_without_the_method_is_refused(pool: list[Any]) -> None:
-    updater = RayWeightUpdater(weights(12.0), [object(), pool[0]])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "give a list"),
+        ("eve", "give a list"),
+        (["eve"], r"worker 0 is the str 'eve', .*ray\.get_actor"),
+        ([object()], r"worker 0 \(object\) is no actor .*update_policy_weights_"),
+        ([RemoteCollector], r"worker 0 is the class RemoteCollector, .*remote\("),
+    ],
+)
+def test_what_is_no_collector_is_refused_when_it_is_given(given: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        RayWeightUpdater(weights(), given)
 
-    with pytest.raises(RefusedError, match="update_policy_weights_"):
+
+def test_a_wrong_collector_that_comes_later_is_refused_and_the_others_are_served(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(12.0), [*pool[:1]])
+    updater.remote_collectors = [object(), pool[0]]
+
+    with pytest.raises(RefusedError, match=r"worker 0 \(object\) is no actor .*update_policy_weights_"):
         updater.push_weights(timeout=PATIENCE)
 
     assert seen(pool[:1]) == [12.0]

@@ -396,6 +396,11 @@ def test_an_older_trainer_is_fenced_and_told_above_whom_to_rise(scheme_class: An
 
     assert constants(receiver.model) == {2.0}
     assert fenced.value.fence == newer.get_sender().incarnation
+    with pytest.raises(WorkerLostError) as again_fenced:
+        older.get_sender().send(timeout=PATIENCE)
+    for error in (fenced.value, again_fenced.value):
+        assert "fence=error.fence" in str(error)
+        assert "add_worker()" not in str(error)  # it would be FENCED again
     back.init_on_sender("policy", pipes=[again], model=small(3.0), fence=fenced.value.fence)
     receiver.register_worker_transport(third)
     back.get_sender().send_async()

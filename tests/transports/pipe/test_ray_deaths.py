@@ -10,7 +10,7 @@ import pytest
 from missing import not_tested
 
 from weightsync import TransportError
-from weightsync.protocol.messages import Update
+from weightsync.protocol.messages import Hello, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.ray import client as module
@@ -37,11 +37,17 @@ class Session:
 class ActorWatch:
     """Nobody shuts Ray down here."""
 
+    def __init__(self) -> None:
+        self.later: list[Callable[[], None]] = []
+
     def attend(self, call: Future[Any], peer: str) -> None:
         del call, peer
 
     def leave(self, call: Future[Any]) -> None:
         del call
+
+    def soon(self, act: Callable[[], None]) -> None:
+        self.later.append(act)
 
 
 class Row:
@@ -81,16 +87,22 @@ def without(actor: Actor) -> Any:
     return module.PlainActorCallClient(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("call_client", [with_our_receiver, without])
-@pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
-def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
-    call_client: Callable[[Actor], Any], died: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> ActorWatch:
     if ray is None:
         not_tested("RAY", "ray is not installed")
     monkeypatch.setattr(module, "Session", Session)
-    monkeypatch.setattr(module, "ACTOR_WATCH", ActorWatch())
+    watch = ActorWatch()
+    monkeypatch.setattr(module, "ACTOR_WATCH", watch)
     monkeypatch.setattr(module, "put_away", lambda row: None)
+    return watch
+
+
+@pytest.mark.parametrize("call_client", [with_our_receiver, without])
+@pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
+def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
+    call_client: Callable[[Actor], Any], died: str
+) -> None:
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(call_client(actor), "worker 0")
     link.send(UPDATE, buffer)
@@ -100,6 +112,48 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     call.set_exception(error("the actor is gone", None) if died == "ActorUnavailableError" else error())
 
     with pytest.raises(TransportError, match="worker 0 did not return"):
+        link.receive()
+    assert not buffer.pinned
+    link.close()
+
+
+def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
+    actor = Actor()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    for number in range(2):
+        actor.calls[number].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+        assert link.receive() == []
+        watch.later.pop()()
+    link.close()
+    actor.calls[2].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+
+    assert not watch.later
+    assert len(actor.calls) == 3
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_the_actor(restarts: bool) -> None:
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    link.send(UPDATE, buffer)
+    handshake, update = actor.calls
+
+    update.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+
+    assert link.receive() == []
+    assert buffer.pinned
+    if restarts:
+        handshake.set_result([])
+        assert link.receive() == []
+    else:
+        handshake.set_exception(ray.exceptions.ActorDiedError())
+        with pytest.raises(TransportError, match="died unexpectedly"):
+            link.receive()
+    (repeated,) = actor.calls[2:]
+    repeated.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted again", None))
+    with pytest.raises(TransportError, match="restarted again" if restarts else "died unexpectedly"):
         link.receive()
     assert not buffer.pinned
     link.close()

@@ -8,12 +8,13 @@ import sys
 import textwrap
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray_alone import alone
 from ray_cluster import ENVIRONMENT
-from ray_fleet import PATIENCE, Loop, Threads, WorkerSetup, ray, small
+from ray_fleet import PATIENCE, Loop, Plain, Threads, WorkerSetup, ray, small
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
 from weightsync.transports.ray.session import ACTOR_WATCH, Session
@@ -49,6 +50,39 @@ def test_an_actor_killed_by_ray_is_lost(fresh: Any, trainer: Any) -> None:
         sender.wait_async(timeout=PATIENCE)
     with pytest.raises(WorkerLostError):
         sender.send(timeout=PATIENCE)
+
+
+class SlowToRestart:
+    """Mixed into an actor's class: takes longer to restart than Ray lets a plain call wait."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        started = Path(folder, str(os.getpid()))
+        started.touch()
+        if len(list(started.parent.iterdir())) > 1:
+            time.sleep(4.0)
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("kind", [WorkerSetup, Plain])
+def test_an_actor_that_ray_restarts_is_waited_for_once_it_is_added_again(
+    kind: type, trainer: Any, cluster: Any, tmp_path: Path
+) -> None:
+    restarting = ray.remote(num_cpus=0, max_restarts=1)(type("Restarting", (SlowToRestart, kind), {}))
+    actor = restarting.remote(str(tmp_path))
+    sender = trainer([actor], small(1.0))
+    sender.send(timeout=PATIENCE)
+    ray.wait([actor.die.remote()])
+    with pytest.raises(WorkerLostError):
+        sender.send(small(2.0), timeout=PATIENCE)
+
+    sender.add_worker(0, actor)
+
+    assert sender.send(small(3.0), timeout=PATIENCE).ok
+    assert get(actor.shows.remote()) == {3.0}
+    ray.kill(actor)
 
 
 @pytest.fixture
@@ -132,7 +166,7 @@ def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) ->
     get(threads.is_inside.remote())
 
     sender.send_async(small(2.0))
-    with pytest.raises(AckTimeoutError):
+    with pytest.raises(AckTimeoutError, match=r"the call to its actor has not returned: .* inside serving\(\)"):
         sender.wait_async(timeout=0.5)
     get(threads.open_gate.remote())
 

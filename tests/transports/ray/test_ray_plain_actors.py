@@ -33,14 +33,28 @@ def stranger(actors: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"), [(Collector, "the class Collector"), (Collector(), "an object of the class Collector")]
+    ("given", "said"),
+    [
+        (Collector, r"the class Collector, and no running actor: .*remote\(Collector\)"),
+        (Collector(), r"an object of the class Collector, and no running actor: .*remote\(Collector\)"),
+        ("eve", r"the str 'eve', and no actor: .*ray.get_actor\('eve'\)"),
+        pytest.param(None, "an ObjectRef, the result of a call, and no actor: .*handle", id="ObjectRef"),
+    ],
 )
-def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, kind: str) -> None:
+def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, said: str) -> None:
+    given = given or ray.ObjectRef.nil()
+    with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=f"worker 0 is {said}"):
+        scheme.init_on_sender("policy", remote_collectors=[given], model=small(1.0))
+
+
+def test_an_actor_that_is_given_twice_is_refused_also_by_two_handles(collector: Any) -> None:
+    again = get(ray.put(collector))
     with (
         RayWeightSyncScheme() as scheme,
-        pytest.raises(ConfigurationError, match=rf"worker 0 is {kind}, and no running actor: .*remote\(Collector\)"),
+        pytest.raises(ConfigurationError, match="workers 0 and 1 are the same ActorHandle"),
     ):
-        scheme.init_on_sender("policy", remote_collectors=[given], model=small(1.0))
+        scheme.init_on_sender("policy", remote_collectors=[collector, again], model=small(1.0))
+    assert again is not collector
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])

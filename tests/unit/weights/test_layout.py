@@ -130,8 +130,8 @@ def test_a_wrappers_prefix_is_pointed_out() -> None:
     plain = Layout([("a.w", "float32", (3,)), ("b", "float32", (2,))])
     wrapped = Layout([("module.a.w", "float32", (3,)), ("module.b", "float32", (2,))])
 
-    assert "by the prefix 'module.' of the weights" in str(plain.difference(wrapped))
-    assert "by the prefix 'module.' of the destination" in str(wrapped.difference(plain))
+    assert "by the prefix 'module.' of the weights: pass the module inside" in str(plain.difference(wrapped))
+    assert "by the prefix 'module.' of the destination: give both sides the wrapper" in str(wrapped.difference(plain))
 
 
 def test_many_names_are_counted_in_the_message_and_whole_in_the_error() -> None:

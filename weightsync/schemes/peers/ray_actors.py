@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 import numpy
@@ -16,7 +16,7 @@ from weightsync.options import Option
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
-from weightsync.transports.calls.client import CallLink
+from weightsync.transports.calls.client import CallClient, CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
 from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient, ask_attended
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
@@ -35,6 +35,13 @@ STATE_DICT_METHOD: Final = "_update_weights_state_dict"
 ARGUMENTS: Final = {POLICY_METHOD: "policy_or_weights", TENSORDICT_METHOD: "params", STATE_DICT_METHOD: "state_dict"}
 #: The form of weights that a method takes, if it takes only one.
 _FORMS: Final = {TENSORDICT_METHOD: WeightsForm.TENSORDICT, STATE_DICT_METHOD: WeightsForm.FLAT}
+
+
+#: Why an actor may not have answered yet.
+_UNRETURNED: Final = (
+    "the call to its actor has not returned: the actor may be starting or restarting (`ray status` shows whether it "
+    "waits for resources), busy with an earlier call, or inside serving()"
+)
 
 
 class TensorTransport(Option):
@@ -92,15 +99,19 @@ class ActorLinks:
         known = _id_of(handle)
         worker = (WAY, model_id, known) if known else None
         if name == CALL:
-            return CallLink(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker=worker)
+            return _linked(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
         plain = PlainActorCallClient(_calling(name, method), peer, self._plain[form])
         if handle is None:
-            return CallLink(plain, peer)
+            return _linked(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
         without = plain if name != RUN else NoCallClient(_no_method(actor, methods, peer))
         asking = ForwardingClient(model_id, lambda: ask_attended(handle, model_id, peer), ours, without)
-        return CallLink(asking, peer, worker=worker)
+        return _linked(asking, peer, worker)
+
+
+def _linked(client: CallClient, peer: str, worker: Hashable | None = None) -> Link:
+    return CallLink(client, peer, lambda: _UNRETURNED, worker)
 
 
 def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:
@@ -116,7 +127,16 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
             if method is not MISSING:
                 _require_remote(endpoint, method, peer)
                 return name, method
-    raise ConfigurationError(f"{_no_method(endpoint, methods, peer)} Nothing was sent.")
+    raise ConfigurationError(f"{_no_handle(endpoint, peer) or _no_method(endpoint, methods, peer)} Nothing was sent.")
+
+
+def _no_handle(endpoint: Any, peer: str) -> str:
+    """What to give instead of a name or a call's result; empty if it is neither."""
+    if isinstance(endpoint, str):
+        return f"{peer} is the str {endpoint!r}, and no actor: give what ray.get_actor({endpoint!r}) returns."
+    if isinstance(endpoint, require_ray("A link to an actor").ObjectRef):
+        return f"{peer} is an ObjectRef, the result of a call, and no actor: give the actor's handle."
+    return ""
 
 
 def _require_remote(endpoint: Any, method: Any, peer: str) -> None:

@@ -80,6 +80,10 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         """The devices or ids of the buffers."""
         return list(self._policy_weights)
 
+    def _call(self, weights: Any, worker: WorkerId) -> None:
+        """Fill a buffer. Its id may be None: TorchRL's collectors name it so where no device was given."""
+        self._sync_weights_with_worker(worker, weights)  # type: ignore[arg-type]
+
     def _get_server_weights(self) -> Any:
         return got(self, self.weights_getter, "get_server_weights=")
 

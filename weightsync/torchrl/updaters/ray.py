@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,8 +10,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from weightsync.clock import Deadline
-from weightsync.errors import TransportError
+from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.schemes.peers.ray_actors import POLICY_METHOD, method_of
 from weightsync.torchrl.updaters.base import WeightUpdaterBase
 from weightsync.torchrl.updaters.calls import Raised
 from weightsync.torchrl.updaters.local import got
@@ -34,11 +35,19 @@ class RayWeightUpdater(WeightUpdaterBase):
         max_interval: how many pushes skip a worker between two that reach it, even if it is named. Its first push is
             never skipped, nor the next after one that failed. Negative counts as 0.
 
-    Raises MissingExtraError: Ray is not installed.
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigurationError: these are no actors with that method. One that comes later is REFUSED with that reason.
     """
 
     def __init__(self, policy_weights: TensorDictBase, remote_collectors: list[Any], max_interval: int = 0) -> None:
         require_ray("RayWeightUpdater")
+        if not isinstance(remote_collectors, Sequence) or isinstance(remote_collectors, str):
+            raise ConfigurationError(
+                f"remote_collectors= is {remote_collectors!r}: give a list with the handle of each actor."
+            )
+        for worker, actor in enumerate(remote_collectors):
+            _method_of(actor, worker)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
@@ -71,11 +80,12 @@ class RayWeightUpdater(WeightUpdaterBase):
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Future[None]:  # type: ignore[override]
         actor = self.remote_collectors[worker_id]
+        method = _method_of(actor, worker_id)
         ray = self._session(worker_id, actor).require()
         if self._reference is None:
             given = isinstance(server_weights, ray.ObjectRef)
             self._reference = server_weights if given else ray.put(portable(_at_home(server_weights)))
-        return _followed(actor.update_policy_weights_.remote(self._reference), f"worker {worker_id}")
+        return _followed(method.remote(self._reference), f"worker {worker_id}")
 
     def _session(self, worker_id: int, actor: Any) -> Session:
         """The session in which this actor was first seen."""
@@ -86,6 +96,17 @@ class RayWeightUpdater(WeightUpdaterBase):
             session = Session(f"worker {worker_id}")
             self._sessions[worker_id] = actor, session
         return session
+
+
+def _method_of(actor: Any, worker: int) -> Any:
+    """What is called of a collector. Raises ConfigurationError: it has no such method, or is no actor."""
+    name, method = method_of(actor, (POLICY_METHOD,), f"worker {worker}")
+    if name != POLICY_METHOD:
+        raise ConfigurationError(
+            f"worker {worker} is an actor without {POLICY_METHOD}(weights): give its class this method, or use a "
+            "RayWeightSyncScheme. Nothing was sent to it."
+        )
+    return method
 
 
 def _at_home(weights: Any) -> Any:

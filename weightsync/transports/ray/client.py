@@ -10,7 +10,7 @@ from typing import Any, Final
 from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.keys import SharedKey
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
@@ -30,6 +30,18 @@ INLINE_NBYTES: Final = 64 * 1024
 
 class _CameEarly(TransportError):
     """The actor's event loop has not run a call of this link that was begun before this one."""
+
+
+class _Unmet(TransportError):
+    """Ray failed a call because it was restarting the actor, which has not run the link's handshake yet.
+
+    Args:
+        handshake: the call that carries it; None: this is it.
+    """
+
+    def __init__(self, handshake: Answers | None, error: TransportError) -> None:
+        super().__init__(str(error))
+        self.handshake = handshake
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +101,23 @@ class _RayCallClient:
             self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
         except _CameEarly as early:
             self._repeat(answers, early, None if call.patience.passed else call)
+        except _Unmet as unmet:
+            self._repeat_after(unmet, answers, call)
         except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=error)
+
+    def _repeat_after(self, unmet: _Unmet, answers: Answers, call: _Call) -> None:
+        if unmet.handshake is None:
+            ACTOR_WATCH.soon(lambda: self._repeat(answers, unmet, call))
+        else:
+            unmet.handshake.add_done_callback(lambda _: self._repeat(answers, unmet, call))
 
     def _repeat(self, answers: Answers, error: Exception, call: _Call | None) -> None:
         if call is None:
             settle(answers, error=error)
             return
         try:
+            self._session.require()
             repeated = self._begin(call)
         except TransportError as failed:
             settle(answers, error=failed)
@@ -146,6 +167,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._link = new_name()
         self._seal = seal_of(key, Identity(WAY, model_id, actor, self._link), peer)
         self._shared = SharedPayloads()
+        self._handshake: Answers | None = None
         self._closed = False
         self._next = 0
         self._lost: list[int] = []
@@ -175,6 +197,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             lambda: self._call_again(number),
         )
         answers = self._begin(call)
+        if isinstance(message, Hello):
+            self._handshake = answers
         self._next += 1
         del self._lost[: len(lost)]
         return answers
@@ -212,7 +236,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             self._shared.heard(messages)
             return messages
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
-            raise self._gone(error)
+            raise self._unmet(message, error) or self._gone(error)
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
         self._unsent_layout = self._unsent_layout or message.layout
@@ -220,6 +244,14 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             self._row.forget(message.version)
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
         return [refusal(message, reason, evidence=Evidence.NONE)]
+
+    def _unmet(self, message: Message, error: BaseException) -> _Unmet | None:
+        if not isinstance(error, _exceptions().ActorUnavailableError):
+            return None
+        if isinstance(message, Hello):
+            return None if self._closed else _Unmet(None, self._gone(error))
+        handshake = self._handshake
+        return None if handshake is None or handshake.done() else _Unmet(handshake, self._gone(error))
 
 
 class PlainActorCallClient(_RayCallClient):
@@ -262,6 +294,8 @@ class PlainActorCallClient(_RayCallClient):
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
 
+    An actor that Ray is restarting is asked once it runs.
+
     Raises TransportError: Ray accepted no call.
     """
     found: Future[Sequence[str]] = Future()
@@ -270,16 +304,28 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
         error = over.exception()
         if error is None or isinstance(error, _exceptions().RayTaskError):
             settle(found, over.result() if error is None else ())
+        elif isinstance(error, _exceptions().ActorUnavailableError) and not found.done():
+            ACTOR_WATCH.soon(again)
         else:
             settle(found, error=lost_call(peer, error))
 
-    Session(peer).require()
-    try:
-        raw = actor.__ray_call__.remote(server.attended, model_id).future()
-    except Exception as error:
-        raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
+    def ask() -> None:
+        session.require()
+        try:
+            raw = actor.__ray_call__.remote(server.attended, model_id).future()
+        except Exception as error:
+            raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
+        raw.add_done_callback(ended)
+
+    def again() -> None:
+        try:
+            ask()
+        except TransportError as error:
+            settle(found, error=error)
+
+    session = Session(peer)
+    ask()
     ACTOR_WATCH.attend(found, peer)
-    raw.add_done_callback(ended)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Final
 
@@ -77,6 +78,7 @@ class ActorWatch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[Future[Any], str] = {}
+        self._soon: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         forget_after_fork(self)
 
@@ -94,6 +96,11 @@ class ActorWatch:
         with self._lock:
             self._calls.pop(call, None)
 
+    def soon(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called after a pause, on behalf of a call that is attended."""
+        with self._lock:
+            self._soon.append(act)
+
     def _watch(self) -> None:
         ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
         while True:
@@ -101,6 +108,9 @@ class ActorWatch:
                 if not self._calls:
                     self._thread = None
                     return
+                soon, self._soon = self._soon, []
+            for act in soon:
+                act()
             if not ray.is_initialized():
                 self._end_all()
             pause.wait(PERIOD)
@@ -114,7 +124,7 @@ class ActorWatch:
     def forget(self) -> None:
         """In a forked child: drop the calls, which are the parent's."""
         self._lock = threading.Lock()
-        self._calls = {}
+        self._calls, self._soon = {}, []
         self._thread = None
 
 
