@@ -29,7 +29,7 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure, Verify, WireDtype, switch
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.collector_kinds import Workers, refuse_out_of_reach
+from weightsync.schemes.collector_kinds import WorkerKind, refuse_out_of_reach
 from weightsync.schemes.facade_services import LinkTransport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
@@ -104,7 +104,7 @@ class WeightSyncScheme(Configured):
     #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
     _sender_arguments: tuple[str, ...] = ()
     #: Which workers of TorchRL's collectors it reaches; None: it needs none.
-    _reached: Workers | None = None
+    _reached: WorkerKind | None = None
     _worker_arguments: tuple[str, ...] = ()
     _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
 

@@ -11,7 +11,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.schemes.relay import is_torchrls
 
 
-class Workers(enum.Enum):
+class WorkerKind(enum.Enum):
     """What the workers of a TorchRL collector are."""
 
     ACTORS = "Ray actors"
@@ -22,20 +22,20 @@ class Workers(enum.Enum):
 
 #: By the first of these attributes that a collector has.
 _KINDS = {
-    "remote_collectors": Workers.ACTORS,
-    "collector_infos": Workers.OVER_RPC,
-    "tcp_port": Workers.RANKS,
-    "num_workers": Workers.PROCESSES,
+    "remote_collectors": WorkerKind.ACTORS,
+    "collector_infos": WorkerKind.OVER_RPC,
+    "tcp_port": WorkerKind.RANKS,
+    "num_workers": WorkerKind.PROCESSES,
 }
 _SCHEMES = {
-    Workers.ACTORS: "RayWeightSyncScheme()",
-    Workers.OVER_RPC: "RPCWeightSyncScheme()",
-    Workers.RANKS: "DistributedWeightSyncScheme()",
-    Workers.PROCESSES: "SharedMemWeightSyncScheme() or MultiProcessWeightSyncScheme()",
+    WorkerKind.ACTORS: "RayWeightSyncScheme()",
+    WorkerKind.OVER_RPC: "RPCWeightSyncScheme()",
+    WorkerKind.RANKS: "DistributedWeightSyncScheme()",
+    WorkerKind.PROCESSES: "SharedMemWeightSyncScheme() or MultiProcessWeightSyncScheme()",
 }
 
 
-def refuse_out_of_reach(scheme: str, reached: Workers | None, context: Any, given: Iterable[str]) -> None:
+def refuse_out_of_reach(scheme: str, reached: WorkerKind | None, context: Any, given: Iterable[str]) -> None:
     """Refuse a TorchRL collector that the scheme could not serve: it would wait for workers that never connect.
 
     Args:
@@ -62,5 +62,5 @@ def refuse_out_of_reach(scheme: str, reached: Workers | None, context: Any, give
         )
 
 
-def _kind_of(collector: Any) -> Workers | None:
+def _kind_of(collector: Any) -> WorkerKind | None:
     return next((kind for name, kind in _KINDS.items() if optional(collector, name) is not MISSING), None)

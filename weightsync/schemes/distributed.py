@@ -16,7 +16,7 @@ from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.collector_kinds import Workers
+from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.relay import is_torchrls
@@ -77,7 +77,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     _carries_deltas = True
     _sender_arguments = ("store", "processes")
-    _reached = Workers.RANKS
+    _reached = WorkerKind.RANKS
     _worker_arguments = ("store", "rank", "store_info", "worker_idx")
 
     def __init__(

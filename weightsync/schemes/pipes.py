@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.collector_kinds import Workers
+from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import LinkTransport, connection_of, torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.sources import given_or_found
@@ -49,7 +49,7 @@ class PipeScheme(WeightSyncScheme):
     """
 
     _sender_arguments = ("pipes", "processes")
-    _reached = Workers.PROCESSES
+    _reached = WorkerKind.PROCESSES
     _worker_arguments = ("pipe",)
     _not_copied = (*WeightSyncScheme._not_copied, "_own")
     #: In a worker: its own end.

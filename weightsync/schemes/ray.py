@@ -16,7 +16,7 @@ from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
 from weightsync.schemes.arguments import POLICY
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.collector_kinds import Workers
+from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.ray_actors import (
@@ -62,7 +62,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     """
 
     _sender_arguments: tuple[str, ...] = ("remote_collectors", "actor_refs", "actors", "num_collectors")
-    _reached: Workers | None = Workers.ACTORS
+    _reached: WorkerKind | None = WorkerKind.ACTORS
     _worker_arguments: tuple[str, ...] = ("actor_ref",)
 
     def __init__(

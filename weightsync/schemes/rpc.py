@@ -15,7 +15,7 @@ from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.collector_kinds import Workers
+from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport, SharedPresenter
 from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to
@@ -42,7 +42,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     """
 
     _sender_arguments = ("collector_infos", "collector_rrefs", "collector_class")
-    _reached = Workers.OVER_RPC
+    _reached = WorkerKind.OVER_RPC
 
     def __init__(
         self,

@@ -248,6 +248,20 @@ def test_a_large_payload_never_blocks_its_sender_and_stays_pinned_until_it_left(
     assert longest < 1.0
 
 
+def test_a_payload_on_two_links_stays_pinned_until_it_left_on_both(laid):
+    (first, _), (second, _) = pairs = [laid(payloads=Payloads.INLINE) for _ in range(2)]
+    nbytes = 2**20
+    buffer = filled(nbytes)
+    for link in (first, second):
+        link.send(update(1, nbytes), buffer)
+    pinned = []
+    for sending, receiving in pairs:
+        exchange(sending, receiving, 1)
+        pinned.append(buffer.pinned)
+
+    assert pinned == [True, False]
+
+
 def test_an_outgoing_payload_is_not_copied(laid):
     first, second = laid(payloads=Payloads.INLINE)
     buffer = filled(2**20)

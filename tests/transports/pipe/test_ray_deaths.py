@@ -46,7 +46,7 @@ class ActorWatch:
     def leave(self, call: Future[Any]) -> None:
         del call
 
-    def soon(self, act: Callable[[], None]) -> None:
+    def call_soon(self, act: Callable[[], None]) -> None:
         self.later.append(act)
 
 

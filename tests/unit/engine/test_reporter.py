@@ -324,3 +324,24 @@ def test_a_send_that_no_target_can_take_says_why_of_each() -> None:
     assert {worker: outcome.kind for worker, outcome in refused.report.outcomes.items()} == {1: OutcomeKind.REFUSED}
     assert (lost.report.version, lost.report.incarnation) == (None, EPOCH)
     assert made.recorded == [lost.report, refused.report]
+
+
+def test_only_lost_workers_with_a_traceback_in_the_report_of_another_version_are_named_as_reported_before() -> None:
+    made = Reported(Scripted(), Scripted(), Scripted())
+    made.sends()
+    made.fleet.links[0].raises["receive"] = TransportError("cut")
+    made.fleet.receives(1, replace(refusal(0, RefusalKind.FAILED), remote_traceback="in step"))
+    refused = replace(refusal(1), remote_traceback="in loader")
+    for report in (made.reporter.so_far(TIMED_OUT), made.reporter.so_far(TIMED_OUT)):  # a caller waits twice
+        made.reporter.delivered()
+        assert report.reported_before == {}
+    made.fleet.receives(2, refused)
+    assert made.concluded(1).reported_before == {}
+    made.reporter.delivered()
+
+    made.sends()
+    made.fleet.receives(2, replace(refused, version=2))
+    report = made.concluded(2)
+    assert (report.of(OutcomeKind.LOST), report.of(OutcomeKind.REFUSED)) == ((0, 1), (2,))
+    assert report.reported_before == {1: 1}
+    assert "in loader" in str(report)

@@ -120,8 +120,8 @@ def test_without_torchs_count_of_references_no_copy_is_used_again(
 ) -> None:
     monkeypatch.setattr(mapped, "_uses", None)
     layout, memory = inline(1.0)
-    assert len({id(payloads.of(layout, memory)) for _ in range(KEPT_COPIES + 2)}) > 1
-    assert all(copy.used for copy in payloads._copies)
+    copies = [payloads.of(layout, memory) for _ in range(KEPT_COPIES + 2)]
+    assert len(set(map(id, copies))) == len(copies)
 
 
 def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads) -> None:

@@ -32,7 +32,7 @@ class _CameEarly(TransportError):
     """The actor's event loop has not run a call of this link that was begun before this one."""
 
 
-class _Unmet(TransportError):
+class _Restarting(TransportError):
     """Ray failed a call because it was restarting the actor, which has not run the link's handshake yet.
 
     Args:
@@ -101,16 +101,16 @@ class _RayCallClient:
             self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
         except _CameEarly as early:
             self._repeat(answers, early, None if call.patience.passed else call)
-        except _Unmet as unmet:
-            self._repeat_after(unmet, answers, call)
+        except _Restarting as restarting:
+            self._repeat_after(restarting, answers, call)
         except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=error)
 
-    def _repeat_after(self, unmet: _Unmet, answers: Answers, call: _Call) -> None:
-        if unmet.handshake is None:
-            ACTOR_WATCH.soon(lambda: self._repeat(answers, unmet, call))
+    def _repeat_after(self, restarting: _Restarting, answers: Answers, call: _Call) -> None:
+        if restarting.handshake is None:
+            ACTOR_WATCH.call_soon(lambda: self._repeat(answers, restarting, call))
         else:
-            unmet.handshake.add_done_callback(lambda _: self._repeat(answers, unmet, call))
+            restarting.handshake.add_done_callback(lambda _: self._repeat(answers, restarting, call))
 
     def _repeat(self, answers: Answers, error: Exception, call: _Call | None) -> None:
         if call is None:
@@ -236,7 +236,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             self._shared.heard(messages)
             return messages
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
-            raise self._unmet(message, error) or self._gone(error)
+            raise self._restarting(message, error) or self._gone(error)
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
         self._unsent_layout = self._unsent_layout or message.layout
@@ -245,13 +245,13 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
         return [refusal(message, reason, evidence=Evidence.NONE)]
 
-    def _unmet(self, message: Message, error: BaseException) -> _Unmet | None:
+    def _restarting(self, message: Message, error: BaseException) -> _Restarting | None:
         if not isinstance(error, _exceptions().ActorUnavailableError):
             return None
         if isinstance(message, Hello):
-            return None if self._closed else _Unmet(None, self._gone(error))
+            return None if self._closed else _Restarting(None, self._gone(error))
         handshake = self._handshake
-        return None if handshake is None or handshake.done() else _Unmet(handshake, self._gone(error))
+        return None if handshake is None or handshake.done() else _Restarting(handshake, self._gone(error))
 
 
 class PlainActorCallClient(_RayCallClient):
@@ -305,7 +305,7 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
         if error is None or isinstance(error, _exceptions().RayTaskError):
             settle(found, over.result() if error is None else ())
         elif isinstance(error, _exceptions().ActorUnavailableError) and not found.done():
-            ACTOR_WATCH.soon(again)
+            ACTOR_WATCH.call_soon(again)
         else:
             settle(found, error=lost_call(peer, error))
 

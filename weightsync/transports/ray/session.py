@@ -96,8 +96,8 @@ class ActorWatch:
         with self._lock:
             self._calls.pop(call, None)
 
-    def soon(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called after a pause, on behalf of a call that is attended."""
+    def call_soon(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called after a pause, on behalf of a call that is watched."""
         with self._lock:
             self._soon.append(act)
 
