@@ -46,7 +46,7 @@ def test_no_worker_at_all() -> None:
 
 @pytest.mark.parametrize(("fences", "fence"), [((0, 0), None), ((0, 9), 9), ((11, 9), 11)])
 def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> None:
-    workers = {0: lost("died", fences[0]), 1: lost("left", fences[1])}
+    workers = {0: lost("died in X.", fences[0]), 1: lost("left", fences[1])}
     with pytest.raises(WorkerLostError) as caught:
         sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
@@ -56,9 +56,11 @@ def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> Non
         "fence=error.fence to init_on_sender() of a new one."
     )
     steps = [*([usual] if 0 in fences else []), *([fenced] if fence else [])]
-    said = "every target is lost already: worker 0: died; worker 1: left. Nothing was sent and no version was used. "
+    said = (
+        "every target is lost already: worker 0: died in X; worker 1: left. Nothing was sent and no version was used. "
+    )
     assert str(caught.value) == said + "\n".join(steps)
-    assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, fence)
+    assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died in X.", 1: "left"}, fence)
 
 
 def test_every_target_has_refused() -> None:
