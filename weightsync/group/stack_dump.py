@@ -14,11 +14,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from weightsync.clock import Deadline
+
 #: The signal that asks. Of the real-time signals, which few programs use, the last but two.
 _ASKED: Final = signal.SIGRTMAX - 2
-#: Seconds to wait for the answer.
+#: Seconds to wait for the whole answer.
 _PATIENCE: Final = 0.3
 _LONGEST: Final = 1 << 16
+#: How a whole stack ends: with the program's outermost frame, or cut after 100 frames.
+_ENDS: Final = (b" in <module>\n", b"  ...\n")
 _FRAME: Final = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 _OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -50,11 +54,21 @@ def request(pid: int, connection: Connection) -> StackDump:
         if not _answers(pid):
             return StackDump()
         os.kill(pid, _ASKED)
-        if not connection.poll(_PATIENCE):
-            return StackDump()
-        return _read(os.read(connection.fileno(), _LONGEST).decode(errors="replace"))
+        return _read(_written(connection).decode(errors="replace"))
     except OSError:  # it is dead
         return StackDump()
+
+
+def _written(connection: Connection) -> bytes:
+    """The stack, or as much of it as came in time: the process writes it a few words at a time."""
+    deadline = Deadline(_PATIENCE)
+    stack = b""
+    while not stack.endswith(_ENDS) and connection.poll(deadline.remaining):
+        piece = os.read(connection.fileno(), _LONGEST)
+        if not piece:  # the process has ended
+            break
+        stack += piece
+    return stack
 
 
 def _read(stack: str) -> StackDump:

@@ -1,0 +1,69 @@
+"""`weightsync.group.stack_dump`: what is read of the stack that a worker process writes on a signal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+
+from weightsync.group import stack_dump
+from weightsync.group.stack_dump import StackDump, request
+
+HEAD = [b"Stack (most recent call first):\n", b'  File "/app/train.py"', b", line 7 in ", b"rollout\n"]
+LAST = [b'  File "<string>", line 1 in ', b"<module>\n"]
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bytes]], StackDump]:
+    """What is read of a process that writes these pieces, each after the one before was read."""
+    monkeypatch.setattr(stack_dump, "_PATIENCE", 60.0)
+
+    def answer(pieces: Sequence[bytes]) -> StackDump:
+        ours, theirs = Pipe(duplex=False)
+        with ours, _on_signal(lambda: _write(theirs, ours, pieces)):
+            return request(os.getpid(), ours)
+
+    return answer
+
+
+@contextmanager
+def _on_signal(write: Callable[[], None]) -> Iterator[None]:
+    """This process stands in for the worker."""
+    thread = threading.Thread(target=write)
+    before = signal.signal(stack_dump._ASKED, lambda *_: thread.start())
+    try:
+        yield
+    finally:
+        signal.signal(stack_dump._ASKED, before)
+        thread.join()
+
+
+def _write(theirs: Connection, ours: Connection, pieces: Sequence[bytes]) -> None:
+    with theirs:
+        for piece in pieces:
+            os.write(theirs.fileno(), piece)
+            while select.select([ours], [], [], 0.0)[0]:
+                pass
+
+
+@pytest.mark.parametrize("last", [LAST, [b"  ...\n"]], ids=["to the outermost frame", "cut after 100 frames"])
+def test_a_stack_is_read_to_its_end_in_whatever_pieces_it_comes(
+    answering: Callable[[Sequence[bytes]], StackDump], last: list[bytes]
+) -> None:
+    dump = answering(HEAD + last)
+    assert dump.place == "it was at line 7 of /app/train.py, in rollout"
+    assert dump.stack == b"".join(HEAD + last).decode().strip()
+
+
+def test_of_a_process_that_dies_while_it_writes_as_much_is_told_as_came(
+    answering: Callable[[Sequence[bytes]], StackDump],
+) -> None:
+    assert answering(HEAD).place == "it was at line 7 of /app/train.py, in rollout"
+    assert answering(HEAD[:1]) == StackDump()
