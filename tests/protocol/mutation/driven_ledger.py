@@ -183,11 +183,11 @@ def module_of(key: Sequence[object]) -> str:
     return next(module for module in DRIVEN if str(key[0]).startswith(f"{module}."))
 
 
-def known() -> list[Key]:
+def known(modules: Iterable[str] = DRIVEN) -> list[Key]:
     """The mutants of the code as it is."""
     from making import mutants  # noqa: PLC0415 - what renders the page needs no mutmut
 
-    return [mutant.key for module in DRIVEN for mutant in mutants(module)]
+    return [mutant.key for module in modules for mutant in mutants(module)]
 
 
 def main() -> None:

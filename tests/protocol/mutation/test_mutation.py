@@ -15,7 +15,7 @@ from asking import OWN
 from driven_ledger import PAGE as DRIVEN_PAGE
 from driven_ledger import Ledger, Score, killed, known
 from missing import installed
-from mutated import DRIVEN
+from mutated import DRIVEN, PURE
 from reviewed import PAGE, Key, Reviewed
 
 RUN = Path(__file__).with_name("run.py")
@@ -50,6 +50,16 @@ def test_every_mutant_that_lives_has_its_reason() -> None:
 
 def test_the_page_shows_what_is_committed() -> None:
     assert PAGE.read_text(encoding="utf-8") == Reviewed.read().page
+
+
+def test_the_ledger_counts_the_mutants_of_the_code_as_it_is() -> None:
+    installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE COUNTED", extra="dev")
+    reviewed = Reviewed.read()
+    keys = known(PURE)
+
+    again = "hunt again: python tests/protocol/mutation/run.py RESULT, then reviewed.py RESULT"
+    assert reviewed.reasons.keys() - set(keys) == set(), again
+    assert sum(key[0] not in reviewed.unhunted for key in keys) == reviewed.mutants, again
 
 
 def test_a_result_is_taken_in() -> None:
