@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 from abc import ABC, abstractmethod
 from functools import lru_cache
@@ -134,6 +135,8 @@ class ProcessWatch:
             # Read after the pidfd was opened: from here on the number can no longer name another process.
             found = started_at(pid)
             self.found_dead = bool(started) and found is not None and found != started
+            if self.found_dead:
+                self.close()
             forget_after_fork(self)
 
     def fileno(self) -> int:
@@ -146,6 +149,20 @@ class ProcessWatch:
         if not self.found_dead and self.fd >= 0:
             self.found_dead = bool(self._poller.poll(0))
         return self.found_dead
+
+    @property
+    def ending(self) -> str:
+        """That it is dead, in words; and how it ended, which the kernel tells only the parent, until it has waited."""
+        dead = f"process {self.pid} is dead"
+        try:
+            status = os.waitid(os.P_PIDFD, self.fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except OSError:  # it is no child of ours, or the parent has waited for it
+            return dead
+        if status is None:
+            return dead
+        if status.si_code == os.CLD_EXITED:
+            return f"{dead}: it ended with exit code {status.si_status}"
+        return f"{dead}: it was ended by {signal.Signals(status.si_status).name}"
 
     def names(self, pid: int, started: int) -> bool:
         """Whether it watches exactly this process."""

@@ -88,7 +88,7 @@ class WakeableLink:
 
     def _death(self) -> str:
         """How the peer's process has ended; empty if it has not, as far as is known."""
-        return f"process {self._watch.pid} is dead" if self._watch is not None and self._watch.dead else ""
+        return self._watch.ending if self._watch is not None and self._watch.dead else ""
 
     def _unwatch(self) -> None:
         if self._watch is not None:

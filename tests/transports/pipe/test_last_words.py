@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -24,6 +26,7 @@ ACK = Ack(model_id="m", incarnation=1, version=1)
 UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"")
 #: Above the kernel's highest process id.
 NOBODY = 2**22
+FORK = multiprocessing.get_context("fork")
 #: A link, what its peer says as it dies, and how.
 Scene = tuple[Link, Message, Callable[[], object]]
 
@@ -104,3 +107,29 @@ def test_g11_what_a_peer_said_while_it_died_is_heard_before_its_end(
         assert [received.message for received in link.receive()] == [word]
         with pytest.raises(TransportError, match=f"process {pid} is dead"):
             link.receive()
+
+
+def test_an_end_that_is_closed_names_its_process_and_how_that_has_ended() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    here, there = PipeLink(ours, "m", peer="worker 1"), PipeLink(theirs, "m")
+    here.watch(*own_identity())
+    there.close()
+    with pytest.raises(TransportError, match=f"worker 1 was closed by the other end, process {os.getpid()}"):
+        here.receive()
+    here.close()
+
+
+def test_a_killed_workers_link_says_what_ended_it_if_its_end_is_closed_too() -> None:
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=time.sleep, args=(60,), daemon=True)
+    process.start()
+    theirs.close()
+    link = PipeLink(ours, "m", peer="worker 1")
+    link.watch(process.pid, 0)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(TransportError, match=f"worker 1 has ended: process {process.pid} is dead: .*SIGKILL"):
+        link.receive()
+    link.close()
+    process.join()
+    process.close()

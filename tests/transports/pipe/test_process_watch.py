@@ -44,6 +44,33 @@ def test_a_process_that_is_gone_is_dead():
     process.close()
 
 
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        (["true"], ": it ended with exit code 0"),
+        (["sh", "-c", "exit 3"], ": it ended with exit code 3"),
+        (["sh", "-c", "kill -9 $$"], ": it was ended by SIGKILL"),
+    ],
+)
+def test_how_a_child_has_ended_is_known_until_its_parent_has_waited_for_it(program, how):
+    process = subprocess.Popen(program)
+    watch = ProcessWatch(process.pid, 0)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    assert watch.dead
+    assert watch.ending == watch.ending == f"process {process.pid} is dead{how}"
+    process.wait()
+    assert watch.ending == f"process {process.pid} is dead"
+
+
+def test_the_end_of_a_process_that_has_another_ones_number_is_not_taken_for_the_others():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        reused = ProcessWatch(process.pid, 1)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert (reused.dead, reused.ending, reused.fileno()) == (True, f"process {process.pid} is dead", -1)
+
+
 def test_a_watch_names_exactly_one_process_and_keeps_no_descriptor_once_it_is_closed():
     pid, started = own_identity()
     watch = watching(pid, started)

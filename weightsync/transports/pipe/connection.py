@@ -291,12 +291,19 @@ class Channel:
         try:
             self._drain(reader)
         except EOFError as error:
-            self._fail(lost("was closed by the other end", error))
+            self._fail(lost(self._closed_there(), error))
         except ProtocolError as error:
             self._fail(broken(error))
         except OSError as error:
             self._fail(lost(f"broke ({error})", error))
         self._reading = False
+
+    def _closed_there(self) -> str:
+        """Why the peer's end is closed. A process that dies closes its descriptors a moment before it is dead."""
+        watch = self._watch
+        if watch is None:
+            return "was closed by the other end"
+        return f"has ended: {watch.ending}" if watch.dead else f"was closed by the other end, process {watch.pid}"
 
     def _drain(self, reader: Mailbox | None) -> None:
         """Read for a bounded time. A peer is found dead once nothing is left to read, not before."""
@@ -308,7 +315,7 @@ class Channel:
                 if self._watch is None or not self._watch.dead:
                     return
                 if dead:
-                    self._fail(lost(f"has ended: process {self._watch.pid} is dead"))
+                    self._fail(lost(f"has ended: {self._watch.ending}"))
                     return
                 dead = True  # read once more: what it wrote just before its death may have come since
                 continue
