@@ -190,7 +190,8 @@ class WorkerGroup:
     def close(self, timeout: float | Timeout | None = 10.0) -> None:
         """End all workers, and release everything. Closing twice is allowed.
 
-        Results that were not taken are dropped. A worker that waits in `put`, or at a step, wakes at once.
+        Results that were not taken are dropped. A worker that waits in `put`, or at a step, wakes at once. One whose
+        function has not begun is killed at once.
 
         Args:
             timeout: seconds that the workers have to return. Those that have not are killed, with all processes that
@@ -200,12 +201,13 @@ class WorkerGroup:
         deadline = Deadline(timeout)
         lives = [member.running for member in self._members.by_index.values() if member.running is not None]
         try:
+            starting = self._members.starting()
             for life in lives:
                 life.channel.close()
             self._scheme.close()
+            for life in starting:
+                life.process.kill()  # it may import for seconds before it hears that the group is closed
             for life in lives:
-                if not life.channel.attached:
-                    life.process.kill()  # it has not come so far as to hear that the group is closed
                 life.process.join(deadline)
             self._log_hung(timeout)
             for life in lives:

@@ -352,6 +352,13 @@ class Members:
             else:
                 member.judge(member.untaken >= self._capacity or self._is_stale(member.index))
 
+    def starting(self) -> list[Running]:
+        """The lives whose functions have not begun, by all that has arrived."""
+        for member in self.by_index.values():
+            self.results += member.read()
+        members = [member for member in self.by_index.values() if member.life is MemberState.STARTING]
+        return [member.running for member in members if member.running is not None]
+
     def _served(self, index: int) -> int | None:
         feed = self._feed()
         entry = None if feed is None else feed.workers.get(index)

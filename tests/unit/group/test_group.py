@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
+from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -380,10 +381,11 @@ def test_close_kills_what_does_not_end_and_the_processes_that_it_has_started(mak
             group.send()
 
 
-def test_close_wakes_a_worker_that_waits_with_a_full_channel(make: Make) -> None:
+def test_close_wakes_a_worker_that_waits_with_a_full_channel_though_nothing_of_it_was_read(make: Make) -> None:
     group = make(workers.put_for_ever, 2, capacity=1)
     group.start()
-    next(group.results())
+    for member in group._members.by_index.values():
+        assert connection.wait([member.running.channel], 60.0)
     processes = dict(group.processes)
     codes = []
     for process in processes.values():
@@ -392,6 +394,14 @@ def test_close_wakes_a_worker_that_waits_with_a_full_channel(make: Make) -> None
     group.close(timeout=60.0)
 
     assert codes == [0, 0]  # they ended by themselves
+
+
+def test_close_does_not_wait_for_a_worker_that_has_not_begun(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with make(workers.act, 2, make_model=workers.slow_model) as group:
+        pids = [process.pid for process in group.processes.values()]
+        group.close(timeout=None)
+    assert all(map(is_dead, pids))
+    assert [record for record in caplog.records if "close()" in record.getMessage()] == []
 
 
 def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
