@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ def require_run(run: object) -> Any:
     """
     if not callable(run):
         raise ConfigurationError(f"run= is {run!r}: give the function that each worker runs. {_NOTHING_STARTED}")
+    _refuse_remote("run", run)
     kind = _suspended(run)
     if kind is not None:
         raise ConfigurationError(
@@ -61,6 +63,7 @@ def require_make_model(make_model: object) -> Any:
         raise ConfigurationError(f"make_model= is a model ({type(make_model).__name__}): {remedy}")
     if not callable(make_model):
         raise ConfigurationError(f"make_model= is {make_model!r}: {remedy}")
+    _refuse_remote("make_model", make_model)
     kind = _suspended(make_model)
     if kind is not None:
         raise ConfigurationError(f"make_model= is {name_of(make_model)}, {kind}: {remedy}")
@@ -110,6 +113,16 @@ _RETURNED: dict[str, Callable[[Any], bool]] = {
     _ASYNC_GENERATOR: inspect.isasyncgen,
     _GENERATOR: inspect.isgenerator,
 }
+
+
+def _refuse_remote(argument: str, function: object) -> None:
+    """Raise ConfigurationError: `ray.remote` decorates it."""
+    ray: Any = sys.modules.get("ray")  # which has decorated it, or is not there
+    if ray is not None and isinstance(function, ray.remote_function.RemoteFunction | ray.actor.ActorClass):
+        raise ConfigurationError(
+            f"{argument}= is decorated by ray.remote, so it cannot be called: give the function itself. "
+            f'`WorkerGroup(..., scheme="ray")` runs it in actors. {_NOTHING_STARTED}'
+        )
 
 
 def _suspended(function: Callable[..., object]) -> str | None:

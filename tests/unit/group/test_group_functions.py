@@ -10,6 +10,7 @@ from typing import Any
 
 import group_workers as workers
 import pytest
+import ray
 from group_worlds import PIPES, RANKS, RAY, SHARED, Make
 from torch import nn
 
@@ -43,6 +44,15 @@ def act_alone() -> None: ...
 def act_with_more(worker: Worker, games: int) -> None: ...
 
 
+@ray.remote
+def act_remotely(worker: Worker) -> None: ...
+
+
+@ray.remote
+class Actor:
+    def act(self, worker: Worker) -> None: ...
+
+
 def act_by_name(*, worker: Worker) -> None: ...
 
 
@@ -57,6 +67,8 @@ REFUSED = [
     (act_with_more, r"act_with_more\(\), .*missing a required argument: 'games'.*functools\.partial"),
     (act_by_name, r"act_by_name\(\), .*`def act_by_name\(worker: Worker\)`"),
     (AsyncActor, r"run= is AsyncActor\(\), .*cannot be called with a worker"),
+    (act_remotely, r"run= is decorated by ray\.remote, .*give the function itself\. .*scheme=\"ray\""),
+    (Actor, r"run= is decorated by ray\.remote"),
     (7, "run= is 7: give the function that each worker runs"),
 ]
 
@@ -88,6 +100,7 @@ def test_what_can_be_called_with_a_worker_is_taken(run: Any) -> None:
         (nn.Linear(1, 1), r"make_model= is a model \(Linear\): give a function that takes no argument"),
         (7, "make_model= is 7: give a function that takes no argument"),
         (nn.Linear, r"make_model= is Linear\(\), .*missing a required argument: 'in_features'.*functools\.partial"),
+        (Actor, r"make_model= is decorated by ray\.remote"),
         (act_async, r"make_model= is act_async\(\), an async function: give a function"),
     ],
 )
