@@ -13,11 +13,20 @@ from fleet import PATIENCE, Pair, constants, small
 from hours import hours
 from torch import nn
 
-from weightsync import AckTimeoutError, ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State
-from weightsync.clock import new_incarnation
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    ModelBusyError,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    State,
+)
+from weightsync.clock import MAX_FENCE, new_incarnation
 from weightsync.engine import background
 from weightsync.engine.background import Background
 from weightsync.engine.sender_driver import SenderDriver
+from weightsync.protocol.codec import decode, encode
+from weightsync.protocol.messages import Hello
 from weightsync.testing import FakeClock
 
 
@@ -92,6 +101,16 @@ def test_g10_ack_and_nack_give_up_and_the_update_stays_pending(served: Pair) -> 
         served.receiver.ack(timeout=0)
     with pytest.raises(ModelBusyError):
         served.receiver.nack(ValueError("no"), timeout=0)
+
+    assert served.receiver.owes_ack
+
+
+def test_an_answer_of_a_wrong_type_leaves_the_update_to_be_answered(served: Pair) -> None:
+    served.sender.send_async()
+    assert served.receiver.take_update(timeout=PATIENCE) is not None
+    for call in (lambda: served.receiver.ack(b"updated"), lambda: served.receiver.nack("no")):
+        with pytest.raises(ConfigurationError, match="still to be answered"):
+            call()
 
     assert served.receiver.owes_ack
 
@@ -185,6 +204,13 @@ def test_g4_an_incarnation_is_above_its_fence_whatever_the_clock_says() -> None:
             # All ones below: no random tie-breaker lifts an incarnation of the same nanosecond above it.
             fence = ((clock.time_ns() + ahead) << 32) | 0xFFFFFFFF
             assert all(new_incarnation(fence) > fence for _ in range(3))
+
+
+def test_g4_an_incarnation_above_the_greatest_fence_still_travels() -> None:
+    above = new_incarnation(MAX_FENCE)
+
+    assert above > MAX_FENCE
+    assert decode(encode(Hello(model_id="policy", incarnation=above))).incarnation == above
 
 
 def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:

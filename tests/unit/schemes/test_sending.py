@@ -994,6 +994,10 @@ WRONG_CALLS: list[tuple[str, Callable[[Pair], Any]]] = [
     ("on_failure", lambda pair: pair.sender.send(on_failure=5)),
     ("on_pending", lambda pair: pair.sender.send(on_pending=None)),
     ("fence", lambda pair: type(pair.scheme)().create_sender().connect(fence="5")),
+    ("fence", lambda pair: type(pair.scheme)().create_sender().connect(fence=2**128 - 1)),
+    ("message", lambda pair: pair.receiver.ack(b"updated")),
+    ("error", lambda pair: pair.receiver.nack("why")),
+    ("error", lambda pair: pair.receiver.nack(None)),
 ]
 WRONG_INITS: list[tuple[str, Any]] = [
     ("pipes", multiprocessing.Pipe()[0]),
@@ -1001,7 +1005,10 @@ WRONG_INITS: list[tuple[str, Any]] = [
     ("pipes", [multiprocessing.Pipe()[0], "1"]),
     ("num_workers", "2"),
     ("model_id", 5),
+    ("model_id", "x" * 2**16),
+    ("model_id", "\ud800"),
     ("fence", 1.5),
+    ("fence", 2**128),
     ("expected_workers", True),
     ("devices", "cpu"),
     ("ctx", 5),
