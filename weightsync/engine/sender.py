@@ -253,6 +253,8 @@ class WeightSender(Participant):
 
     def update_weights(self, weights: Any) -> SyncReport:
         """Send weights to all workers: an older name of ``send(weights=weights)``."""
+        if self._driver.machine.state is not State.UNINITIALIZED:
+            self._driver.require(SenderInput.SEND, "update_weights")
         return self.send(weights=weights)
 
     def poll(self) -> SyncReport | None:
