@@ -108,7 +108,8 @@ class ReceiverSide:
             As `WeightSyncScheme.receive`.
         """
         receiver = self.require_receiver("receive")
-        receiver.driver.require_open("receive")
+        if self.rendezvous.not_connected:
+            receiver.driver.require_open("receive")
         self.rendezvous.require_connected("receive")
         if not receiver.receive(timeout):
             return None

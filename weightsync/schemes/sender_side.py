@@ -89,7 +89,9 @@ class SenderSide:
         self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
         """Send to one group of workers after another. Raises as `WeightSyncScheme.send`."""
-        self.require_sender("send")._driver.require_open("send")
+        sender = self.require_sender("send")
+        if self.rendezvous.not_connected:
+            sender._driver.require_open("send")
         self.rendezvous.require_connected("send")
         sends = self.begin_sends()
         groups = self._scheme._groups(weights, worker_ids)

@@ -149,6 +149,22 @@ def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
     assert "stopped" not in caplog.text
 
 
+def test_g11_code_that_ends_the_background_thread_is_told_to_both_sides(pair: Pair) -> None:
+    def relay() -> None:
+        raise SystemExit(3)
+
+    beside = Background(pair.receiver, lambda: relay)
+    beside.start()
+    report = pair.sender.send(timeout=PATIENCE, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert "SystemExit: 3" in report[0].reason
+    assert not beside.running
+    with pytest.raises(SystemExit):
+        beside.receive(timeout=PATIENCE)
+    beside.stop()
+
+
 # ---------------------------------------------------------------------------------------- signals end a wait at once
 
 
