@@ -361,7 +361,8 @@ def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
     def unreachable(_: Any) -> None:
         raise TransportError("no store")
 
-    monkeypatch.setattr("weightsync.transports.store.worker.Client", unreachable)
+    for module in (worker, worker_threads):
+        monkeypatch.setattr(module, "Client", unreachable)
     pair.sender.add_worker(0, (pair.store, 1))
 
     assert [made.wait(PATIENCE) for links in announcing._under_way._made.values() for made in links][-1]
