@@ -136,6 +136,10 @@ def wall_time() -> float:
     return _clock.time_ns() / 1e9
 
 
+#: The greatest fence that an incarnation, of 16 bytes, can be above.
+MAX_FENCE: Final = (2**96 - 1 << 32) - 1
+
+
 def new_incarnation(fence: int) -> int:
     """Make an incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits to avoid ties."""
     return (max(_clock.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)

@@ -71,7 +71,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._hooks: list[RemovableHandle] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
         self.decided_before = receiver.driver.data.decided
         #: The version that the last `receive` reported.
@@ -167,7 +167,7 @@ class Background:
         except TransportError as gone:
             logger.info("model %r: %s", self._receiver.model_id, gone)
             return self._end(gone)
-        except Exception as raised:  # whatever ends the thread, its receiver reports it
+        except BaseException as raised:  # code of the user's may raise SystemExit, which would end the thread silently
             if not self._over():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
                 self._end(raised)
@@ -186,7 +186,7 @@ class Background:
     def _over(self) -> bool:
         return self._stopping or self._receiver.state is State.CLOSED
 
-    def _end(self, error: Exception | None) -> bool:
+    def _end(self, error: BaseException | None) -> bool:
         with self._news:
             self._thread = None
             self._error = error or self._error

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
+from weightsync.clock import MAX_FENCE
 from weightsync.engine.packer import Packer, Sources
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import ConfigurationError
 from weightsync.protocol._tables import State
+from weightsync.protocol.codec import MAX_NAME_NBYTES
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
@@ -206,6 +208,17 @@ def require_whole(value: Any, argument: str, what: str) -> int:
     return number
 
 
+def require_fence(value: Any, what: str = "the incarnation to rise above") -> int:
+    """The value as an incarnation that a new one can be above.
+
+    Raises ConfigurationError: it is no int of 0 or more, or no incarnation is above it.
+    """
+    fence = require_whole(value, "fence", what)
+    if fence > MAX_FENCE:
+        raise ConfigurationError(f"fence= is {fence}: no incarnation is above it. Nothing has changed.")
+    return fence
+
+
 def expected_number(value: Any) -> int | None:
     """The value of ``expected_workers`` as an int; None if none was given.
 
@@ -223,11 +236,20 @@ def _whole(value: Any) -> int | None:
 
 
 def require_name(value: Any, argument: str) -> str:
-    """The value, checked to be a str that is not empty. Raises ConfigurationError: it is not."""
+    """The value, checked to be a str that a message can carry, not empty. Raises ConfigurationError: it is not."""
     if not isinstance(value, str) or not value:
         raise ConfigurationError(
             f"{argument}= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "
             "Nothing has changed."
+        )
+    try:
+        fits = len(value.encode()) <= MAX_NAME_NBYTES
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise ConfigurationError(
+            f"{argument}= is {value[:40]!r}, of {len(value)} characters: give a name that takes at most "
+            f"{MAX_NAME_NBYTES} bytes in UTF-8. Nothing has changed."
         )
     return value
 

@@ -12,7 +12,7 @@ from weightsync.engine.driver import Shield
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.serving_lock import ServedModel
-from weightsync.errors import reason_of
+from weightsync.errors import ConfigurationError, reason_of
 from weightsync.protocol import receiver as pure
 from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import Evidence
@@ -20,6 +20,7 @@ from weightsync.weights.unpacking import present_as
 
 #: The only text of a manual ack that says that the weights are applied.
 UPDATED = "updated"
+_UNANSWERED = "Nothing has changed: an update that was taken is still to be answered."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +107,10 @@ class ManualAck:
     def ack(self, message: str, timeout: float | Timeout | None) -> None:
         """See `WeightReceiver.ack`."""
         deadline = Deadline(timeout)
+        if not isinstance(message, str):
+            raise ConfigurationError(
+                f"message= is {message!r}: give a str, {UPDATED!r} if the update is applied. {_UNANSWERED}"
+            )
         with self._served.serving.alone(deadline, "ack"), Shield(self._driver.waker.fire), self._driver.lock:
             taken = self._taken
             if taken is None or self._unanswered is None:
@@ -124,6 +129,10 @@ class ManualAck:
     def nack(self, error: BaseException, timeout: float | Timeout | None) -> None:
         """See `WeightReceiver.nack`."""
         deadline = Deadline(timeout)
+        if not isinstance(error, BaseException):
+            raise ConfigurationError(
+                f"error= is {error!r}: give an exception, such as RuntimeError(...). {_UNANSWERED}"
+            )
         with self._served.serving.alone(deadline, "nack"), Shield(self._driver.waker.fire), self._driver.lock:
             pending, self._taken = self._unanswered, None
             if pending is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
-from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, worker_ids_of
+from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_fence, worker_ids_of
 from weightsync.engine.driver import Shield
 from weightsync.engine.events import Events
 from weightsync.engine.observing import SenderObserver
@@ -99,7 +99,7 @@ class WeightSender(Participant):
             StateError: the links were laid already, or the sender is closed.
             ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
         """
-        above = 0 if fence is None else require_whole(fence, "fence", "the incarnation to rise above")
+        above = 0 if fence is None else require_fence(fence)
         incarnation = new_incarnation(above)
         self._driver.require(SenderInput.CONNECT)
         layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
@@ -253,6 +253,8 @@ class WeightSender(Participant):
 
     def update_weights(self, weights: Any) -> SyncReport:
         """Send weights to all workers: an older name of ``send(weights=weights)``."""
+        if self._driver.machine.state is not State.UNINITIALIZED:
+            self._driver.require(SenderInput.SEND, "update_weights")
         return self.send(weights=weights)
 
     def poll(self) -> SyncReport | None:

@@ -56,13 +56,13 @@ class Workers:
             self._driver.remove(worker_id, "removed by remove_worker()")
         self.endpoints.pop(worker_id, None)
 
-    def wait(self, timeout: float | Timeout | None) -> None:
-        """See `WeightSender.await_workers`."""
+    def wait(self, timeout: float | Timeout | None, asked: str = "await_workers") -> None:
+        """See `WeightSender.await_workers`; ``asked`` is the method that the user called."""
         deadline = Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
                 seen = self._driver.waker.fired
-                self._driver.require(SenderInput.SEND, "connect")
+                self._driver.require(SenderInput.SEND, asked)
                 self._driver.pump()
                 expected = self._in(LinkState.EXPECTED)
                 if not expected:

@@ -56,6 +56,8 @@ MAGIC: Final = b"WSYN"
 HEADER_NBYTES: Final = 72
 #: A layout of a hundred thousand tensors takes about 10 MiB. A larger claimed size is refused without reading the body.
 MAX_BODY_NBYTES: Final = 256 * 2**20
+#: The longest name of a model, in UTF-8.
+MAX_NAME_NBYTES: Final = 2**16 - 1
 #: How many bytes of a malformed frame `ProtocolError.unread` keeps.
 MAX_UNREAD_NBYTES: Final = 64 * 1024
 

@@ -289,9 +289,11 @@ class SyncReport:
     def _message(self, kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str]) -> str:
         steps = {kind: advice[kind] for kind in OutcomeKind if kind in kinds and kind in advice}
         if OutcomeKind.LOST in steps:
-            failures = (outcome for report in self._history() for outcome in report._failures().values())
-            fences = [outcome.fence for outcome in failures if outcome.kind is OutcomeKind.LOST]
-            steps[OutcomeKind.LOST] = advice_for_lost(steps[OutcomeKind.LOST], fences)
+            failures = [(r, w, outcome) for r in self._history() for w, outcome in r._failures().items()]
+            lost = [(outcome.fence, w in r.left) for r, w, outcome in failures if outcome.kind is OutcomeKind.LOST]
+            remaining = advice_for_lost(steps[OutcomeKind.LOST], [fence for fence, left in lost if not left])
+            left = _LEFT if any(left for _, left in lost) else ""
+            steps[OutcomeKind.LOST] = "\n".join(filter(None, [remaining, left]))
         return "\n".join([*self._lines(), *steps.values()])
 
     def _lines(self) -> list[str]:
@@ -348,6 +350,8 @@ def advice_for_lost(usual: str, fences: Sequence[int]) -> str:
     )
     return "\n".join([*([] if all(fences) else [usual]), *([fenced] if any(fences) else [])])
 
+
+_LEFT = "Workers that said goodbye are no longer among the workers: add_worker() adds one again, on a new link."
 
 _ADVICE = {
     OutcomeKind.TIMED_OUT: "The update is still outstanding: wait_async() waits for it again, abandon() gives it up.",

@@ -17,8 +17,8 @@ from weightsync.engine.copies import (
     expected_number,
     held,
     optional,
+    require_fence,
     require_name,
-    require_whole,
     require_worker_id,
     worker_ids_of,
 )
@@ -196,7 +196,7 @@ class WeightSyncScheme(Configured):
         refuse_shards(given)
         fence = given.get("fence")
         if fence is not None:
-            require_whole(fence, "fence", "the incarnation to rise above, from WorkerLostError.fence")
+            require_fence(fence, "the incarnation to rise above, from WorkerLostError.fence")
         expected = expected_number(given.get("expected_workers"))
         workers = worker_set_of(given, context, self._strategy)
         given = workers.counted(given)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from weightsync.clock import Deadline
+from weightsync.clock import Deadline, seconds
 from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
@@ -24,7 +24,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.group import require_backend
-from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
+from weightsync.transports.store.store import FOR_EVER, Hints, Store, TCPStore, base_of, hosted, keep_in_child, reached
 from weightsync.transports.store.stream import hosts_address
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
@@ -33,6 +33,8 @@ from weightsync.weights.strategy import WeightStrategy
 IN_FLIGHT: Final = 4
 #: TorchRL's collectors use ``tcp_port`` and the one after it themselves.
 _PORT_OFFSET: Final = 2
+#: The number of ports there are.
+_PORTS: Final = 2**16
 #: How TorchRL addresses a worker.
 _PAIR: Final = ("store", "rank")
 
@@ -48,6 +50,19 @@ def _require_fanout(fanout: int | None, backend: str) -> None:
         )
 
 
+def _address_in(info: Any) -> tuple[str, int]:
+    """Host and port of a ``store_info``. Raises ConfigurationError: it is none."""
+    host: Any = info.get("host") if isinstance(info, Mapping) else None
+    port: Any = info.get("port") if isinstance(info, Mapping) else None
+    is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < _PORTS
+    if not isinstance(host, str) or "\0" in host or not is_port:
+        raise ConfigurationError(
+            f"store_info= is {info!r}: give what the trainer's get_store_info() returns, a dict of host and port. "
+            "Nothing has changed."
+        )
+    return host, port
+
+
 class DistributedWeightSyncScheme(WeightSyncScheme):
     """Over ``torch.distributed``: the ends find each other through a TCPStore; each worker has its own connection.
 
@@ -60,7 +75,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         backend: "gloo" (a plain connection, in gloo's place), or "nccl" where trainer and workers have a GPU each.
         sync: whether NCCL sends a payload's buckets one after another. If not, several are in flight at once; all are
             awaited in either case.
-        timeout: seconds that this scheme waits for a store that it connects to, or makes.
+        timeout: seconds that this scheme waits for a store that it connects to, or makes; None: for ever.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
@@ -72,7 +87,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     Raises:
         ConfigurationError: another backend, or one that is not available here; an empty key; or a ``fanout`` that is
-            no whole number of at least 1, or with NCCL.
+            no whole number of at least 1, or with NCCL; or a ``timeout`` that is no number of seconds.
     """
 
     _carries_deltas = True
@@ -84,7 +99,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self,
         backend: str = "gloo",
         sync: bool = True,
-        timeout: float = 3600.0,
+        timeout: float | None = 3600.0,
         strategy: WeightStrategy | str = "state_dict",
         *,
         verify: Verify | str = Verify.AUTO,
@@ -99,6 +114,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self.fanout = fanout
         self._key = None if key is None else SharedKey(key)
         self.backend = backend
+        seconds(timeout)
         self.timeout = timeout
         #: The address of the store that this scheme made; pickled with the scheme.
         self._store_info: dict[str, Any] | None = None
@@ -167,10 +183,15 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         host = hosts_address()
         for wanted in (port, 0):
             try:
-                return hosted(host, wanted, timedelta(seconds=self.timeout))
+                return hosted(host, wanted, self._patience())
             except (RuntimeError, OSError) as error:
                 failure: Exception = error
         raise TransportError(f"no store could be opened on {host}: {failure}") from failure
+
+    def _patience(self) -> timedelta:
+        """How long this scheme waits for a store."""
+        allowed = seconds(self.timeout)
+        return FOR_EVER if allowed is None else timedelta(seconds=min(allowed, FOR_EVER.total_seconds()))
 
     def _reach_store(self, info: Mapping[str, Any] | None) -> TCPStore:
         if info is None:
@@ -178,12 +199,11 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
                 "init_on_worker() needs store= (a TCPStore), store_info= (from the trainer's get_store_info()), or a "
                 "scheme that was sent here after init_on_sender()."
             )
+        host, port = _address_in(info)
         try:
-            return TCPStore(
-                info["host"], info["port"], None, False, timedelta(seconds=self.timeout), wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise TransportError(f"the store at {info['host']}:{info['port']} cannot be reached: {error}") from error
+            return reached(host, port, self._patience())
+        except (RuntimeError, OSError) as error:
+            raise TransportError(f"the store at {host}:{port} cannot be reached: {error}") from error
 
     def create_transport(
         self,

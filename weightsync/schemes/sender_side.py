@@ -73,6 +73,7 @@ class SenderSide:
             As `WeightSyncScheme.connect`.
         """
         sender, sends = self.require_sender("connect"), self.begin_sends()
+        sender._driver.require_open("connect")
         if weights is None:
             weights = self.worker_set.weights or None
         has_weights = weights is not None or self._registered() is not None
@@ -82,13 +83,15 @@ class SenderSide:
         if groups:
             send_to_groups(sends.send, groups, deadline, OnFailure.RAISE)
         else:
-            sender.await_workers(deadline.remaining)
+            sender._workers.wait(deadline.remaining, "connect")
 
     def send(
         self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
         """Send to one group of workers after another. Raises as `WeightSyncScheme.send`."""
-        self.require_sender("send")
+        sender = self.require_sender("send")
+        if self.rendezvous.not_connected:
+            sender._driver.require_open("send")
         self.rendezvous.require_connected("send")
         sends = self.begin_sends()
         groups = self._scheme._groups(weights, worker_ids)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 import struct
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -224,9 +223,6 @@ _DECODERS: Mapping[bytes, Callable[[_Reader, int], ExtraState]] = {
 _STATE_DICT = nn.Module.state_dict
 _SAVE = nn.Module._save_to_state_dict
 
-#: For how many models to remember that their state dict has been compared.
-_REMEMBERED = 64
-
 
 def has_own_state_dict(module: nn.Module) -> bool:
     """Whether a module customises its part of the state dict, by an override or by a hook."""
@@ -250,36 +246,25 @@ def refuse_hidden_state(
 ) -> None:
     """Raise LayoutError if the state dict of `root` has an entry that was not read from the model.
 
-    The state dict is computed once for a model, and again when the set of modules that customise it changes.
+    The state dict is made at each call: a hook, or an override, may add state that was not there the last time.
     """
-    fingerprint = _fingerprint(peculiar, tensors)
-    known = _compared.get(id(root))
-    if known is not None and known[0]() is root and known[1] == fingerprint:
-        return
     _refuse_invisible_state(peculiar)
-    before = list(map(_writes, tensors.values()))
+    before = [_mark(tensor) for tensor in tensors.values()]
     hidden = dict(_hidden(_state_dict_of(root), tensors, extras))
-    for (name, tensor), count in zip(tensors.items(), before, strict=True):
-        if _writes(tensor) != count:
-            hidden[name] = "is written by state_dict(), from state that is kept elsewhere"
+    changed = [name for (name, tensor), mark in zip(tensors.items(), before, strict=True) if _mark(tensor) != mark]
+    for name in (*changed, *_replaced(peculiar, tensors)):
+        hidden[name] = "is written by state_dict(), from state that is kept elsewhere"
     if hidden:
         raise LayoutError(_message(root, peculiar, hidden), mismatched=hidden)
-    if len(_compared) >= _REMEMBERED:
-        _compared.clear()
-    _compared[id(root)] = weakref.ref(root), fingerprint
 
 
-_Fingerprint = tuple[object, ...]
-_compared: dict[int, tuple[weakref.ref[nn.Module], _Fingerprint]] = {}
-
-
-def _fingerprint(peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> _Fingerprint:
-    """The properties of a model that must not change for an earlier comparison to remain valid."""
-    modules = tuple(
-        (name, id(module), type(module), len(module._state_dict_hooks), len(module._state_dict_pre_hooks))
-        for name, module in peculiar.items()
-    )
-    return (*modules, *tensors)
+def _replaced(peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the names below which modules that customise their state dict have other tensors by now."""
+    for prefix, module in peculiar.items():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            name = f"{prefix}.{key}" if prefix else key
+            if tensor is not None and name in tensors and _place(tensor) != _place(tensors[name]):
+                yield name
 
 
 def _refuse_invisible_state(peculiar: Mapping[str, nn.Module]) -> None:
@@ -294,6 +279,8 @@ def _refuse_invisible_state(peculiar: Mapping[str, nn.Module]) -> None:
             )
         elif isinstance(module, torch.jit.ScriptModule) and _PACKED.search(_code_of(module)):
             why = "is scripted and quantised: its weights are packed and are not tensors"
+        elif isinstance(module, torch.jit.ScriptModule) and _is_frozen(module):
+            why = "is scripted and frozen: its weights are constants of its code. Send it as it was before freeze()"
         else:
             continue
         raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
@@ -319,6 +306,11 @@ def _code_of(module: torch.jit.ScriptModule) -> str:
     return f"{module._c._type()} {code}"
 
 
+def _is_frozen(module: torch.jit.ScriptModule) -> bool:
+    """Whether `torch.jit.freeze` has made constants of its tensors; it leaves no attribute, ``training`` not either."""
+    return not module._c.hasattr("training") and "CONSTANTS." in _code_of(module)
+
+
 #: Matches the code or the type of a scripted module with packed weights, which its state dict omits.
 _PACKED = re.compile(r"\bops\.quantized\.|\.PackedParameter\b|\.LinearPackedParams\b")
 
@@ -340,9 +332,9 @@ def _call_state_dict(root: nn.Module) -> Mapping[str, Any]:
     return found
 
 
-def _writes(tensor: Tensor) -> int:
-    """How often the tensor was written; 0 for inference tensors, which do not count, and for subclasses."""
-    return tensor._version if type(tensor) in PLAIN and not tensor.is_inference() else 0
+def _mark(tensor: Tensor) -> tuple[int, object]:
+    """How often a tensor was written, and where it is. Inference tensors and subclasses do not count writes."""
+    return tensor._version if type(tensor) in PLAIN and not tensor.is_inference() else 0, _place(tensor)
 
 
 def _hidden(state: Mapping[str, Any], tensors: Mapping[str, Tensor], extras: Collection[str]) -> Iterator[Any]:

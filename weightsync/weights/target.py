@@ -450,7 +450,7 @@ class _Undo:
         for module, slot, before in reversed(self._extras):
             try:
                 _restore(module, slot, before)
-            except Exception as error:  # noqa: BLE001 - a user's hook may raise anything
+            except BaseException as error:  # noqa: BLE001 - a user's hook may raise anything
                 message = f"After {cause!r} the extra state of '{module}' could not be restored: {error!r}."
                 raise SwapBroken(message) from cause
 

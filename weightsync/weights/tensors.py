@@ -127,6 +127,7 @@ def _why_unsupported(tensor: Tensor) -> str:
         return f"is a {type(tensor).__name__}, which wraps other tensors: send those instead"
     if tensor.dtype not in DTYPE_NAMES:
         return f"has the dtype {tensor.dtype}, which cannot be sent"
+    torch.Size(tensor.shape)  # that of a subclass may raise too
     return _why_unbacked(tensor)
 
 

@@ -246,15 +246,16 @@ def test_weights_of_another_model_are_not_applied_and_the_sender_is_told() -> No
         assert constants(model) == {0.0}
 
 
-def test_what_a_users_transport_raises_is_reported_by_receive() -> None:
+@pytest.mark.parametrize("error", [ConnectionResetError("cut in two"), SystemExit("cut in two")])
+def test_what_a_users_transport_raises_is_reported_by_receive(error: BaseException) -> None:
     class Broken(Way):
         def receive_weights(self, timeout: float | None = 1.0) -> Any:
-            raise ConnectionResetError("cut in two")
+            raise error
 
     receiver = Given().create_receiver()
     receiver.register_model(small())
     receiver.register_worker_transport({"transport": Broken()})
-    with receiver, pytest.raises(TransportError, match="ConnectionResetError: cut in two"):
+    with receiver, pytest.raises(TransportError, match=f"{type(error).__name__}: cut in two"):
         receiver.receive(timeout=PATIENCE)
 
 

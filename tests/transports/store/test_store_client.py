@@ -13,8 +13,9 @@ from weakref import WeakSet
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
-from weightsync import ConfigurationError, TransportError
+from weightsync import ConfigurationError, DistributedWeightSyncScheme, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Hello, Update
 from weightsync.transports import process
@@ -103,6 +104,52 @@ def test_a_store_of_our_own_listens_where_it_says_and_nowhere_else() -> None:
         socket.create_connection(("127.0.0.2", made.port), 5)
     with pytest.raises(OSError, match="in use"):
         hosted("127.0.0.1", made.port, timedelta(seconds=7))
+
+
+def test_a_store_is_not_opened_without_the_descriptors_that_torch_aborts_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shipped, made, tried = os.eventfd, [], []
+
+    def eventfd(*given: int) -> int:
+        if len(made) == 10:
+            raise OSError(24, "Too many open files")
+        made.append(shipped(*given))
+        return made[-1]
+
+    monkeypatch.setattr(os, "eventfd", eventfd)
+    monkeypatch.setattr(stores, "TCPStore", lambda *given, **named: tried.append(given))
+    with pytest.raises(TransportError, match=r"^no store could be opened on 127\.0\.0\.1: .*Too many open files"):
+        DistributedWeightSyncScheme().init_on_sender("policy", num_workers=1, model=nn.Linear(2, 2))
+
+    assert tried == []
+
+
+def test_a_store_that_cannot_be_made_closes_no_descriptor_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[socket.socket] = []
+
+    def torchs(*_given: Any, master_listen_fd: int, **_named: Any) -> None:
+        os.close(master_listen_fd)  # as torch does before it raises
+        taken.append(socket.socket())
+        raise RuntimeError(f"no server at {master_listen_fd}")
+
+    monkeypatch.setattr(stores, "TCPStore", torchs)
+    with pytest.raises(RuntimeError, match="no server at"):
+        hosted("127.0.0.1", 0, timedelta(seconds=7))
+
+    with taken[0] as others:
+        assert others.family is socket.AF_INET  # open: its number was that of the listener
+        others.bind(("127.0.0.1", 0))
+
+
+def test_a_worker_without_descriptors_does_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eventfd(*_given: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "eventfd", eventfd)
+    info = {"host": "127.0.0.1", "port": 1}
+    with pytest.raises(TransportError, match=r"^the store at 127\.0\.0\.1:1 cannot be reached: .*Too many open files"):
+        DistributedWeightSyncScheme().init_on_worker("policy", store_info=info, rank=1, model=nn.Linear(2, 2))
 
 
 def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(

@@ -298,6 +298,26 @@ def test_what_is_missing_is_named(store: Any) -> None:
         DistributedWeightSyncScheme(backend="carrier pigeon")
 
 
+@pytest.mark.parametrize(
+    "info",
+    [5, "127.0.0.1", {"host": "127.0.0.1"}, {"host": 5, "port": 1}, {"host": "\0", "port": 1}]
+    + [{"host": "127.0.0.1", "port": port} for port in ("1", 0, -1, 2**16, True)],
+)
+def test_what_is_no_address_of_a_store_is_named(info: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^store_info= is "):
+        DistributedWeightSyncScheme().init_on_worker("policy", store_info=info, rank=1, model=small())
+
+
+def test_the_time_for_a_store_is_a_number_of_seconds_or_none() -> None:
+    for timeout in ("10", -1, float("nan"), True):
+        with pytest.raises(ConfigurationError, match=r"^timeout= is "):
+            DistributedWeightSyncScheme(timeout=timeout)
+    for endless in (None, float("inf"), 1e30):
+        with DistributedWeightSyncScheme(timeout=endless) as scheme:
+            scheme.init_on_sender("policy", num_workers=1, model=small())
+            assert scheme.get_store_info()["port"] > 0
+
+
 def test_a_scheme_without_a_store_makes_one_and_takes_its_address_along() -> None:
     scheme = DistributedWeightSyncScheme()
     scheme.init_on_sender("policy", num_workers=1, model=large(2.0))

@@ -22,7 +22,7 @@ from weightsync.transports.store import announcing, heartbeat, listener, worker,
 from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, end
-from weightsync.transports.store.store import Client
+from weightsync.transports.store.store import DIAL, Client
 from weightsync.transports.store.stream import Acceptor, _names, dial
 
 JUNK = [b"", b"junk", b"\xff\xfe\x00", b"Lno frame", b"M" + bytes(9)]
@@ -347,6 +347,25 @@ def test_registering_again_and_again_leaves_one_listener(pair: StorePair) -> Non
     assert len(pair.receiver._listening._listeners) == 1
     pair.sender.add_worker(0, (pair.store, 1))
     assert pair.sync().ok
+
+
+def test_a_goodbye_waits_longer_for_a_new_link_than_its_connection_to_the_store_may_take() -> None:
+    assert announcing._PATIENCE > DIAL.total_seconds()
+
+
+def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.sync().ok
+
+    def unreachable(_: Any) -> None:
+        raise TransportError("no store")
+
+    for module in (worker, worker_threads):
+        monkeypatch.setattr(module, "Client", unreachable)
+    pair.sender.add_worker(0, (pair.store, 1))
+
+    assert [made.wait(PATIENCE) for links in announcing._under_way._made.values() for made in links][-1]
 
 
 def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(

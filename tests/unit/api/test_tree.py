@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -144,6 +145,17 @@ def test_g11_only_applied_pending_and_skipped_do_not_raise() -> None:
 
     assert not report(w0=OutcomeKind.APPLIED, w1=OutcomeKind.PENDING).ok
     assert report(w0=OutcomeKind.APPLIED).ok
+
+
+def test_a_worker_that_said_goodbye_is_not_said_to_remain() -> None:
+    lost = {0: Outcome(kind=OutcomeKind.LOST, reason="dead"), 1: Outcome(kind=OutcomeKind.LOST, reason="said goodbye")}
+    both = SyncReport(model_id="policy", version=1, incarnation=9, outcomes=lost, left={1: "it was closed"})
+    gone = replace(both, outcomes={1: lost[1]})
+
+    for report, remains in ((both, True), (gone, False)):
+        text = str(report.error())
+        assert ("Lost workers remain among the workers" in text) is remains
+        assert "Workers that said goodbye are no longer among the workers" in text
 
 
 def test_a_fenced_worker_s_error_carries_the_fence_to_rise_above() -> None:

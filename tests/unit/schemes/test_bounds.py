@@ -13,11 +13,20 @@ from fleet import PATIENCE, Pair, constants, small
 from hours import hours
 from torch import nn
 
-from weightsync import AckTimeoutError, ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State
-from weightsync.clock import new_incarnation
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    ModelBusyError,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    State,
+)
+from weightsync.clock import MAX_FENCE, new_incarnation
 from weightsync.engine import background
 from weightsync.engine.background import Background
 from weightsync.engine.sender_driver import SenderDriver
+from weightsync.protocol.codec import decode, encode
+from weightsync.protocol.messages import Hello
 from weightsync.testing import FakeClock
 
 
@@ -96,6 +105,16 @@ def test_g10_ack_and_nack_give_up_and_the_update_stays_pending(served: Pair) -> 
     assert served.receiver.owes_ack
 
 
+def test_an_answer_of_a_wrong_type_leaves_the_update_to_be_answered(served: Pair) -> None:
+    served.sender.send_async()
+    assert served.receiver.take_update(timeout=PATIENCE) is not None
+    for call in (lambda: served.receiver.ack(b"updated"), lambda: served.receiver.nack("no")):
+        with pytest.raises(ConfigurationError, match="still to be answered"):
+            call()
+
+    assert served.receiver.owes_ack
+
+
 def test_g10_register_model_gives_up_and_keeps_the_model(served: Pair) -> None:
     with hours(60), pytest.raises(ModelBusyError, match=r"^register_model\(\): other threads served the model"):
         served.receiver.register_model(small())
@@ -128,6 +147,22 @@ def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
     thread.join(PATIENCE)
     assert not thread.is_alive()
     assert "stopped" not in caplog.text
+
+
+def test_g11_code_that_ends_the_background_thread_is_told_to_both_sides(pair: Pair) -> None:
+    def relay() -> None:
+        raise SystemExit(3)
+
+    beside = Background(pair.receiver, lambda: relay)
+    beside.start()
+    report = pair.sender.send(timeout=PATIENCE, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert "SystemExit: 3" in report[0].reason
+    assert not beside.running
+    with pytest.raises(SystemExit):
+        beside.receive(timeout=PATIENCE)
+    beside.stop()
 
 
 # ---------------------------------------------------------------------------------------- signals end a wait at once
@@ -185,6 +220,13 @@ def test_g4_an_incarnation_is_above_its_fence_whatever_the_clock_says() -> None:
             # All ones below: no random tie-breaker lifts an incarnation of the same nanosecond above it.
             fence = ((clock.time_ns() + ahead) << 32) | 0xFFFFFFFF
             assert all(new_incarnation(fence) > fence for _ in range(3))
+
+
+def test_g4_an_incarnation_above_the_greatest_fence_still_travels() -> None:
+    above = new_incarnation(MAX_FENCE)
+
+    assert above > MAX_FENCE
+    assert decode(encode(Hello(model_id="policy", incarnation=above))).incarnation == above
 
 
 def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:

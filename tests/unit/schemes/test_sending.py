@@ -963,6 +963,35 @@ def test_g9_what_is_closed_says_so_of_the_method_called(pair: Pair, call: Any) -
     assert error.steps[-1][2] == "closed"
 
 
+@pytest.mark.parametrize("name", ["await_workers", "update_weights"])
+def test_what_waits_or_sends_by_another_name_is_refused_by_its_own(pair: Pair, name: str) -> None:
+    call = {
+        "await_workers": lambda: pair.sender.await_workers(0),
+        "update_weights": lambda: pair.sender.update_weights(small()),
+    }[name]
+    pair.sender.send_async()
+    pending = refused(call)
+    pair.sender.close()
+    closed = refused(call)
+
+    assert str(pending).startswith(
+        f"{name}(): version 1 still awaits worker 0. Call wait_async() or abandon(). Nothing"
+    )
+    assert str(closed).startswith(f"{name}(): this sender is closed for good.")
+
+
+def test_a_scheme_that_was_closed_before_it_connected_says_so_of_the_method_called(pair: Pair) -> None:
+    pair.scheme.close()
+    pair.schemes[0].close()
+    worker = pair.schemes[0]
+    for method in (pair.scheme.connect, pair.scheme.send, worker.connect, worker.receive):
+        error = refused(method)
+
+        assert str(error).startswith(f"{method.__name__}(): this ")
+        assert "is closed for good" in str(error)
+        assert error.allowed == ("close",)
+
+
 def test_a_call_beside_a_wait_is_told_of_the_wait(pair: Pair) -> None:
     waiting = Thread(lambda: pair.sender.send(timeout=PATIENCE))
     waiting.start()
@@ -994,6 +1023,10 @@ WRONG_CALLS: list[tuple[str, Callable[[Pair], Any]]] = [
     ("on_failure", lambda pair: pair.sender.send(on_failure=5)),
     ("on_pending", lambda pair: pair.sender.send(on_pending=None)),
     ("fence", lambda pair: type(pair.scheme)().create_sender().connect(fence="5")),
+    ("fence", lambda pair: type(pair.scheme)().create_sender().connect(fence=2**128 - 1)),
+    ("message", lambda pair: pair.receiver.ack(b"updated")),
+    ("error", lambda pair: pair.receiver.nack("why")),
+    ("error", lambda pair: pair.receiver.nack(None)),
 ]
 WRONG_INITS: list[tuple[str, Any]] = [
     ("pipes", multiprocessing.Pipe()[0]),
@@ -1001,7 +1034,10 @@ WRONG_INITS: list[tuple[str, Any]] = [
     ("pipes", [multiprocessing.Pipe()[0], "1"]),
     ("num_workers", "2"),
     ("model_id", 5),
+    ("model_id", "x" * 2**16),
+    ("model_id", "\ud800"),
     ("fence", 1.5),
+    ("fence", 2**128),
     ("expected_workers", True),
     ("devices", "cpu"),
     ("ctx", 5),

@@ -31,6 +31,14 @@ class Silent(Tensor):
         raise KeyError(f"no {func}")
 
 
+class Shapeless(Tensor):
+    """A subclass whose shape cannot be read."""
+
+    @property
+    def shape(self) -> Any:
+        raise ZeroDivisionError("no shape")
+
+
 class Uncopied(Tensor):
     """A subclass whose copies raise."""
 
@@ -85,6 +93,7 @@ odd = pytest.mark.parametrize(
         (lambda: torch.ones(4).to_sparse(), "has the layout torch.sparse_coo"),
         (lambda: Tensor._make_subclass(Silent, torch.ones(4)), "is a Silent, which cannot be"),
         (lambda: torch.ones(4).as_subclass(Uncopied), "is a Uncopied, which cannot be"),
+        (lambda: torch.ones(4).as_subclass(Shapeless), "is a Shapeless, which cannot be"),
     ],
 )
 

@@ -64,6 +64,24 @@ def test_a_hook_that_cannot_be_undone_breaks_the_swap(mode: Mode) -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
+class Leaving(Counted):
+    """Ends the program in a hook, half way, whatever the state is."""
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = "half"
+        raise SystemExit(3)
+
+
+def test_a_hook_that_ends_the_program_half_way_breaks_the_swap() -> None:
+    target, source = Target(nn.Sequential(Leaving())), nn.Sequential(Counted())
+    source[0].state = "new"
+
+    with pytest.raises(SwapBroken, match="'0' could not be restored") as caught:
+        target.swap(target.stage(*packed(source)))
+
+    assert isinstance(caught.value.__cause__, SystemExit)
+
+
 class Deaf(Counted):
     """Never takes a state, and never changes."""
 

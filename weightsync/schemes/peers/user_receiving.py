@@ -98,7 +98,7 @@ class TransportReader:
         while not self._over.is_set():
             try:
                 found = self._receive(STEP)
-            except Exception as error:  # noqa: BLE001 - whatever a user's transport raises is raised by receive()
+            except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises, receive() says
                 self._fail(error)
                 return
             if found is None:
@@ -126,10 +126,10 @@ class TransportReader:
             return
         try:
             ack(answer)
-        except Exception as error:  # noqa: BLE001 - as in _run
+        except BaseException as error:  # noqa: BLE001 - as in _run
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self._over.is_set():
             return
         self._over.set()

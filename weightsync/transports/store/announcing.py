@@ -18,13 +18,13 @@ from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.mailbox import Outbox, Side
 from weightsync.transports.store.seals import Guard, NoGuard, SenderGuard, WorkerGuard
-from weightsync.transports.store.store import Client, StoreEnd, base_of
+from weightsync.transports.store.store import DIAL, Client, StoreEnd, base_of
 
 _NAME: Final = re.compile("[0-9a-f]{32}")
 _TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
 _WITHDRAWN: Final = "closed"
-#: Seconds that a goodbye waits for a link that is being announced.
-_PATIENCE: Final = 2.0
+#: Seconds that a goodbye waits for a link that is being announced: longer than its connection to the store may take.
+_PATIENCE: Final = DIAL.total_seconds() + 5.0
 _NO_RECEIVER: Final = (
     "rank {rank} has a receiver of {known} in this store, and none of {model_id!r} so far: "
     "give both sides the same model_id"
@@ -125,7 +125,8 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str, fanout: Fanout |
     key = rendezvous.key
     guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, made.identity, peer)
     doing = made.announce, made.withdraw, made.wait_for_others
-    side = Side(0, "down", "up", peer, *doing, remark=made.remark, untaken=_UNTAKEN.format(rank=rendezvous.rank))
+    untaken = _UNTAKEN.format(rank=rendezvous.rank)
+    side = Side(0, "down", "up", peer, *doing, remark=made.remark, untaken=untaken, unconnected=made.made.set)
     try:
         return StoreLink(rendezvous, made.name, side, guard, fanout=fanout)
     except BaseException:

@@ -64,6 +64,8 @@ class Side:
     remark: Callable[[Client], str] = _no_remark
     #: What to look at if nobody has taken the link.
     untaken: str = ""
+    #: Called if the store could not be reached: the link was not announced.
+    unconnected: Callable[[], object] = _nothing
 
     @property
     def listens(self) -> bool:

@@ -88,6 +88,9 @@ _BACKLOG: Final = 2048
 FOR_EVER: Final = timedelta(days=365)
 #: The socket, our copy of it, and one to look for both.
 _NEEDED: Final = 3
+#: What torch's server opens: its event loop, its own connection; and some to spare. It aborts the process (SIGABRT) if
+#: its event loop finds none.
+_SERVER_NEEDS: Final = 16
 #: A store's answer for a key without a value, when asked to exchange this for itself.
 _ABSENT: Final = "weightsync: no value"
 
@@ -161,12 +164,21 @@ def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
 
     Raises OSError, RuntimeError: it cannot be opened there.
     """
+    _require_descriptors(_SERVER_NEEDS)
     with socket.create_server((host, port), backlog=_BACKLOG) as listener:
         port = listener.getsockname()[1]
-        store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.fileno())
-        # It belongs to the store now, and is closed with it.
-        listener.detach()
-    return store
+        # It belongs to the store from now on, which closes it even if it fails: its number may then be another's.
+        number = listener.detach()
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=number)
+
+
+def reached(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """The store that listens at an address.
+
+    Raises OSError, RuntimeError: no descriptor is left, or nothing has listened there for that long.
+    """
+    _require_descriptors()
+    return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
 def base_of(store: Any) -> TCPStore:
@@ -299,14 +311,14 @@ class Client:
             self._plug.close()
 
 
-def _require_descriptors() -> None:
+def _require_descriptors(count: int = _NEEDED) -> None:
     """Check for free descriptors: without any, torch would retry until its time limit.
 
-    Raises OSError: too few descriptors are left for a connection.
+    Raises OSError: fewer than that are left.
     """
     found: list[int] = []
     try:
-        for _ in range(_NEEDED):
+        for _ in range(count):
             found.append(os.eventfd(0, os.EFD_CLOEXEC))
     finally:
         for descriptor in found:

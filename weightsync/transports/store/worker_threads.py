@@ -163,6 +163,7 @@ _LOOK: Final = 0.25
 
 def notify_later(store: Store, key: str, side: Side, over: threading.Event) -> None:
     """There was no connection to the store: notify the peer, which waits for us, once there is one."""
+    side.unconnected()
     for _ in range(_TRIES):
         if over.wait(_LOOK):
             return
