@@ -26,10 +26,10 @@ from weightsync.engine.events import Callback, Events, Subscription, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
-from weightsync.errors import ConfigurationError, StateError
+from weightsync.errors import ConfigurationError, StateError, WorkerLostError
 from weightsync.options import OnFailure, Verify, WireDtype, switch
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.collector_kinds import WorkerKind, refuse_out_of_reach
+from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, note_reports, refuse_out_of_reach
 from weightsync.schemes.facade_services import LinkTransport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
@@ -202,7 +202,7 @@ class WeightSyncScheme(Configured):
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
         refuse_repeated(endpoints)
-        processes = processes_of(given.get("processes"), endpoints)
+        processes = processes_of(given.get("processes"), endpoints) or collector_processes(context, endpoints)
         side.selection = Selection(given["names"]) if "names" in given else None
         side.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
         sender = self.create_sender()
@@ -355,7 +355,11 @@ class WeightSyncScheme(Configured):
         return sending if receiving.receiver is None or comes_first else receiving
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
-        self._sender_side.connect(weights, deadline)
+        try:
+            self._sender_side.connect(weights, deadline)
+        except WorkerLostError as error:
+            note_reports(error, self._context())
+            raise
         self._workers_answered()
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:

@@ -1,14 +1,16 @@
-"""Which of TorchRL's collectors have workers that a scheme reaches."""
+"""Which of TorchRL's collectors have workers that a scheme reaches, and the processes of these workers."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weightsync.engine.copies import MISSING, optional
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.schemes.relay import is_torchrls
+from weightsync.transports.wakeup import AwaitedProcess
 
 
 class WorkerKind(enum.Enum):
@@ -64,3 +66,59 @@ def refuse_out_of_reach(scheme: str, reached: WorkerKind | None, context: Any, g
 
 def _kind_of(collector: Any) -> WorkerKind | None:
     return next((kind for name, kind in _KINDS.items() if optional(collector, name) is not MISSING), None)
+
+
+class CollectorProcess(AwaitedProcess):
+    """The process of a collector's worker. The collector starts it after `init_on_sender`, before `connect`."""
+
+    def __init__(self, collector: Any, worker: int) -> None:
+        self._collector = weakref.ref(collector)
+        self._worker = worker
+
+    @property
+    def end(self) -> str:
+        """See `AwaitedProcess.end`."""
+        found = self._found()
+        return "" if found is None else found.end
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """See `AwaitedProcess.identity`."""
+        found = self._found()
+        return None if found is None else found.identity
+
+    def _found(self) -> AwaitedProcess | None:
+        started = optional(self._collector(), "procs")
+        if not isinstance(started, list) or self._worker >= len(started):
+            return None
+        return AwaitedProcess(started[self._worker])
+
+
+def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, CollectorProcess]:
+    """The processes of a TorchRL collector's workers, by worker id; empty if it has no processes of this host."""
+    if not _has_processes(context):
+        return {}
+    return {worker: CollectorProcess(context, worker) for worker in workers}
+
+
+def note_reports(error: WorkerLostError, context: Any) -> None:
+    """Note in an error what the lost workers of a TorchRL collector have told the collector: it no longer asks them."""
+    pipes = optional(context, "pipes") if _has_processes(context) else None
+    if not isinstance(pipes, list):
+        return
+    for worker in error.lost:
+        said = _said(pipes[worker]) if worker < len(pipes) else None
+        if isinstance(said, Mapping) and said.get("error"):
+            error.add_note(f"worker {worker} raised {said.get('exception_type')}: {said.get('exception_msg')}")
+
+
+def _said(pipe: Any) -> Any:
+    """The next message in a collector's own pipe; None: there is none."""
+    try:
+        return pipe.recv() if pipe.poll() else None
+    except (EOFError, OSError):
+        return None
+
+
+def _has_processes(context: Any) -> bool:
+    return is_torchrls(context) and _kind_of(context) is WorkerKind.PROCESSES

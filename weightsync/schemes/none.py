@@ -11,6 +11,7 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError
+from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.facade_services import torchrl_transport
@@ -122,6 +123,21 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """The weights are ignored."""
         return [(None, None)]
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Send nothing, whether this side is initialised and connected or not.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        return (self._sender_side.sender or self.create_sender()).send(weights, worker_ids)
 
     def receive(self, timeout: float | None = None) -> None:
         """Return None at once, on either side: nothing ever arrives.

@@ -405,6 +405,17 @@ def test_no_scheme_has_nothing_to_receive_whichever_side_it_is() -> None:
     scheme.shutdown()
 
 
+def test_no_scheme_sends_nothing_before_it_is_connected_too() -> None:
+    scheme = NoWeightSyncScheme()
+    assert len(scheme.send(small(1.0))) == 0
+    scheme.init_on_sender(model_id="policy")
+    assert len(scheme.send(worker_ids=[3])) == 0
+    scheme.shutdown()
+
+    with pytest.raises(StateError, match="closed"):
+        scheme.send()
+
+
 def test_no_scheme_connects_to_nobody() -> None:
     with NoWeightSyncScheme() as scheme, NoWeightSyncScheme() as worker:
         scheme.init_on_sender(model_id="policy")

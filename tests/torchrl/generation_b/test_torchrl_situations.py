@@ -9,6 +9,7 @@ import functools
 import gc
 import multiprocessing
 import multiprocessing.resource_sharer
+import os
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -373,6 +374,38 @@ def test_a_factory_whose_policy_has_no_weights_yet_is_refused(scheme: Any, multi
     """The collector raises the worker's own error, or its scheme does if it has not heard from all workers yet."""
     with pytest.raises((ConfigurationError, WorkerLostError), match="came without its weights"):
         multi(scheme, policy_factory=lambda: policy(0).to("meta"))
+
+
+def fails() -> Any:
+    raise ValueError("no policy today")
+
+
+def ends() -> Any:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "raised"),
+    [
+        ({"policy_factory": [fails, fails]}, "ValueError: no policy today"),
+        ({"policy_factory": [functools.partial(policy, 0), fails]}, "ValueError: no policy today"),
+        ({}, "ConfigurationError: init_on_worker() needs model="),
+        ({"policy_factory": [ends, ends]}, None),
+    ],
+    ids=["each factory raises", "one raises", "no policy", "no last words"],
+)
+def test_workers_that_end_before_they_connect_are_lost_at_once_with_what_they_raised(
+    given: Any, raised: str | None, scheme: Any, multi: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "6")  # a collector waits five times as long for its workers
+
+    with pytest.raises(WorkerLostError) as lost:
+        multi(scheme, **given)
+
+    last = WORKERS - 1
+    assert last in lost.value.lost
+    notes = "".join(getattr(lost.value, "__notes__", ()))
+    assert f"worker {last} raised {raised}" in notes if raised else not notes
 
 
 @pytest.mark.parametrize("how", ["an updater", "a function that makes one"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -220,6 +221,29 @@ def test_frames_for_a_model_whose_link_was_closed_are_dropped(laid, ends):
 
     assert versions(again) == [7]
     again.close()
+
+
+def test_a_segment_for_a_model_that_nobody_registers_is_closed_with_the_connection(laid, ends):
+    actor, buffer = laid("actor", ends), Buffer(100_000, Storage.SEGMENTS)
+    nobody, inode = PipeLink(ends[0], "nobody"), os.fstat(buffer.segment.fd).st_ino
+    nobody.send(Update(model_id="nobody", incarnation=1, version=1, layout_digest=b"", nbytes=100_000), buffer)
+    nobody.close()
+
+    held = [len(descriptors_of(inode))]
+    assert versions(actor[1]) == []
+    held.append(len(descriptors_of(inode)))
+    actor[1].close()
+    held.append(len(descriptors_of(inode)))
+    assert held == [held[0], held[0] + 1, held[0]]
+
+
+def descriptors_of(inode: int) -> list[int]:
+    """The descriptors of this process that are open on a file."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += [int(name)] * (os.stat(f"/proc/self/fd/{name}").st_ino == inode)
+    return found
 
 
 def test_a_link_that_is_dropped_unclosed_leaves_nothing(ends):

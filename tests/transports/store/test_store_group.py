@@ -21,18 +21,22 @@ class Made:
 
     def __init__(self) -> None:
         self.aborted = False
+        self.unawaited = 0
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Made:
         del tensors, to, tag
+        self.unawaited += 1
         return self
 
     def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Made:
         del of, tag
         tensors[0].fill_(7)
+        self.unawaited += 1
         return self
 
     def wait(self, timeout: Any) -> None:
         assert timeout is not None
+        self.unawaited -= 1
 
     def abort(self) -> None:
         self.aborted = True
@@ -79,6 +83,22 @@ def test_a_payload_passes_through_the_group_in_buckets(client: Client, monkeypat
 
     assert bytes(received) == b"\7" * 5
     assert stream.written == [(b"text", None)]
+
+
+@pytest.mark.parametrize("way", ["write", "read", "skip"])
+def test_every_operation_on_a_payload_is_awaited_before_its_buffer_goes_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(module, "BUCKET_NBYTES", 1)
+    making, stream = Making(), Written()
+    calls: dict[str, Callable[[Any], None]] = {
+        "write": lambda given: making.group.write(given, client, b"text", PAYLOAD, lambda: None),
+        "read": lambda given: making.group.read(given, client, memoryview(bytearray(5))),
+        "skip": lambda given: making.group.skip(given, client, 5),
+    }
+    calls[way](stream)
+
+    assert making.made.unawaited == 0
 
 
 def test_a_group_is_aborted_with_its_link(client: Client) -> None:

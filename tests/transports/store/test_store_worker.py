@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,25 @@ def test_messages_wait_for_the_peer_and_then_arrive_in_order(lay: Callable[[int]
     assert [each.message.version for each in arrived] == [1, 2, 3]
     assert [each.payload and len(each.payload) for each in arrived] == [len(LARGE), None, len(SMALL)]
     _until(sender.flushed)
+
+
+def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
+    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, happened = lay(0), []
+    write = sender._group.write
+
+    def writes(*arguments: Any) -> None:
+        write(*arguments)
+        happened.append("written")
+
+    monkeypatch.setattr(sender._group, "write", writes)
+    sender.post(replace(_update(1, LARGE), done=lambda: happened.append("given back")))
+    worker = lay(1)
+
+    _until(lambda: worker.collect()[0])
+    _until(lambda: "given back" in happened)
+    assert happened == ["written", "given back"]
 
 
 def test_behind_a_payload_that_was_cut_short_nothing_leaves(

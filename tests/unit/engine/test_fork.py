@@ -9,6 +9,7 @@ from weakref import WeakSet
 import pytest
 
 from weightsync.transports import process
+from weightsync.transports.process import PerProcess
 
 
 class Holder:
@@ -34,6 +35,20 @@ def test_each_holder_forgets_once_a_fork_and_again_if_it_registers_again(monkeyp
     assert (once.forgotten, always.forgotten, len(process._inherited)) == (1, 1, 1)
     process._forget_all()
     assert (once.forgotten, always.forgotten) == (1, 2)
+
+
+def test_what_a_process_has_begins_anew_in_a_child_and_in_its_own_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_inherited", WeakSet())
+    begun: list[PerProcess] = []
+
+    class Kept(PerProcess):
+        def _begin(self) -> None:
+            begun.append(self)
+
+    kept = Kept()
+    for times in (2, 3):
+        process._forget_all()
+        assert begun == [kept] * times
 
 
 def test_it_is_the_child_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:

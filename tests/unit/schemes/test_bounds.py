@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -235,6 +236,14 @@ def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:
         scheme.init_on_sender(model_id="policy", num_workers=1, fence=fence)
         with pytest.raises(AckTimeoutError, match=r"workers \[0\] of 'policy' have not connected"):
             scheme.connect(timeout=0)
+
+        assert scheme.get_sender().incarnation > fence
+
+
+def test_g4_a_fence_given_to_the_scheme_that_lays_its_links_at_init_is_risen_above() -> None:
+    fence, (end, _other) = new_incarnation(0) + (3600 * 10**9 << 32), multiprocessing.Pipe()
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[end], model=small(), fence=fence)
 
         assert scheme.get_sender().incarnation > fence
 
