@@ -79,7 +79,7 @@ class Listening:
         kept = f"keeps version {served[1]}" if served else "serves no version"
         raise driver.ended_as(
             f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}; "
-            "register_worker_transport() gives it a new link."
+            "register_worker_transport() gives it a new link: pass a new pipe, or over torch.distributed (store, rank)."
         )
 
     def stop(self) -> None:
