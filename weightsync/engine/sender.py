@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_fence, worker_ids_of
@@ -16,7 +16,7 @@ from weightsync.engine.packer import OutgoingWeights, Packed
 from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.workers import SendTargets, Workers
+from weightsync.engine.workers import SendTargets, Workers, nap_until
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol import sender as pure
@@ -25,9 +25,6 @@ from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.weights.layout import Layout
-
-#: Seconds between two checks of processes that have not started yet.
-STARTS: Final = 0.5
 
 
 class WeightSender(Participant):
@@ -463,7 +460,7 @@ class WeightSender(Participant):
         try:
             seen = driver.waker.fired
             # No time is left to sleep once the deadline has passed.
-            while version not in driver.concluded and (nap := self._nap(deadline)) != 0.0:
+            while version not in driver.concluded and (nap := nap_until(deadline, driver)) != 0.0:
                 if shield.recorded:
                     shield.deliver()
                 ready = driver.wait(nap, seen)
@@ -490,10 +487,3 @@ class WeightSender(Participant):
         if not all_is_well and (failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED)):
             report.raise_on_failure()
         return report
-
-    def _nap(self, deadline: Deadline) -> float | None:
-        """Seconds to sleep before the deadline, and processes that have not started yet, are checked again."""
-        nap = deadline.nap
-        if not self._driver.awaited:
-            return nap
-        return STARTS if nap is None else min(nap, STARTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import SchemeServices, require_worker_id
@@ -14,6 +14,9 @@ from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.wakeup import AwaitedProcess
+
+#: Seconds between two checks of processes that have not started yet.
+STARTS: Final = 0.5
 
 
 class SendTargets(NamedTuple):
@@ -70,7 +73,7 @@ class Workers:
                 if deadline.passed:
                     self._time_out(sorted(expected))
                 shield.deliver()
-                self._driver.wait(deadline.nap, seen)
+                self._driver.wait(nap_until(deadline, self._driver), seen)
         self._require_all_up()
 
     def _time_out(self, expected: list[int]) -> NoReturn:
@@ -105,3 +108,11 @@ class Workers:
         self._driver.require_open("pipe")
         pure.known(self._driver.data, worker_id)
         return self._services.user_messages(self.endpoints[worker_id])
+
+
+def nap_until(deadline: Deadline, driver: SenderDriver) -> float | None:
+    """Seconds until the deadline, and processes that have not started yet, are checked again; None: no limit."""
+    nap = deadline.nap
+    if not driver.awaited:
+        return nap
+    return STARTS if nap is None else min(nap, STARTS)

@@ -843,6 +843,19 @@ def test_g10_a_process_may_be_started_after_the_send_and_be_dead_before_the_wait
     theirs.close()
 
 
+def test_g10_a_process_that_starts_and_dies_while_workers_are_awaited_is_noticed(scheme_class: Any) -> None:
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    scheme, theirs = unconnected(scheme_class, [process])
+    later = threading.Timer(0.1, process.start)
+    later.start()
+    with pytest.raises(WorkerLostError, match="has ended with exit code 3"):
+        scheme.get_sender().await_workers(timeout=None)
+    later.join()
+    process.join()
+    scheme.close()
+    theirs.close()
+
+
 def test_g10_a_process_that_starts_and_dies_during_a_wait_is_noticed(scheme_class: Any) -> None:
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
     scheme, theirs = unconnected(scheme_class, [process])
