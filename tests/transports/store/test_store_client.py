@@ -20,7 +20,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Hello, Update
 from weightsync.transports import process
 from weightsync.transports.store import store as stores
-from weightsync.transports.store.store import Client, Hints, StoreEnd, base_of, hosted
+from weightsync.transports.store.store import Client, Hints, StoreEnd, base_of, hosted, reached
 
 
 @pytest.fixture
@@ -167,6 +167,7 @@ def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
     Client(base).close()
     stores._arrived("127.0.0.1", store.port, 2)
     hosted("127.0.0.1", 0, timedelta(seconds=7))
+    reached(store.host, store.port, timedelta(seconds=9))
 
     dialled = ((store.host, store.port, None, False, timedelta(seconds=15)), {"wait_for_workers": False})
     assert made[1:3] == [dialled, dialled]
@@ -174,6 +175,7 @@ def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
     assert (given, named["wait_for_workers"]) == ([None, True, timedelta(seconds=7)], False)
     assert port > 0
     assert named["master_listen_fd"] > 2
+    assert made[4] == ((store.host, store.port, None, False, timedelta(seconds=9)), {"wait_for_workers": False})
 
 
 # -------------------------------------------------------------------------------------------------- what is there
