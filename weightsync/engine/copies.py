@@ -116,6 +116,10 @@ class Participant(Closing):
     def _close_after(self, error: BaseException) -> None:
         self.fail(error)
 
+    def require_open(self, asked: str) -> None:
+        """Raises StateError: it is closed. ``asked`` is the method that the user called."""
+        self._driver.require_open(asked)
+
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Set the object on which models are found (referenced weakly), and which model is meant.
 

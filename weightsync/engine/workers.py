@@ -46,7 +46,7 @@ class Workers:
         """See `WeightSender.add_worker`."""
         self._driver.require_open("add_worker")
         worker_id = require_worker_id(worker_id)
-        awaited = process if process is None or isinstance(process, AwaitedProcess) else AwaitedProcess(process)
+        awaited = None if process is None else AwaitedProcess(process)
         link = self._services.lay_link(endpoint, self._driver.model_id, f"worker {worker_id}")
         self.endpoints[worker_id] = endpoint
         with Shield(self._driver.waker.fire):

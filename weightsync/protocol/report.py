@@ -289,12 +289,19 @@ class SyncReport:
     def _message(self, kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str]) -> str:
         steps = {kind: advice[kind] for kind in OutcomeKind if kind in kinds and kind in advice}
         if OutcomeKind.LOST in steps:
-            failures = [(r, w, outcome) for r in self._history() for w, outcome in r._failures().items()]
-            lost = [(outcome.fence, w in r.left) for r, w, outcome in failures if outcome.kind is OutcomeKind.LOST]
-            remaining = advice_for_lost(steps[OutcomeKind.LOST], [fence for fence, left in lost if not left])
-            left = _LEFT if any(left for _, left in lost) else ""
-            steps[OutcomeKind.LOST] = "\n".join(filter(None, [remaining, left]))
+            steps[OutcomeKind.LOST] = self._advice_for_lost(steps[OutcomeKind.LOST])
         return "\n".join([*self._lines(), *steps.values()])
+
+    def _advice_for_lost(self, usual: str) -> str:
+        fences, said_goodbye = [], False
+        for report in self._history():
+            for worker, outcome in report._failures().items():
+                if outcome.kind is OutcomeKind.LOST and worker in report.left:
+                    said_goodbye = True
+                elif outcome.kind is OutcomeKind.LOST:
+                    fences.append(outcome.fence)
+        advice = [advice_for_lost(usual, fences)] if fences else []
+        return "\n".join([*advice, *([_LEFT] if said_goodbye else [])])
 
     def _lines(self) -> list[str]:
         """The failures of this update and of those before it."""

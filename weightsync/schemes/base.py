@@ -29,7 +29,7 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, WorkerLostError
 from weightsync.options import OnFailure, Verify, WireDtype, switch
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, note_reports, refuse_out_of_reach
+from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, note_worker_errors, refuse_out_of_reach
 from weightsync.schemes.facade_services import LinkTransport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
@@ -358,7 +358,7 @@ class WeightSyncScheme(Configured):
         try:
             self._sender_side.connect(weights, deadline)
         except WorkerLostError as error:
-            note_reports(error, self._context())
+            note_worker_errors(error, self._context())
             raise
         self._workers_answered()
 

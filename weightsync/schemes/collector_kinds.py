@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.schemes.relay import is_torchrls
-from weightsync.transports.wakeup import AwaitedProcess
 
 
 class WorkerKind(enum.Enum):
@@ -68,41 +68,25 @@ def _kind_of(collector: Any) -> WorkerKind | None:
     return next((kind for name, kind in _KINDS.items() if optional(collector, name) is not MISSING), None)
 
 
-class CollectorProcess(AwaitedProcess):
-    """The process of a collector's worker. The collector starts it after `init_on_sender`, before `connect`."""
+def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, Callable[[], Any]]:
+    """What finds the processes of a TorchRL collector's workers, by worker id; empty if it has none on this host.
 
-    def __init__(self, collector: Any, worker: int) -> None:
-        self._collector = weakref.ref(collector)
-        self._worker = worker
-
-    @property
-    def end(self) -> str:
-        """See `AwaitedProcess.end`."""
-        found = self._found()
-        return "" if found is None else found.end
-
-    @property
-    def identity(self) -> tuple[int, int] | None:
-        """See `AwaitedProcess.identity`."""
-        found = self._found()
-        return None if found is None else found.identity
-
-    def _found(self) -> AwaitedProcess | None:
-        started = optional(self._collector(), "procs")
-        if not isinstance(started, list) or self._worker >= len(started):
-            return None
-        return AwaitedProcess(started[self._worker])
-
-
-def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, CollectorProcess]:
-    """The processes of a TorchRL collector's workers, by worker id; empty if it has no processes of this host."""
+    The collector starts them after `init_on_sender`, before `connect`.
+    """
     if not _has_processes(context):
         return {}
-    return {worker: CollectorProcess(context, worker) for worker in workers}
+    collector = weakref.ref(context)
+    return {worker: partial(_started, collector, worker) for worker in workers}
 
 
-def note_reports(error: WorkerLostError, context: Any) -> None:
-    """Note in an error what the lost workers of a TorchRL collector have told the collector: it no longer asks them."""
+def _started(collector: weakref.ref[Any], worker: int) -> Any:
+    """The process of a worker; None: it was not started yet."""
+    processes = optional(collector(), "procs")
+    return processes[worker] if isinstance(processes, list) and worker < len(processes) else None
+
+
+def note_worker_errors(error: WorkerLostError, context: Any) -> None:
+    """Note in an error what the lost workers of a TorchRL collector have raised: the collector no longer asks them."""
     pipes = optional(context, "pipes") if _has_processes(context) else None
     if not isinstance(pipes, list):
         return

@@ -44,7 +44,7 @@ class ReceiverSide:
             As ``await_first``; nothing is received in the background any more.
         """
         receiver = self.require_receiver("connect")
-        receiver.driver.require_open("connect")
+        receiver.require_open("connect")
         background = Background(receiver, relay)
         background.start()
         try:
@@ -108,9 +108,7 @@ class ReceiverSide:
             As `WeightSyncScheme.receive`.
         """
         receiver = self.require_receiver("receive")
-        if self.rendezvous.not_connected:
-            receiver.driver.require_open("receive")
-        self.rendezvous.require_connected("receive")
+        self.rendezvous.require_connected("receive", receiver)
         if not receiver.receive(timeout):
             return None
         held = receiver.target().destination

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Iterator
 from typing import Final
 
+from weightsync.engine.copies import Participant
 from weightsync.errors import StateError
 
 _ONCE: Final = "A scheme connects once, for one trainer or collector: make a new scheme for another."
@@ -60,9 +61,10 @@ class Rendezvous:
             raise
         self._state = ConnectState.CONNECTED
 
-    def require_connected(self, asked: str) -> None:
-        """Raises StateError: this side has not connected."""
+    def require_connected(self, asked: str, participant: Participant) -> None:
+        """Raises StateError: this side has not connected; or its sender or receiver was closed before it had."""
         if not self.is_connected:
+            participant.require_open(asked)
             raise self._refused(asked, ["connect"])
 
     def _refused(self, asked: str, allowed: list[str], hint: str = "") -> StateError:

@@ -73,7 +73,7 @@ class SenderSide:
             As `WeightSyncScheme.connect`.
         """
         sender, sends = self.require_sender("connect"), self.begin_sends()
-        sender._driver.require_open("connect")
+        sender.require_open("connect")
         if weights is None:
             weights = self.worker_set.weights or None
         has_weights = weights is not None or self._registered() is not None
@@ -89,10 +89,7 @@ class SenderSide:
         self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
         """Send to one group of workers after another. Raises as `WeightSyncScheme.send`."""
-        sender = self.require_sender("send")
-        if self.rendezvous.not_connected:
-            sender._driver.require_open("send")
-        self.rendezvous.require_connected("send")
+        self.rendezvous.require_connected("send", self.require_sender("send"))
         sends = self.begin_sends()
         groups = self._scheme._groups(weights, worker_ids)
         return send_to_groups(sends.send if self._scheme.sync else sends.dispatch, groups, deadline, failing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -10,24 +11,33 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.base import Waker
 from weightsync.transports.process import ProcessWatch, forget_after_fork, started_at, watching
 
+_Process = BaseProcess | subprocess.Popen[Any] | int
+
 
 class AwaitedProcess:
-    """A process that has not sent anything yet. Raises ConfigurationError: it is none of these."""
+    """A process that has not sent anything yet.
+
+    Args:
+        process: the process or its id; or a function that returns one of these, or None while there is none.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
 
     def __init__(self, process: Any) -> None:
-        known = isinstance(process, BaseProcess | subprocess.Popen)
+        known = isinstance(process, BaseProcess | subprocess.Popen) or callable(process)
         if not known and (isinstance(process, bool) or not isinstance(process, int) or process <= 0):
             raise ConfigurationError(
                 f"process= is {process!r}: give the worker's multiprocessing.Process (or subprocess.Popen), or its "
                 "process id. Nothing has changed."
             )
-        self._process: BaseProcess | subprocess.Popen[Any] | int = process
+        self._find: Callable[[], _Process | None] = process if callable(process) else lambda: process
 
     @property
     def end(self) -> str:
         """How it has ended; empty if it has not, or its parent does not know."""
-        process = self._process
-        if isinstance(process, int):
+        process = self._find()
+        if process is None or isinstance(process, int):
             return ""
         try:
             code = process.exitcode if isinstance(process, BaseProcess) else process.poll()
@@ -38,8 +48,9 @@ class AwaitedProcess:
     @property
     def identity(self) -> tuple[int, int] | None:
         """Its process id and start, as in `own_identity`; None: it has not started, or its Process object is closed."""
+        process = self._find()
         try:
-            pid = self._process if isinstance(self._process, int) else self._process.pid
+            pid = process if process is None or isinstance(process, int) else process.pid
         except ValueError:  # closed: `end` reports it
             return None
         return None if pid is None else (pid, started_at(pid) or 0)
