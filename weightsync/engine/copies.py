@@ -219,7 +219,9 @@ def require_fence(value: Any, what: str = "the incarnation to rise above") -> in
     """
     fence = require_whole(value, "fence", what)
     if fence > MAX_FENCE:
-        raise ConfigurationError(f"fence= is {fence}: no incarnation is above it. Nothing has changed.")
+        raise ConfigurationError(
+            f"fence= is {fence}: it is so large that no incarnation is above it. Nothing has changed."
+        )
     return fence
 
 
@@ -252,8 +254,8 @@ def require_name(value: Any, argument: str) -> str:
         fits = False
     if not fits:
         raise ConfigurationError(
-            f"{argument}= is {value[:40]!r}, of {len(value)} characters: give a name that takes at most "
-            f"{MAX_NAME_NBYTES} bytes in UTF-8. Nothing has changed."
+            f"{argument}= is {value[:40]!r}, of {len(value)} characters: give a name that UTF-8 encodes in at most "
+            f"{MAX_NAME_NBYTES} bytes. Nothing has changed."
         )
     return value
 

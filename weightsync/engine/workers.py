@@ -111,7 +111,7 @@ class Workers:
 
 
 def nap_until(deadline: Deadline, driver: SenderDriver) -> float | None:
-    """Seconds until the deadline, and processes that have not started yet, are checked again; None: no limit."""
+    """Seconds to sleep: until the deadline, or the next check of processes that have not started; None: no limit."""
     nap = deadline.nap
     if not driver.awaited:
         return nap

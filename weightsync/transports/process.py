@@ -152,7 +152,7 @@ class ProcessWatch:
 
     @property
     def ending(self) -> str:
-        """That it is dead, in words; and how it ended, which the kernel tells only the parent, until it has waited."""
+        """How the process ended, in words. Only its parent can read the exit status, until it has waited for it."""
         dead = f"process {self.pid} is dead"
         try:
             status = os.waitid(os.P_PIDFD, self.fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -307,7 +307,7 @@ def _code_of(module: torch.jit.ScriptModule) -> str:
 
 
 def _is_frozen(module: torch.jit.ScriptModule) -> bool:
-    """Whether `torch.jit.freeze` has made constants of its tensors; it leaves no attribute, ``training`` not either."""
+    """Whether `torch.jit.freeze` has made constants of its tensors. It removes all attributes, even ``training``."""
     return not module._c.hasattr("training") and "CONSTANTS." in _code_of(module)
 
 

@@ -89,7 +89,7 @@ FOR_EVER: Final = timedelta(days=365)
 #: The socket, our copy of it, and one to look for both.
 _NEEDED: Final = 3
 #: What torch's server opens: its event loop, its own connection; and some to spare. It aborts the process (SIGABRT) if
-#: its event loop finds none.
+#: no descriptor is left for its event loop.
 _SERVER_NEEDS: Final = 16
 #: A store's answer for a key without a value, when asked to exchange this for itself.
 _ABSENT: Final = "weightsync: no value"
@@ -167,7 +167,7 @@ def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
     _require_descriptors(_SERVER_NEEDS)
     with socket.create_server((host, port), backlog=_BACKLOG) as listener:
         port = listener.getsockname()[1]
-        # It belongs to the store from now on, which closes it even if it fails: its number may then be another's.
+        # The store owns it from here on, and closes it even if it fails. Closing it twice might close another's.
         number = listener.detach()
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=number)
 
