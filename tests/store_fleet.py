@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from fleet import PATIENCE, Pair, WorkerSetup, filled, large
 from torch import nn
 
 from weightsync import DistributedTransport, DistributedWeightSyncScheme, WeightReceiver, WeightSender
+from weightsync.clock import Deadline
 
 
 def reach(port: int) -> Any:
@@ -84,15 +86,33 @@ def open_store(setup: WorkerSetup) -> int:
     return port
 
 
-def lead(
-    setup: WorkerSetup, port: int, workers: int, make: Callable[..., nn.Module] = large, fill: float = 1.0
+def lead(  # noqa: PLR0917 - sent over a pipe, by position
+    setup: WorkerSetup,
+    port: int,
+    workers: int,
+    make: Callable[..., nn.Module] = large,
+    fill: float = 1.0,
+    fanout: int | None = None,
 ) -> None:
     """Initialise the trainer's side."""
     setup.model = make(fill)
     setup.kept["store"] = reach(port)
-    setup.scheme = DistributedWeightSyncScheme()
+    setup.scheme = DistributedWeightSyncScheme(fanout=fanout)
     setup.scheme.init_on_sender("policy", store=setup.kept["store"], num_workers=workers, model=setup.model)
     setup.kept["sender"] = setup.scheme.get_sender()
+
+
+def lead_tree(setup: WorkerSetup, port: int, listening: int, make: Callable[..., nn.Module]) -> None:
+    """Initialise the side of a trainer of two workers, who sends payloads to the first one alone.
+
+    It returns once that many of the two have said where the other one reaches them.
+    """
+    lead(setup, port, 2, make, fanout=1)
+    sender, deadline = setup.kept["sender"], Deadline(PATIENCE)
+    while sum(bool(link._worker.branch.address) for link in sender.transports().values()) < listening:
+        assert not deadline.passed, "no worker has said where it listens"
+        sender.poll()
+        time.sleep(0.005)
 
 
 def wait_until_met(setup: WorkerSetup) -> int | None:

@@ -286,7 +286,7 @@ ADAPTERS = [
     Adapter("the example of the docs", example, {"several models": ONE_MODEL}),
     Apart("RPC", rpc_factory, CALLS, (pytest.mark.rpc,)),
     Apart("distributed", store_factory, STORE, (pytest.mark.gloo,)),
-    Apart("distributed, not in step", partial(store_factory, sync=False), STORE, (pytest.mark.gloo,)),
+    Apart("distributed, fan-out", partial(store_factory, fanout=1), STORE, (pytest.mark.gloo,)),
     OnRay("Ray", ray_factory, CALLS, RAY),
     *faulty("pipe inline", pipe(Payloads.INLINE), {}, Delivery),
     *faulty("pipe shared", pipe(Payloads.SHARED), {}, Delivery),

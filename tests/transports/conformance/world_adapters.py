@@ -21,10 +21,10 @@ from weightsync.transports.rpc import RpcCallClient, call_server_of, worker_name
 _ranks = itertools.count(1)
 
 
-def store_factory(_folder: str, sync: bool = True) -> Callable[[str], Ends]:
-    """Links over a store of this process and gloo pairs of its own."""
+def store_factory(_folder: str, fanout: int | None = None) -> Callable[[str], Ends]:
+    """Links over a store of this process."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    scheme = DistributedWeightSyncScheme(sync=sync)
+    scheme = DistributedWeightSyncScheme(fanout=fanout)
 
     def lay(model_id: str) -> Ends:
         rank = next(_ranks)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray_fleet
 from fleet import Crew, crew  # noqa: F401 - crew: the fixture
-from fleet_adapters import PIPES, PipeFleet, RayFleet, RpcFleet, StoreFleet, StrikableActor
+from fleet_adapters import PIPES, FanoutFleet, PipeFleet, RayFleet, RpcFleet, StoreFleet, StrikableActor
 from fleets import Fleet, Wanted
 from networks import Cut, WiredWorld, over_rpc, over_store, over_tcp_pipes
 from severed import Network
@@ -57,6 +57,8 @@ def _fleet(wanted: Wanted, fixture: Any) -> Fleet:
             return RpcFleet(fixture("short_lived")(3) if wanted.dies else fixture("world"))
         case "store":
             return StoreFleet(fixture("crew"), fixture("store").port)
+        case "fanout":
+            return FanoutFleet(fixture("crew"), fixture("store").port)
         case pipes:
             return PipeFleet(fixture("crew"), PIPES[pipes])
 

@@ -1,4 +1,4 @@
-"""The adapters of `fleets.Fleet`: pipes, Ray, RPC, and torch.distributed's store."""
+"""The adapters of `fleets.Fleet`: pipes, Ray, RPC, and torch.distributed's store, without a fan-out and with one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import rpc_fleet
 import store_fleet
 from fleet import PATIENCE, Crew, join
 from fleets import APPLIED, TIMED_OUT, Child, Fleet, LocalTrainer, Order, Process
-from striking import Place, add_worker, megabytes
+from striking import Place, Strike, WorkerPoint, add_worker, megabytes
 
 from weightsync import (
     MultiProcessWeightSyncScheme,
@@ -238,6 +238,21 @@ class StoreFleet(Fleet):
 
     def successor(self) -> Child:
         return self._start()
+
+
+class FanoutFleet(StoreFleet):
+    """The trainer sends payloads to the victim alone, which passes them on to the other worker."""
+
+    def __init__(self, crew: Crew, port: int) -> None:
+        super().__init__(crew, port)
+        self._listening = 0
+
+    def start_receiver(self, worker: Any, strike: Strike | None = None) -> None:
+        super().start_receiver(worker, strike)
+        self._listening += strike is None or strike.at is not WorkerPoint.AHEAD
+
+    def lead(self) -> Order:
+        return store_fleet.lead_tree, (self._port, self._listening, megabytes)
 
 
 def small_pieces(_: Any) -> None:

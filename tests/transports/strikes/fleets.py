@@ -48,6 +48,7 @@ MARKS: dict[str, tuple[Any, ...]] = {
     ),
     "rpc": (pytest.mark.rpc,),
     "store": (pytest.mark.gloo,),
+    "fanout": (pytest.mark.gloo,),
 }
 
 

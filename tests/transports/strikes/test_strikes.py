@@ -45,12 +45,12 @@ OVER_PIPES = {
     "inline": [WorkerPoint.AHEAD, WorkerPoint.PAYLOAD, WorkerPoint.APPLIED],
     "shared": [WorkerPoint.PAYLOAD, WorkerPoint.APPLIED, WorkerPoint.ANSWERED],
 }
-ELSEWHERE = ("ray", "rpc", "store")
+ELSEWHERE = ("ray", "rpc", "store", "fanout")
 WORKER = {**OVER_PIPES, **dict.fromkeys(ELSEWHERE, tuple(WorkerPoint))}
 TRAINER = dict.fromkeys(ELSEWHERE, tuple(TrainerPoint))
 STOPPED_TRAINER = dict.fromkeys(ELSEWHERE, (TrainerPoint.DISPATCH, TrainerPoint.PAYLOAD, TrainerPoint.ANSWERED))
 ENDS = dict.fromkeys(ELSEWHERE, ("worker", "trainer"))
-CLOSED = dict.fromkeys((*OVER_PIPES, "store"), (WorkerPoint.PAYLOAD,))
+CLOSED = dict.fromkeys((*OVER_PIPES, "store", "fanout"), (WorkerPoint.PAYLOAD,))
 #: Of the points that are struck from without, and of those over other transports than pipes, these run in `make test`;
 #: the rest in `make verify`. Over pipes the former are tests/unit/schemes/test_sending.py's too.
 KILLED_DAILY = {
@@ -59,6 +59,7 @@ KILLED_DAILY = {
     ("rpc", WorkerPoint.PAYLOAD),
     ("store", WorkerPoint.IDLE),
     ("store", WorkerPoint.OUTSTANDING),
+    ("fanout", WorkerPoint.PAYLOAD),
 }
 STOPPED_DAILY = {("ray", WorkerPoint.IDLE)}
 TRAINER_DAILY = {("rpc", TrainerPoint.IDLE), ("store", TrainerPoint.IDLE), ("store", TrainerPoint.PAYLOAD)}
