@@ -46,7 +46,7 @@ message is read; a crossed one was sent and is not read by the end of the scenar
 
 def render(root: Path = ROOT) -> str:
     """Run the checks and render the page."""
-    sys.path.insert(0, str(root / "tests" / "protocol" / "planted"))
+    sys.path[:0] = [str(root / "tests" / "protocol" / "planted"), str(root / "tests")]
     checks = importlib.import_module("checks")  # lies in the tests, and imports torch
     logging.getLogger("weightsync").setLevel("CRITICAL")
     sections = []
