@@ -23,7 +23,6 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import arriving, fanout, fetching, forwarding
 from weightsync.transports.store.fanout import Branch
 from weightsync.transports.store.forwarding import Feed, Forwarder
-from weightsync.transports.store.routes import Ask, Why
 from weightsync.transports.store.stream import Stream
 
 NBYTES = sum(each.nbytes for each in large().state_dict().values())
@@ -251,23 +250,6 @@ def test_a_worker_that_cannot_be_reached_passes_nothing_on_any_more(
     assert fleet.send(2.0).ok
     assert fleet.values() == [{2.0}] * 4
     assert [branch.node is None for branch in fleet.branches] == [True, False, True, False]
-
-
-def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:
-    posted: list[Any] = []
-    tree = fanout.Fanout(1)
-    parent, child = (Branch(tree, posted.append, name, False) for name in ("one", "other"))
-    for branch in (parent, child):
-        branch.address, branch._proved = "127.0.0.1:1", True
-
-    child._blame(parent, Why.UNREACHABLE)
-    assert (parent.node is None, child.node is None) == (False, True)
-
-
-def test_a_worker_that_asks_for_what_it_is_not_owed_breaks_the_protocol() -> None:
-    branch = Branch(fanout.Fanout(1), lambda message: None, "worker 0", False)
-    with pytest.raises(Exception, match="worker 0 asks for a payload of version 3 that it is not owed"):
-        branch.asked(Ask(3, Why.SILENT))
 
 
 def test_a_worker_without_memory_refuses_and_its_children_get_the_payload_elsewhere(

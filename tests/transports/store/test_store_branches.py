@@ -1,0 +1,224 @@
+"""The trainer's side of a fan-out, without a network: what is posted to whom, and who is a parent after what."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import xxhash
+
+from weightsync.protocol.codec import encode
+from weightsync.protocol.messages import Ack, Update
+from weightsync.transports.buffers import Buffer, digest_of
+from weightsync.transports.store.fanout import Branch, Fanout
+from weightsync.transports.store.mailbox import INLINE_NBYTES, StoreMessage
+from weightsync.transports.store.routes import Ask, Listening, Routed, Supply, Why, route_in
+from weightsync.transports.store.tree import Node
+
+NBYTES = INLINE_NBYTES + 8
+HOST = b"one host"
+
+
+class Workers:
+    """Some branches of one fan-out: what was posted to each, and whose payloads are no longer read."""
+
+    def __init__(self, count: int, width: int = 1, keyed: bool = False) -> None:
+        self.tree = Fanout(width)
+        self.posted: list[list[StoreMessage]] = [[] for _ in range(count)]
+        self.done: list[int] = []
+        self.branches = [
+            Branch(self.tree, self.posted[index].append, f"worker {index}", keyed) for index in range(count)
+        ]
+        for index, branch in enumerate(self.branches):
+            branch.listens(Listening(HOST, f"10.0.0.1:{index + 1}"))
+            self.posted[index].clear()  # it was asked to listen
+
+    def send(self, index: int, buffer: Buffer, version: int = 1, nbytes: int = NBYTES) -> None:
+        """Send a version to one worker. Its message's ``done`` notes the worker."""
+        update = Update(model_id="policy", incarnation=1, version=version, layout_digest=bytes(32), nbytes=nbytes)
+        message = StoreMessage(
+            encode(update), buffer.view[:nbytes], hint=("torchrl", "update"), done=lambda: self.done.append(index)
+        )
+        self.branches[index].send(update, buffer, message)
+
+    def dispatch(self, buffer: Buffer, version: int = 1) -> None:
+        """Send a version to all of them, as one dispatch."""
+        self.tree.begin()
+        for index in range(len(self.branches)):
+            self.send(index, buffer, version)
+        self.tree.end()
+
+    def routes(self) -> list[Routed | None]:
+        """How the payload of the last message to each travels; None: with the message, to nobody else."""
+        heads = [posted[-1].head for posted in self.posted]
+        return [None if head is None else routed(head()) for head in heads]
+
+
+def routed(text: bytes) -> Routed:
+    found = route_in(memoryview(text))
+    assert isinstance(found, Routed)
+    return found
+
+
+def ack(version: int) -> Ack:
+    return Ack(model_id="policy", incarnation=1, version=version)
+
+
+def payload(fill: int = 1) -> Buffer:
+    buffer = Buffer(NBYTES)
+    buffer.view[:] = bytes([fill]) * NBYTES
+    return buffer
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_chain_s_workers_are_told_their_parent_their_children_and_the_digest(keyed: bool) -> None:
+    workers, buffer = Workers(3, keyed=keyed), payload()
+    workers.dispatch(buffer)
+    first, second, third = workers.routes()
+
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    digest = digest_of(buffer.view) if keyed else xxhash.xxh3_128_digest(buffer.view)
+    assert (first.parent, first.children, first.digest) == ("", 1, b"")
+    assert (second.parent, second.children, second.digest) == ("10.0.0.1:1", 1, digest)
+    assert (third.parent, third.children, third.digest) == ("10.0.0.1:2", 0, digest)
+    assert first.token == second.token == third.token
+    assert [posted[-1].payload is None for posted in workers.posted] == [False, True, True]
+
+
+def test_each_of_two_payloads_has_a_tree_of_its_own() -> None:
+    workers = Workers(4)
+    workers.tree.begin()
+    ones, twos = payload(1), payload(2)
+    for index in range(4):
+        workers.send(index, (ones, twos)[index % 2])
+    workers.tree.end()
+    routes = workers.routes()
+
+    assert ["", "", "10.0.0.1:1", "10.0.0.1:2"] == [route.parent for route in routes if route is not None]
+    tokens = [route.token for route in routes if route is not None]
+    assert tokens[0] == tokens[2] != tokens[1] == tokens[3]
+
+
+def test_payloads_that_are_part_of_their_message_and_those_of_no_dispatch_are_sent_at_once() -> None:
+    workers, buffer = Workers(2), payload()
+    workers.send(0, buffer)
+    assert [len(posted) for posted in workers.posted] == [1, 0]
+    workers.tree.begin()
+    workers.send(0, buffer, nbytes=INLINE_NBYTES)
+    workers.send(1, buffer, nbytes=INLINE_NBYTES + 1)
+    assert [len(posted) for posted in workers.posted] == [2, 0]
+    workers.tree.end()
+    assert [len(posted) for posted in workers.posted] == [2, 1]
+    assert workers.routes() == [None, None]  # a tree of one
+
+
+def test_a_payload_that_a_worker_may_still_ask_for_is_held_until_it_answers() -> None:
+    workers, buffer = Workers(2), payload()
+    workers.dispatch(buffer, 1)
+    workers.dispatch(buffer, 2)
+    assert all(posted.done() is None for posted in workers.posted[1])  # what was written is not the payload
+    assert workers.done == []
+
+    workers.branches[1].answered(ack(1))
+    assert workers.done == [1]
+    workers.branches[1].answered(ack(2))
+    assert workers.done == [1, 1]
+
+
+def test_an_answer_settles_the_older_versions_too_and_so_does_the_end() -> None:
+    for settles in (lambda branch: branch.answered(ack(2)), Branch.end):
+        workers, buffer = Workers(2), payload()
+        workers.dispatch(buffer, 1)
+        workers.dispatch(buffer, 2)
+        settles(workers.branches[1])
+        assert workers.done == [1, 1]
+
+
+def test_a_worker_that_asks_gets_the_payload_from_the_trainer_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "weightsync")
+    workers, buffer = Workers(2), payload()
+    for version in (1, 2):
+        workers.dispatch(buffer, version)
+        workers.branches[1].asked(Ask(version, Why.SILENT))
+        supplied = workers.posted[1][-1]
+        workers.branches[0].answered(ack(version))
+
+        assert route_in(memoryview(supplied.frame)) == Supply(version)
+        assert (supplied.payload, supplied.hint, supplied.head) == (buffer.view[:NBYTES], None, None)
+        with pytest.raises(Exception, match=f"worker 1 asks for a payload of version {version} that it is not owed"):
+            workers.branches[1].asked(Ask(version, Why.SILENT))
+    assert workers.done == []  # the message's writer says when
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "fan-out: worker 1 did not get version 1 from worker 0, which sent nothing for a while" in warnings[0]
+    assert "version 2: worker 1 did not get the payload from worker 0, which sent nothing for a while" in caplog.text
+
+
+def test_a_link_that_has_ended_is_sent_nothing() -> None:
+    workers, buffer = Workers(2), payload()
+    workers.tree.begin()
+    for index in range(2):
+        workers.send(index, buffer)
+    for branch in workers.branches:
+        branch.end()
+    workers.tree.end()
+
+    assert workers.posted == [[], []]
+    assert sorted(workers.done) == [0, 1]
+    workers.branches[1].asked(Ask(1, Why.SILENT))  # too late; not a breach of the protocol
+
+
+@pytest.mark.parametrize("why", [Why.ENDED, Why.SILENT, Why.WRONG])
+def test_a_parent_that_failed_a_child_is_a_leaf_until_it_answers(why: Why) -> None:
+    workers = Workers(2)
+    workers.dispatch(payload())
+    workers.branches[1].asked(Ask(1, why))
+    assert [branch.node for branch in workers.branches] == [Node(HOST, passes_on=False), Node(HOST)]
+
+    workers.branches[0].answered(ack(0))  # names no version
+    assert workers.branches[0].node == Node(HOST, passes_on=False)
+    workers.branches[0].answered(ack(1))
+    assert workers.branches[0].node == Node(HOST)
+
+
+def test_a_parent_whom_nobody_has_reached_yet_is_no_parent_any_more() -> None:
+    workers = Workers(2)
+    workers.dispatch(payload())
+    workers.branches[1].asked(Ask(1, Why.UNREACHABLE))
+    assert [branch.node for branch in workers.branches] == [None, Node(HOST)]
+
+
+def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:
+    workers = Workers(2)
+    workers.dispatch(payload(), 1)
+    workers.branches[1].answered(ack(1))  # it got it from worker 0, who can be reached
+    workers.dispatch(payload(), 2)
+    workers.branches[1].asked(Ask(2, Why.UNREACHABLE))
+    assert [branch.node for branch in workers.branches] == [Node(HOST), None]
+
+
+@pytest.mark.parametrize(
+    ("address", "at_loopback"),
+    [
+        ("127.0.0.1:5", True),
+        ("::1:5", True),
+        ("10.0.0.1:5", False),
+        ("fe80::1%eth0:5", False),
+        ("a-name:5", False),
+    ],
+)
+def test_a_worker_at_the_loopback_is_reached_from_its_own_host_alone(address: str, at_loopback: bool) -> None:
+    branch = Branch(Fanout(1), lambda message: None, "worker 0", False)
+    assert branch.node is None  # until it has said where it listens
+    branch.listens(Listening(HOST, address))
+    assert branch.node == Node(HOST, at_loopback)
+
+
+def test_a_forked_child_owes_nobody_a_payload() -> None:
+    workers = Workers(2)
+    workers.dispatch(payload())
+    workers.branches[1].forget()
+    workers.branches[1].answered(ack(1))
+    assert workers.done == []
