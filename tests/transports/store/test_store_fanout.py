@@ -22,7 +22,7 @@ from weightsync import ConfigurationError, DistributedWeightSyncScheme, Transpor
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import arriving, fanout, fetching, forwarding
 from weightsync.transports.store.fanout import Branch
-from weightsync.transports.store.forwarding import Feed, Forwarder
+from weightsync.transports.store.forwarding import Feed
 from weightsync.transports.store.stream import Stream
 
 NBYTES = sum(each.nbytes for each in large().state_dict().values())
@@ -275,44 +275,6 @@ def test_a_worker_without_memory_refuses_and_its_children_get_the_payload_elsewh
     assert first is fleet.receivers[0]
     assert fleet.send(3.0).ok
     assert fleet.values() == [{3.0}] * 4
-
-
-# --------------------------------------------------------------------------------------------- strangers
-
-
-def test_a_stranger_without_the_token_gets_nothing() -> None:
-    forwarder = Forwarder("127.0.0.1")
-    try:
-        forwarder.offer(b"t" * 16, 1, memoryview(b"the weights")).reach(11)
-        host, _, port = forwarder.address.rpartition(":")
-        for said in (b"x" * 16, b"short", b""):
-            with socket.create_connection((host, int(port)), 5.0) as stranger:
-                stranger.sendall(said)
-                stranger.settimeout(PATIENCE)
-                assert stranger.recv(100) == b""
-        with socket.create_connection((host, int(port)), 5.0) as child:
-            child.sendall(b"t" * 16)
-            child.settimeout(PATIENCE)
-            with child.makefile("rb") as arrived:
-                assert arrived.read() == b"\0\0\0\x0bthe weights"
-    finally:
-        forwarder.close()
-
-
-def test_strangers_that_say_nothing_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "_MOST", 2)
-    forwarder = Forwarder("127.0.0.1")
-    host, _, port = forwarder.address.rpartition(":")
-    strangers = [socket.create_connection((host, int(port)), 5.0) for _ in range(4)]
-    try:
-        strangers[-1].settimeout(PATIENCE)
-        assert strangers[-1].recv(1) == b""
-        while forwarder._children:
-            time.sleep(0.01)  # each has a second to present its token
-    finally:
-        forwarder.close()
-        for each in strangers:
-            each.close()
 
 
 # ----------------------------------------------------------------------------------------- superseded, closed

@@ -1,0 +1,299 @@
+"""A worker passes a payload on to its children in a fan-out while it arrives, over real sockets, without a trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import pytest
+import xxhash
+from fleet import PATIENCE
+
+from weightsync import TransportError
+from weightsync.clock import Deadline
+from weightsync.transports.store import fetching, forwarding
+from weightsync.transports.store.fetching import NotFetched, fetch
+from weightsync.transports.store.forwarding import Feed, Forwarder
+from weightsync.transports.store.routes import Routed, Why
+
+TOKEN = b"0123456789abcdef"
+#: More than three pieces.
+PAYLOAD = os.urandom(3 * forwarding.PIECE_NBYTES + 12345)
+#: How far it has arrived, from time to time: within a piece, at its end, beyond it.
+STEPS = (1, forwarding.PIECE_NBYTES, forwarding.PIECE_NBYTES + 1, 3 * forwarding.PIECE_NBYTES, len(PAYLOAD))
+
+
+@pytest.fixture
+def forwarder() -> Iterator[Forwarder]:
+    """A parent on this host."""
+    made = Forwarder("127.0.0.1")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parent counts as silent, however slow this machine is."""
+    monkeypatch.setattr(fetching, "SILENCE", PATIENCE)
+
+
+def routed(parent: str, token: bytes = TOKEN, digest: bytes = b"") -> Routed:
+    return Routed(token, 0, digest or xxhash.xxh3_128_digest(PAYLOAD), parent)
+
+
+def fetched(route: Routed, go_on: Callable[[], None] = lambda: None) -> tuple[bytes, list[int]]:
+    """What a child gets, and how far it was told to be."""
+    buffer, reached = bytearray(len(PAYLOAD)), list[int]()
+    fetch(route, memoryview(buffer), reached.append, go_on)
+    return bytes(buffer), reached
+
+
+def why_not(route: Routed) -> Why:
+    """Why a child does not get it."""
+    with pytest.raises(NotFetched) as refused:
+        fetched(route)
+    assert str(refused.value) == refused.value.why.name
+    return refused.value.why
+
+
+def connection(forwarder: Forwarder, *options: tuple[int, int, int]) -> socket.socket:
+    """A connection of a child, or of a stranger."""
+    host, _, port = forwarder.address.rpartition(":")
+    sock = socket.socket()
+    for option in options:
+        sock.setsockopt(*option)
+    sock.settimeout(PATIENCE)
+    sock.connect((host, int(port)))
+    return sock
+
+
+# ------------------------------------------------------------------------------------------------- children
+
+
+@pytest.mark.usefixtures("patient")
+def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(forwarder: Forwarder) -> None:
+    feed = forwarder.offer(TOKEN, 2, memoryview(PAYLOAD))
+    digests = hashlib.sha256(PAYLOAD).digest(), xxhash.xxh3_128_digest(PAYLOAD)
+    with ThreadPoolExecutor(2) as children:
+        calls = [children.submit(fetched, routed(forwarder.address, digest=digest)) for digest in digests]
+        for step in STEPS:
+            time.sleep(1.5 * forwarding._PULSE)  # so that it says that it is waiting
+            feed.reach(step)
+        found = [call.result(PATIENCE) for call in calls]
+
+    for got, reached in found:
+        assert got == PAYLOAD
+        assert reached == sorted(reached)
+        assert len(set(reached)) >= 4
+        assert reached[-1] == len(PAYLOAD)
+    assert why_not(routed(forwarder.address)) is Why.ENDED  # two were announced
+
+
+def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
+    feed = Feed(memoryview(PAYLOAD))
+    feed.reach(20)
+    feed.reach(10)  # a thread that was overtaken
+
+    assert feed.beyond(0, 0.0) == PAYLOAD[:20]
+    assert feed.beyond(15, 0.0) == PAYLOAD[15:20]
+    assert feed.beyond(20, 0.0) == b""
+    feed.reach(len(PAYLOAD))
+    assert feed.beyond(20, 0.0) == PAYLOAD[20 : 20 + forwarding.PIECE_NBYTES]
+    feed.end()
+    assert feed.beyond(20, PATIENCE) is None
+
+
+@pytest.mark.parametrize("children", [1, 2])
+def test_children_of_a_payload_that_is_declined_are_told_so(forwarder: Forwarder, children: int) -> None:
+    forwarder.decline(TOKEN, children)
+    began = Deadline(forwarding.PATIENCE)
+    for _ in range(children):
+        assert why_not(routed(forwarder.address)) is Why.ENDED
+    assert not began.passed, "a child waited for a payload that does not come"
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("ends", [lambda _, feed: feed.end(), lambda forwarder, _: forwarder.close()])
+def test_a_payload_that_ends_amid_its_way_ends_for_its_children(
+    forwarder: Forwarder, ends: Callable[[Forwarder, Feed], None]
+) -> None:
+    feed = forwarder.offer(TOKEN, 2, memoryview(PAYLOAD))
+    feed.reach(forwarding.PIECE_NBYTES)
+    with ThreadPoolExecutor(1) as child:
+        call = child.submit(why_not, routed(forwarder.address))
+        until(lambda: TOKEN in forwarder._feeds and forwarder._feeds[TOKEN][1] == 1)
+        ends(forwarder, feed)
+        assert call.result(PATIENCE) is Why.ENDED
+
+
+@pytest.mark.usefixtures("patient")
+def test_of_many_payloads_that_nobody_came_for_two_are_kept(forwarder: Forwarder) -> None:
+    tokens = [bytes([index]) * 16 for index in range(3)]
+    for token in tokens:
+        forwarder.offer(token, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
+
+    assert why_not(routed(forwarder.address, tokens[0])) is Why.ENDED
+    for token in tokens[1:]:
+        assert fetched(routed(forwarder.address, token))[0] == PAYLOAD
+
+
+def test_a_token_may_come_in_parts_and_before_its_payload(forwarder: Forwarder) -> None:
+    with connection(forwarder) as child:
+        for part in (TOKEN[:5], TOKEN[5:] + b"and more"):
+            child.sendall(part)
+            time.sleep(0.05)
+        forwarder.offer(TOKEN, 1, memoryview(b"weights")).reach(7)
+        with child.makefile("rb") as arrived:
+            assert arrived.read(11) == b"\0\0\0\x07weights"
+
+
+def test_a_child_that_takes_nothing_is_given_up_and_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "_PULSE", 0.05)
+    forwarder = Forwarder("127.0.0.1")
+    small = socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
+    payload = bytes(16 * forwarding.PIECE_NBYTES)
+    try:
+        forwarder.offer(TOKEN, 2, memoryview(payload)).reach(len(payload))
+        with connection(forwarder, small) as deaf, connection(forwarder, small) as slow:
+            for each in (deaf, slow):
+                each.sendall(TOKEN)
+            until(lambda: len(forwarder._children) == 2)
+            got = len(slow.recv(2**16))
+            began = Deadline(PATIENCE)
+            while len(forwarder._children) == 2 and not began.passed:
+                got += len(slow.recv(2**16))
+                time.sleep(0.02)
+            assert len(forwarder._children) == 1
+            while got < len(payload) and (some := slow.recv(2**20)):
+                got += len(some)
+            assert got >= len(payload)
+    finally:
+        forwarder.close()
+
+
+# -------------------------------------------------------------------------------------------------- parents
+
+
+class Parent:
+    """A parent that accepts one connection and does something else than ours."""
+
+    def __init__(self, does: Callable[[socket.socket], Any]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._over = threading.Event()
+        self._does = does
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        sock, _ = self._listener.accept()
+        with sock:
+            sock.recv(16)
+            self._does(sock)
+            self._over.wait(PATIENCE)
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE)
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"", Why.SILENT),
+        (forwarding.LENGTH.pack(100) + b"some", Why.SILENT),
+        (forwarding.LENGTH.pack(len(PAYLOAD) + 1), Why.WRONG),
+        (forwarding.LENGTH.pack(len(PAYLOAD)) + bytes(len(PAYLOAD)), Why.WRONG),
+    ],
+)
+def test_a_parent_that_is_silent_or_sends_something_else_is_given_up(sent: bytes, why: Why) -> None:
+    parent = Parent(lambda sock: sock.sendall(sent))
+    try:
+        assert why_not(routed(parent.address)) is why
+    finally:
+        parent.close()
+
+
+@pytest.mark.parametrize("digest", [hashlib.sha256(b"").digest(), xxhash.xxh3_128_digest(b"")])
+def test_a_payload_whose_digest_is_another_is_not_taken(forwarder: Forwarder, digest: bytes) -> None:
+    forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
+    assert why_not(routed(forwarder.address, digest=digest)) is Why.WRONG
+
+
+def test_a_child_whose_own_link_ends_stops_waiting_for_its_parent() -> None:
+    parent = Parent(lambda sock: None)
+
+    def ended() -> None:
+        raise TransportError("the link has ended")
+
+    try:
+        with pytest.raises(TransportError, match="the link has ended"):
+            fetched(routed(parent.address), ended)
+    finally:
+        parent.close()
+
+
+@pytest.mark.parametrize("parent", ["127.0.0.1:1", "127.0.0.1:99999"])
+def test_a_parent_that_cannot_be_reached_is_said_to_be(parent: str) -> None:
+    assert why_not(routed(parent)) is Why.UNREACHABLE
+
+
+def test_a_parent_at_an_address_of_ipv6_is_called_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+
+    def none(address: Any, timeout: float) -> NoReturn:
+        called.append((address, timeout))
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", none)
+    assert why_not(routed("fe80::1%eth0:4711")) is Why.UNREACHABLE
+    assert called == [(("fe80::1%eth0", 4711), fetching.SILENCE)]
+
+
+def test_an_address_that_is_not_this_host_s_is_named_in_the_error() -> None:
+    with pytest.raises(TransportError, match=r"No connection can be accepted at 203\.0\.113\.1: Cannot assign"):
+        Forwarder("203.0.113.1")
+
+
+# ------------------------------------------------------------------------------------------------ strangers
+
+
+def test_a_stranger_without_the_token_gets_nothing(forwarder: Forwarder) -> None:
+    forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
+    strangers = [connection(forwarder) for _ in range(3)]
+    for stranger, said in zip(strangers, (b"x" * 16, b"short", b""), strict=True):
+        stranger.sendall(said)
+    for stranger in strangers:
+        with stranger:
+            assert stranger.recv(100) == b""
+    assert fetched(routed(forwarder.address))[0] == PAYLOAD
+
+
+def test_strangers_that_say_nothing_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "_MOST", 2)
+    forwarder = Forwarder("127.0.0.1")
+    strangers = [connection(forwarder) for _ in range(4)]
+    try:
+        assert strangers[-1].recv(1) == b""
+        until(lambda: not forwarder._children)  # each has a second to present its token
+        forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
+        assert fetched(routed(forwarder.address))[0] == PAYLOAD
+    finally:
+        forwarder.close()
+        for each in strangers:
+            each.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = Deadline(PATIENCE)
+    while not condition():
+        assert not deadline.passed, "it never came true"
+        time.sleep(0.01)
