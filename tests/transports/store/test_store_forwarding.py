@@ -109,6 +109,7 @@ def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
     assert feed.beyond(20, PATIENCE) is None
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("children", [1, 2])
 def test_children_of_a_payload_that_is_declined_are_told_so(forwarder: Forwarder, children: int) -> None:
     forwarder.decline(TOKEN, children)
@@ -212,6 +213,7 @@ class Parent:
         (forwarding.LENGTH.pack(len(PAYLOAD) + 1), Why.WRONG),
         (forwarding.LENGTH.pack(len(PAYLOAD)) + bytes(len(PAYLOAD)), Why.WRONG),
     ],
+    ids=["nothing", "a part", "more", "other bytes"],
 )
 def test_a_parent_that_is_silent_or_sends_something_else_is_given_up(sent: bytes, why: Why) -> None:
     parent = Parent(lambda sock: sock.sendall(sent))
@@ -221,7 +223,8 @@ def test_a_parent_that_is_silent_or_sends_something_else_is_given_up(sent: bytes
         parent.close()
 
 
-@pytest.mark.parametrize("digest", [hashlib.sha256(b"").digest(), xxhash.xxh3_128_digest(b"")])
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("digest", [hashlib.sha256(b"").digest(), xxhash.xxh3_128_digest(b"")], ids=["sha256", "xxh3"])
 def test_a_payload_whose_digest_is_another_is_not_taken(forwarder: Forwarder, digest: bytes) -> None:
     forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
     assert why_not(routed(forwarder.address, digest=digest)) is Why.WRONG
@@ -265,6 +268,7 @@ def test_an_address_that_is_not_this_host_s_is_named_in_the_error() -> None:
 # ------------------------------------------------------------------------------------------------ strangers
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_stranger_without_the_token_gets_nothing(forwarder: Forwarder) -> None:
     forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
     strangers = [connection(forwarder) for _ in range(3)]
@@ -276,6 +280,7 @@ def test_a_stranger_without_the_token_gets_nothing(forwarder: Forwarder) -> None
     assert fetched(routed(forwarder.address))[0] == PAYLOAD
 
 
+@pytest.mark.usefixtures("patient")
 def test_strangers_that_say_nothing_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "_MOST", 2)
     forwarder = Forwarder("127.0.0.1")

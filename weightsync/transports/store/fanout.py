@@ -279,6 +279,6 @@ def _nothing() -> None:
 
 def _is_loopback(address: str) -> bool:
     try:
-        return ip_address(address.rpartition(":")[0].partition("%")[0]).is_loopback
+        return ip_address(address.rpartition(":")[0]).is_loopback
     except ValueError:  # a name
         return False
