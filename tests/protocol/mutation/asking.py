@@ -66,6 +66,9 @@ FILES = (
     "transports/store/test_store_strangers.py",
     "transports/store/test_store_key.py",
     "transports/store/test_store_client.py",
+    "transports/store/test_store_tree.py",
+    "transports/store/test_store_branches.py",
+    "transports/store/test_store_fanout.py",
 )
 #: Those of them that are about some modules alone, by how the modules' names begin; they are asked first.
 OWN = {
@@ -132,7 +135,10 @@ OWN = {
         "tests/unit/weights/test_send_plan.py",
     ),
     "weightsync.weights.tree_digest": ("tests/unit/weights/test_tree_digest.py",),
-    "weightsync.transports.store.": ("tests/transports/store/test_store_client.py",),
+    "weightsync.transports.store.store": ("tests/transports/store/test_store_client.py",),
+    "weightsync.transports.store.tree": ("tests/transports/store/test_store_tree.py",),
+    "weightsync.transports.store.routes": ("tests/transports/store/test_store_tree.py",),
+    "weightsync.transports.store.fanout": ("tests/transports/store/test_store_branches.py",),
     "weightsync.transports.process": ("tests/transports/pipe/test_process_watch.py",),
     "weightsync.transports.buffers": (
         "tests/unit/engine/test_segments.py",

@@ -56,6 +56,12 @@ def test_the_tree_is_as_shallow_as_it_can_be(workers: int, width: int, deepest: 
     assert max(depth(parents, index) for index in range(workers)) == deepest
 
 
+def test_a_leaf_gets_its_payload_from_the_first_that_has_room_and_else_from_the_trainer() -> None:
+    leaf = Node(b"one", passes_on=False)
+    assert tree_of([Node(b"one"), leaf, leaf], 1) == [None, 0, None]
+    assert tree_of([Node(b"one"), leaf, leaf, leaf, leaf], 2) == [None, None, 0, 0, None]
+
+
 def test_workers_of_one_host_are_mostly_one_anothers_parents() -> None:
     nodes = [Node(bytes([index % 8])) for index in range(64)]  # eight hosts, dealt in turn
     parents = tree_of(nodes, 2)
