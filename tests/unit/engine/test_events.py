@@ -342,6 +342,31 @@ def test_a_subscription_that_was_cancelled_is_not_called_again(pair: Pair) -> No
     assert len(cancelled.events) == 3
 
 
+def test_a_callback_is_called_for_what_happened_between_its_registration_and_its_cancellation(
+    pair: Pair,  # noqa: F811
+) -> None:
+    busy, free, late, cancelled, listener = threading.Event(), threading.Event(), Listener(), Listener(), Listener()
+
+    def callback(event: SyncEvent) -> None:
+        busy.set()
+        assert free.wait(PATIENCE)
+
+    pair.scheme.on_event(callback)
+    subscription = pair.scheme.on_event(cancelled)
+    pair.scheme.on_event(listener)
+    pair.sync()
+    assert busy.wait(PATIENCE)
+    pair.scheme.on_event(late)
+    subscription.cancel()  # while the call before its own still runs
+    free.set()
+    pair.sync()
+    listener.until(5)
+    pair.scheme.close()
+
+    assert [event.version for event in late.events] == [2, 2, None]
+    assert cancelled.events == []
+
+
 def test_what_cannot_be_called_is_refused() -> None:
     callback: Any = "print"
     with pytest.raises(ConfigurationError, match="'print'"):
