@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -398,6 +400,9 @@ def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> Non
     assert plain["outcomes"]["1"] == {**Outcome(kind=OutcomeKind.LOST).to_dict(), "reason": "it died"}
     assert (plain["superseded"], plain["left"]) == ({"0": [2, 3]}, {"5": "it was closed"})
     assert plain["outcomes"]["0"]["nested"] == plain["previous"] == nested.to_dict()
+    page = Path(__file__).parents[3].joinpath("docs", "observability.md").read_text(encoding="utf-8")
+    described = page.partition("## Reports as plain data")[2].partition("\n## ")[0]
+    assert {*plain, *plain["outcomes"]["0"]} <= set(re.findall(r"`(\w+)`", described))
 
 
 @pytest.mark.untraced("its links are scripted")
