@@ -109,7 +109,10 @@ def is_printed(report: Path | None) -> bool:
 def ended_by_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the command like an interrupt, so that no process is left. Keep nohup's SIGHUP."""
 
+    received: list[int] = []
+
     def end(number: int, _frame: FrameType | None) -> NoReturn:
+        received.append(number)
         sys.exit(128 + number)
 
     unhandled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
@@ -117,6 +120,10 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(number, end)
     try:
         yield
+    except SystemExit:
+        if received:
+            sys.exit(128 + received[0])  # a call of Ray that is interrupted makes 1 of it
+        raise
     finally:
         for number in unhandled:
             signal.signal(number, signal.SIG_DFL)
