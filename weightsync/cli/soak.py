@@ -26,7 +26,7 @@ def soak(  # noqa: PLR0917
     scheme: Annotated[SchemeName, typer.Option("--scheme", help="The scheme to soak.")] = SchemeName.SHARED,
     minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="How long.")] = 1.0,
     workers: Annotated[int, typer.Option("--workers", min=2, help="How many worker processes.")] = 3,
-    mib: Annotated[float, typer.Option("--mib", min=0.001, max=_MOST_MIB, help="The size of the weights in MiB.")] = 1.0,
+    mib: Annotated[float, typer.Option("--mib", min=0.001, max=_MOST_MIB, help="The weights in MiB.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the choices; processes race all the same.")] = 0,
     report: Report = None,
 ) -> None:

@@ -126,9 +126,7 @@ def test_what_is_no_trace_of_ours_is_not_judged(tmp_path: Path, text: str) -> No
 # ------------------------------------------------------------------------- by a forger who knows the seals
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("what", []), ("t", 10**400), ("t", -1), ("role", []), ("model", {})]
-)
+@pytest.mark.parametrize(("name", "value"), [("what", []), ("t", 10**400), ("t", -1), ("role", []), ("model", {})])
 def test_a_line_whose_values_no_recorder_writes_is_named_though_all_is_sealed_anew(
     file: Path, name: str, value: object
 ) -> None:

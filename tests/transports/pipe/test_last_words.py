@@ -119,17 +119,22 @@ def test_an_end_that_is_closed_names_its_process_and_how_that_has_ended() -> Non
     here.close()
 
 
-def test_a_killed_workers_link_says_what_ended_it_if_its_end_is_closed_too() -> None:
+@pytest.mark.parametrize("unread", [b"", b"what it has not read resets the connection"])
+@pytest.mark.parametrize("turn", range(3))  # it closes its descriptors a moment before it is dead
+def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(unread: bytes, turn: int) -> None:
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=time.sleep, args=(60,), daemon=True)
     process.start()
     theirs.close()
-    link = PipeLink(ours, "m", peer="worker 1")
+    if unread:
+        ours.send_bytes(unread)
+    link, waker = PipeLink(ours, "m", peer="worker 1"), Waker()
     link.watch(process.pid, 0)
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(TransportError, match=f"worker 1 has ended: process {process.pid} is dead: .*SIGKILL"):
-        link.receive()
+        while wait(waker, [link], 5.0):
+            link.receive()
+    waker.close()
     link.close()
     process.join()
     process.close()

@@ -106,7 +106,7 @@ def test_the_svg_is_xml_with_the_text_of_every_row(chart: Chart) -> None:
     )
 
 
-def test_a_chart_has_the_models_name_and_nothing_of_it_is_left_that_xml_or_a_terminal_cannot_show(tmp_path: Path) -> None:
+def test_a_chart_names_its_model_without_what_xml_or_a_terminal_cannot_show(tmp_path: Path) -> None:
     name = "critic <&> \x00\x1b[31m\u202e"
     with recorder.record(tmp_path), weightsync.MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(name, num_workers=0, pipes=[], model=torch.nn.Linear(2, 2))
