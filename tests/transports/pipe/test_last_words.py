@@ -131,9 +131,9 @@ def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(unre
     link, waker = PipeLink(ours, "m", peer="worker 1"), Waker()
     link.watch(process.pid, 0)
     process.kill()
+    assert wait(waker, [link], 5.0) == [link]
     with pytest.raises(TransportError, match=f"worker 1 has ended: process {process.pid} is dead: .*SIGKILL"):
-        while wait(waker, [link], 5.0):
-            link.receive()
+        link.receive()
     waker.close()
     link.close()
     process.join()
