@@ -138,3 +138,27 @@ def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(unre
     link.close()
     process.join()
     process.close()
+
+
+def test_a_call_that_fails_because_its_worker_is_killed_says_what_ended_it_too() -> None:
+    process, call = FORK.Process(target=time.sleep, args=(60,), daemon=True), Future[Any]()
+
+    class CallClient:
+        def start(self, *_: object) -> Future[Any]:
+            return call
+
+        def close(self) -> None:
+            return None
+
+    process.start()
+    link = CallLink(CallClient(), "worker 1")
+    link.watch(process.pid, 0)
+    link.send(UPDATE)
+    process.kill()
+    call.set_exception(TransportError("worker 1 cannot be reached."))
+    ending = rf"cannot be reached\. The end of worker 1: process {process.pid} is dead: .*SIGKILL"
+    with pytest.raises(TransportError, match=ending):
+        link.receive()
+    link.close()
+    process.join()
+    process.close()
