@@ -21,7 +21,7 @@ from weightsync.clock import clock_id
 from weightsync.errors import TransportError
 
 #: How long a process may take to be dead once it has closed its descriptors, in milliseconds.
-_DYING_MS = 50
+_DYING_MS = 100
 
 
 class Forgettable(Protocol):
