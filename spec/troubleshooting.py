@@ -51,7 +51,8 @@ def section(kind: type[errors.WeightSyncError]) -> Iterator[str]:
         raise SpecError([f"{kind.__name__}: its docstring has no paragraph that begins with '{_CURE}'"])
     bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__[1:])
     yield f"### {kind.__name__}\n"
-    yield f"{_line(cause)} (Also a {bases}.)\n" if len(kind.__bases__) > 1 else f"{_line(cause)}\n"
+    also = f" (Also {'an' if bases[1] in 'AEIOU' else 'a'} {bases}.)" if bases else ""
+    yield f"{_line(cause)}{also}\n"
     yield f"**What to do:** {_line(cures[0])}\n"
     for part in rest:
         if part.startswith("Attributes:"):

@@ -24,6 +24,8 @@ from weightsync import MissingExtraError, TransportError
 
 #: How many seconds workers have to end by themselves.
 STOP_TIMEOUT = 3.0
+#: The first message to a worker process.
+_WORK = "work"
 #: How many seconds a call of torch's RPC may take.
 CALL_TIMEOUT = 60.0
 
@@ -86,9 +88,11 @@ class LocalWorker:
         return pid
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the process, and let it work."""
         with self._far_end:  # closed in this process, so that the pipe ends with the worker
             self.process.start()
+        with contextlib.suppress(OSError):  # it has ended already: whoever asks it is told
+            self.channel.send(_WORK)
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -161,6 +165,10 @@ def enter(work: Callable[..., None], channel: connection.Connection, *arguments:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then ends the workers
     torch.set_num_threads(1)
+    try:
+        channel.recv()  # `_WORK`: the trainer knows this process, and ends it
+    except (EOFError, OSError):
+        return  # Ctrl-C came amid its start
     with failures_sent(channel):
         work(channel, *arguments)
     # Threads of TorchRL's and of torch's RPC would keep the process.
@@ -277,8 +285,11 @@ def running_ray(feature: str, **settings: Any) -> Iterator[Any]:
     fixed: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     # A short path, because it contains Ray's sockets, whose paths are limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="ws", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ended = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address="local", _temp_dir=folder, **fixed, **settings)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, ended)  # Ray's own handler aborts the process
             yield ray
         finally:
             ray.shutdown()

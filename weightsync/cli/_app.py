@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,10 +31,55 @@ COMMANDS = {
 }
 
 
+class _StandardOutput:
+    """Standard output while it is kept for JSON: what else is printed, also by child processes, goes to stderr."""
+
+    def __init__(self) -> None:
+        self._kept: int | None = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep it for what `write` is given."""
+        sys.stdout.flush()
+        self._kept = os.dup(_STDOUT)
+        os.dup2(_STDERR, _STDOUT)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def write(self, text: str) -> None:
+        """Print the JSON, once; no more is kept behind it."""
+        self._give_back()
+        typer.echo(text, nl=False)
+
+    def _give_back(self) -> None:
+        if self._kept is not None:
+            sys.stdout.flush()
+            os.dup2(self._kept, _STDOUT)
+            os.close(self._kept)
+            self._kept = None
+
+
+_STDOUT, _STDERR = 1, 2
+_standard_output = _StandardOutput()
+
+
+def _keep_standard_output(context: typer.Context, report: Path | None) -> Path | None:
+    if is_printed(report):
+        context.with_resource(_standard_output.kept())
+    return report
+
+
 #: The option of the commands whose results can be read by programs.
 Report = Annotated[
     Path | None,
-    typer.Option("--json", metavar="[FILE]", help="Write the results to a file; - prints them, and is the default."),
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        callback=_keep_standard_output,
+        help="Write the results to a file; - prints them, and is the default.",
+    ),
 ]
 
 
@@ -46,7 +92,7 @@ def write_report(record: Any, report: Path | None) -> None:
         return
     text = json.dumps(record, indent=1) + "\n"
     if is_printed(report):
-        typer.echo(text, nl=False)
+        _standard_output.write(text)
         return
     try:
         report.write_text(text, encoding="utf-8")
@@ -63,7 +109,10 @@ def is_printed(report: Path | None) -> bool:
 def ended_by_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the command like an interrupt, so that no process is left. Keep nohup's SIGHUP."""
 
+    received: list[int] = []
+
     def end(number: int, _frame: FrameType | None) -> NoReturn:
+        received.append(number)
         sys.exit(128 + number)
 
     unhandled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
@@ -71,6 +120,10 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(number, end)
     try:
         yield
+    except SystemExit:
+        if received:
+            sys.exit(128 + received[0])  # a call of Ray that is interrupted makes 1 of it
+        raise
     finally:
         for number in unhandled:
             signal.signal(number, signal.SIG_DFL)

@@ -208,6 +208,9 @@ def ray() -> Finding:
     version = _version("ray")
     if version is None:
         return Finding(Status.ABSENT, "Ray is not installed", "pip install 'weightsync[ray]'")
+    if Path("/dev/shm").is_dir() and not os.access("/dev/shm", os.W_OK):
+        remedy = "Ray does not start: mount a tmpfs there that can be written to (docker run --shm-size=8g)."
+        return Finding(Status.FAILS, f"Ray {version}; /dev/shm cannot be written to", remedy)
     room = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     free = room.f_bavail * room.f_frsize if room else 0
     if free < _SHARED_MEMORY_NBYTES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ def doctor(
     The exit code is 0 if every scheme works whose packages are installed, and 1 if one does not.
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
-    found = Diagnosis({name: probe() for name, probe in PROBES.items()})
+    found = Diagnosis({name: probed(probe) for name, probe in PROBES.items()})
     write_report(found.record(), report)
     console.print(_probes.packages(), markup=False, highlight=False)
     console.print()
@@ -113,6 +113,18 @@ def doctor(
             console.print(f"\n{name}: {finding.detail}.\n  {finding.remedy}", markup=False, highlight=False)
     if not found.healthy:
         raise typer.Exit(DOES_NOT_WORK)
+
+
+def probed(probe: Callable[[], Finding]) -> Finding:
+    """The result of a probe, also where a package is installed and broken: importing it may raise anything."""
+    try:
+        return probe()
+    except Exception as error:  # noqa: BLE001
+        return Finding(
+            Status.FAILS,
+            f"it is installed, and cannot be used: {type(error).__name__}: {error}",
+            "Install the package of this name anew, or uninstall it; `pip check` names packages that do not fit.",
+        )
 
 
 def schemes(found: Diagnosis) -> Table:

@@ -10,13 +10,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
 from weightsync.local_workers import SchemeName
 from weightsync.soak.run import Action, Soak, Tally, Usage
 
 #: The exit code if something happened that must not.
 FINDINGS = 1
 _PLAIN_WIDTH = 120
+#: A tebibyte: more is a slip of the pen, and infinity is no size.
+_MOST_MIB = 2.0**20
 _LABELS = {"rss_nbytes": "memory, MiB", "descriptors": "descriptors", "threads": "threads", "children": "processes"}
 
 
@@ -24,7 +26,7 @@ def soak(  # noqa: PLR0917
     scheme: Annotated[SchemeName, typer.Option("--scheme", help="The scheme to soak.")] = SchemeName.SHARED,
     minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="How long.")] = 1.0,
     workers: Annotated[int, typer.Option("--workers", min=2, help="How many worker processes.")] = 3,
-    mib: Annotated[float, typer.Option("--mib", min=0.001, help="The size of the weights in MiB.")] = 1.0,
+    mib: Annotated[float, typer.Option("--mib", min=0.001, max=_MOST_MIB, help="The weights in MiB.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the choices; processes race all the same.")] = 0,
     report: Report = None,
 ) -> None:
@@ -35,7 +37,7 @@ def soak(  # noqa: PLR0917
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
     run = Soak(scheme, workers, int(mib * 2**20), seed)
-    with Live(console=console, refresh_per_second=4, transient=True) as live:
+    with ended_by_signals(), Live(console=console, refresh_per_second=4, transient=True) as live:
         tally = run.run(minutes * 60, lambda so_far: live.update(counted(so_far)) if console.is_terminal else None)
     write_report({"scheme": scheme.value, "workers": workers, **tally.record()}, report)
     console.print(counted(tally))

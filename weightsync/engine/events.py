@@ -127,11 +127,13 @@ class Subscription:
     Args:
         events: the events of the scheme.
         callback: the callback.
+        tracer: gives versions their trace context; None: this subscription gives none.
     """
 
-    def __init__(self, events: Events, callback: Callback) -> None:
+    def __init__(self, events: Events, callback: Callback, tracer: Tracer | None = None) -> None:
         self._events = events
         self.callback = callback
+        self.tracer = tracer
         #: How many times the callback has raised.
         self.failures = 0
 
@@ -141,7 +143,10 @@ class Subscription:
         return self._events.dropped
 
     def cancel(self) -> None:
-        """Stop calling the callback. A call that is running returns first. Calling this again does nothing."""
+        """Begin no further call of the callback, and drop its tracer. Does not wait for a call that runs.
+
+        Calling this again does nothing.
+        """
         self._events.cancel(self)
 
 
@@ -154,8 +159,6 @@ class Events:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        #: Gives versions their trace context; None if they carry none.
-        self.tracer: Tracer | None = None
         self._begin()
         forget_after_fork(self)
 
@@ -163,25 +166,25 @@ class Events:
         self.dropped = 0
         self._subscriptions: tuple[Subscription, ...] = ()
         # Not queue.Queue: the garbage collector may emit an event in a thread that holds its lock.
-        self._queue: queue.SimpleQueue[SyncEvent] = queue.SimpleQueue()
+        # Each event is for those who had subscribed when it happened.
+        self._queue: queue.SimpleQueue[tuple[SyncEvent, tuple[Subscription, ...]]] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def forget(self) -> None:
         """In a forked child, which does not have the thread: have no callbacks."""
-        self.tracer = None
         self._begin()
 
-    def subscribe(self, callback: Callback) -> Subscription:
-        """Call ``callback`` with each event from now on.
+    def subscribe(self, callback: Callback, tracer: Tracer | None = None) -> Subscription:
+        """Call ``callback`` with each event from now on, and ask ``tracer`` for the trace context of each version.
 
         Raises:
             ConfigurationError: it cannot be called.
         """
         if not callable(callback):
             raise ConfigurationError(f"on_event() was given {callback!r}: give a function that takes a SyncEvent.")
-        subscription = Subscription(self, callback)
+        subscription = Subscription(self, callback, tracer)
         with self._lock:
             self._subscriptions = (*self._subscriptions, subscription)
         return subscription
@@ -196,14 +199,20 @@ class Events:
         """Whether a callback is registered."""
         return bool(self._subscriptions)
 
+    @property
+    def tracer(self) -> Tracer | None:
+        """Gives versions their trace context: the newest that is subscribed. None if they carry none."""
+        return next((each.tracer for each in reversed(self._subscriptions) if each.tracer is not None), None)
+
     def emit(self, event: SyncEvent) -> None:
         """Queue an event for the callbacks. Never blocks; if the queue is full, the event is dropped."""
-        if not self._subscriptions or self._closed:
+        subscriptions = self._subscriptions
+        if not subscriptions or self._closed:
             return
         if self._queue.qsize() >= self._capacity:
             self._drop(1)
             return
-        self._queue.put(event)
+        self._queue.put((event, subscriptions))
         with self._lock:
             if self._thread is None:
                 self._start()
@@ -226,12 +235,13 @@ class Events:
         event: SyncEvent | None = None
         while not self._ends(event):
             try:
-                event = self._queue.get(timeout=_IDLE_S)
+                event, subscriptions = self._queue.get(timeout=_IDLE_S)
             except queue.Empty:
                 event = None
                 continue
-            for subscription in self._subscriptions:
-                _call(subscription, event)
+            for subscription in subscriptions:
+                if subscription in self._subscriptions:  # it may have been cancelled meanwhile
+                    _call(subscription, event)
 
     def _ends(self, last: SyncEvent | None) -> bool:
         """Whether the thread ends: nothing is queued, and a side was closed, or nothing came for a while."""

@@ -527,7 +527,8 @@ class WeightSyncScheme(Configured):
 
         Args:
             callback: takes one event. It may call the scheme.
-            tracer: gives each version the trace context that its updates carry, in the place of the one before.
+            tracer: gives each version the trace context that its updates carry, until the subscription is cancelled. Of
+                several, the newest does.
 
         Returns:
             The subscription: how many events were dropped, how often the callback has raised, and how to end it.
@@ -536,11 +537,10 @@ class WeightSyncScheme(Configured):
             ConfigurationError: ``callback`` cannot be called.
         """
         events = self._events or Events()
-        subscription = events.subscribe(callback)
+        subscription = events.subscribe(callback, tracer)
         if self._events is None:
             self._events = events
             self._report_events(*self._participants)
-        events.tracer = events.tracer if tracer is None else tracer
         return subscription
 
     def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> None:

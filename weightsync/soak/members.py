@@ -146,7 +146,7 @@ class RpcMembers(PipeMembers):
         self._cleanup = contextlib.ExitStack()
         world = self._cleanup.enter_context(rpc_address()), 1 + self._workers + _SPARES
         self._waiting: deque[tuple[int, LocalWorker]] = deque()
-        self._cleanup.callback(lambda: stop([worker for _, worker in self._waiting], PROCESS_S))
+        self._cleanup.callback(lambda: stop([worker for _, worker in self._waiting]))
         for rank in range(1, world[1]):
             self._waiting.append((rank, self._worker(rank - 1, world)))
         self._names: dict[int, str] = {}

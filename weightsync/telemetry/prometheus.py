@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from weightsync.engine.events import EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
 from weightsync.errors import MissingExtraError
@@ -20,11 +21,21 @@ except ModuleNotFoundError as error:
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
+@dataclass(slots=True)
+class _Sender:
+    """The newest sender of a model: its newest version, and the version that each connected worker serves."""
+
+    incarnation: int
+    newest: int = 0
+    serving: dict[int, int] = field(default_factory=dict)
+
+
 class Metrics(Collector):
     """The metrics of all schemes of a process that `watch` is given. A registry takes one such object.
 
-    Of a worker that is lost, the two gauges with its label end. A version that timed out may be applied later, and
-    then has two outcomes.
+    Of a worker that is lost, the two gauges with its label end. When a sender is closed, its last values stay until
+    another sender of the same model has an event; the gauges are those of the newest sender. A version that timed out
+    may be applied later, and then has two outcomes.
 
     Args:
         registry: where the metrics are registered; None: the global one.
@@ -58,9 +69,7 @@ class Metrics(Collector):
         self._workers = Gauge("weightsync_workers", "Workers that are connected", ("model",), registry=registry)
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
-        #: For each model, the newest version sent, and the version that each connected worker serves.
-        self._newest: dict[str, int] = {}
-        self._serving: dict[str, dict[int, int]] = {}
+        self._senders: dict[str, _Sender] = {}
         registry.register(self)
 
     def watch(self, scheme: WeightSyncScheme) -> Subscription:
@@ -96,36 +105,51 @@ class Metrics(Collector):
         if event.kind is EventKind.STALE:
             self._stale.labels(model, role).inc()
         self._bytes.labels(model).inc(event.nbytes)
-        packed_before = (event.version or 0) <= self._newest.get(model, 0)
+        known = self._senders.get(model)
+        packed_before = (
+            known is not None and event.incarnation <= known.incarnation and (event.version or 0) <= known.newest
+        )
         for phase, seconds in event.seconds.items():
             # Each worker's dispatch carries the time of packing, which is spent only once.
             if not (phase is SyncPhase.PACK and packed_before):
                 self._phases.labels(model, role, phase.value).observe(seconds)
 
     def _follow(self, event: SyncEvent) -> None:
-        """Keep what each worker serves."""
-        model, worker = event.model_id, event.worker
-        serving = self._serving.setdefault(model, {})
+        """Keep what each worker of the newest sender serves."""
+        model, worker, sender = event.model_id, event.worker, self._sender(event)
+        if event.incarnation < sender.incarnation:
+            return
         match event.kind:
             case EventKind.DISPATCH:
-                self._newest[model] = max(self._newest.get(model, 0), event.version or 0)
-                self._sent.labels(model).set(self._newest[model])
+                sender.newest = max(sender.newest, event.version or 0)
+                self._sent.labels(model).set(sender.newest)
             case EventKind.JOINED if worker is not None:
-                serving.setdefault(worker, 0)
+                sender.serving.setdefault(worker, 0)
             case EventKind.REPLY if worker is not None:
-                serving[worker] = max(serving.get(worker, 0), event.version or 0)
-                self._served.labels(model, event.role.value, _label(worker)).set(serving[worker])
-            case EventKind.LOST if worker in serving:
-                del serving[worker]
-                self._served.remove(model, event.role.value, _label(worker))
-                self._staleness.remove(model, _label(worker))
-            case EventKind.CLOSED:  # the next sender of this model counts from 1; the last values stay on the page
-                del self._serving[model]
-                self._newest.pop(model, None)
-                serving = {}
-        self._workers.labels(model).set(len(serving))
-        for each, version in serving.items():
-            self._staleness.labels(model, _label(each)).set(self._newest.get(model, 0) - version)
+                sender.serving[worker] = max(sender.serving.get(worker, 0), event.version or 0)
+                self._served.labels(model, event.role.value, _label(worker)).set(sender.serving[worker])
+            case EventKind.LOST if worker in sender.serving:
+                del sender.serving[worker]
+                self._remove(model, worker)
+            case EventKind.CLOSED:  # what its workers serve stays on the page until there is another sender
+                self._workers.labels(model).set(0)
+                return
+        self._workers.labels(model).set(len(sender.serving))
+        for each, version in sender.serving.items():
+            self._staleness.labels(model, _label(each)).set(sender.newest - version)
+
+    def _sender(self, event: SyncEvent) -> _Sender:
+        """The newest sender of a model. If the event is its first, the gauges of the one before end."""
+        known = self._senders.get(event.model_id)
+        if known is None or event.incarnation > known.incarnation:
+            for worker in known.serving if known is not None else ():
+                self._remove(event.model_id, worker)
+            known = self._senders[event.model_id] = _Sender(event.incarnation)
+        return known
+
+    def _remove(self, model: str, worker: int) -> None:
+        self._served.remove(model, SyncRole.TRAINER.value, _label(worker))
+        self._staleness.remove(model, _label(worker))
 
 
 def _label(worker: int | None) -> str:

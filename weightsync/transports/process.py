@@ -20,6 +20,9 @@ import xxhash
 from weightsync.clock import clock_id
 from weightsync.errors import TransportError
 
+#: How long a process may take to be dead once it has closed its descriptors, in milliseconds.
+_DYING_MS = 100
+
 
 class Forgettable(Protocol):
     """Holds a resource of the operating system that a forked child must not touch."""
@@ -146,8 +149,16 @@ class ProcessWatch:
     @property
     def dead(self) -> bool:
         """Whether the process has died."""
+        return self._dies_within(0)
+
+    @property
+    def dies(self) -> bool:
+        """Whether the process has died or does so now: it closes its descriptors some milliseconds before."""
+        return self._dies_within(_DYING_MS)
+
+    def _dies_within(self, milliseconds: int) -> bool:
         if not self.found_dead and self.fd >= 0:
-            self.found_dead = bool(self._poller.poll(0))
+            self.found_dead = bool(self._poller.poll(milliseconds))
         return self.found_dead
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from weightsync.errors import ConfigurationError, TransportError
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.transports.base import Waker
 from weightsync.transports.process import ProcessWatch, forget_after_fork, started_at, watching
 
@@ -63,6 +63,8 @@ class WakeableLink:
         self._peer = peer
         self._waker = Waker()
         self._watch: ProcessWatch | None = None
+        #: How the peer's process has ended; empty: not yet, as far as is known.
+        self._ending = ""
         self._closed = False
         forget_after_fork(self)
 
@@ -100,6 +102,16 @@ class WakeableLink:
     def _death(self) -> str:
         """How the peer's process has ended; empty if it has not, as far as is known."""
         return self._watch.ending if self._watch is not None and self._watch.dead else ""
+
+    def _with_ending(self, failed: TransportError | ProtocolError) -> TransportError | ProtocolError:
+        """Why the link failed, and how the peer's process has ended: its connections end a moment before it does."""
+        if self._watch is not None and self._watch.dies:
+            self._ending = self._watch.ending
+        if type(failed) is not TransportError or not self._ending or self._ending in str(failed):
+            return failed
+        named = TransportError(f"{failed} The end of {self._peer}: {self._ending}.")
+        named.__cause__ = failed.__cause__
+        return named
 
     def _unwatch(self) -> None:
         if self._watch is not None:

@@ -126,7 +126,12 @@ def _names(machines: Sequence[Machine]) -> Iterator[str]:
     for machine in machines:
         number = f" {seen[machine.role]}" if counts[machine.role] > 1 else ""
         seen[machine.role] += 1
-        yield f"{machine.role}{number} ({machine.model_id})"
+        yield _printable(f"{machine.role}{number} ({machine.model_id})")
+
+
+def _printable(text: str) -> str:
+    """A text of a trace without the characters that move a terminal's cursor, or that XML cannot hold."""
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 def _own_rows(machine: Machine, lane: int, start: int) -> Iterator[Row]:
@@ -134,7 +139,7 @@ def _own_rows(machine: Machine, lane: int, start: int) -> Iterator[Row]:
         shown = _shown(moment)
         if shown is not None:
             at = moment.line.time - start
-            yield Row(shown[0], at, lane, lane, shown[1], moment.line, at)
+            yield Row(shown[0], at, lane, lane, _printable(shown[1]), moment.line, at)
 
 
 def _shown(moment: Moment) -> tuple[Kind, str] | None:

@@ -162,9 +162,9 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
                 lines[file.clock, line.machine].append(line)
     machines = []
     for (clock, name), events in lines.items():
-        first = events[0].fields
-        role = first.get("role")
-        machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, events)
+        role = events[0].fields.get("role")
+        model_id = str(events[-1].fields.get("model"))  # a machine is born before it is told its model's name
+        machine = Machine(name, role if role in HALVES else "sender", model_id, clock, events)
         machine.ended = ended[events[-1].path]
         replay(machine)
         machines.append(machine)

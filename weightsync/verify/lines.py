@@ -13,6 +13,8 @@ from weightsync.errors import WeightSyncError
 from weightsync.protocol._tables import PROTOCOL_VERSION
 
 _WHATS: Final = {what.value: what for what in What}
+#: Clocks count nanoseconds in 64 bits.
+_LATEST: Final = 2**63
 
 
 class UnreadableTraceError(WeightSyncError):
@@ -128,8 +130,9 @@ def read_file(path: Path) -> TraceFile:
 
 def _can_be_judged(line: Line) -> bool:
     """Whether a line can be judged."""
-    known = line.fields.get("what") in _WHATS and type(line.fields.get("t")) is int
-    return known and isinstance(line.fields.get("m", ""), str)
+    what, time, names = line.fields.get("what"), line.fields.get("t"), ("m", "role", "model")
+    known = isinstance(what, str) and what in _WHATS and type(time) is int and 0 <= time < _LATEST
+    return known and all(isinstance(line.fields.get(name, ""), str) for name in names)
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:

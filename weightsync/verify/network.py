@@ -79,7 +79,7 @@ class Network:
             fields = moment.line.fields
             if machine.role == "receiver":
                 return  # it sent the reason, or nothing
-            message = Bye(model_id=str(fields["model"]), incarnation=fields["incarnation"])
+            message = Bye(model_id=machine.model_id, incarnation=fields["incarnation"])
         self.sent[place].append(SentMessage(moment.line, machine.clock, message, _key(message)))
 
     def _join(self, receiver: Machine) -> None:

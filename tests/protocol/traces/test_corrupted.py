@@ -125,6 +125,18 @@ def test_what_is_no_trace_of_ours_is_not_judged(tmp_path: Path, text: str) -> No
 
 # ------------------------------------------------------------------------- by a forger who knows the seals
 
+
+@pytest.mark.parametrize(("name", "value"), [("what", []), ("t", 10**400), ("t", -1), ("role", []), ("model", {})])
+def test_a_line_whose_values_no_recorder_writes_is_named_though_all_is_sealed_anew(
+    file: Path, name: str, value: object
+) -> None:
+    lines = lines_of(file)
+    number = find(lines, what="sent")
+    lines[number - 1] = {**lines[number - 1], name: value}
+
+    assert first(judged(write(file, lines))) == number
+
+
 #: What the trace does not need: dropped, nothing else tells that it was there.
 SILENT = {
     "refused",  # a refusal changes nothing

@@ -119,16 +119,46 @@ def test_an_end_that_is_closed_names_its_process_and_how_that_has_ended() -> Non
     here.close()
 
 
-def test_a_killed_workers_link_says_what_ended_it_if_its_end_is_closed_too() -> None:
+@pytest.mark.parametrize("unread", [b"", b"what it has not read resets the connection"])
+@pytest.mark.parametrize("turn", range(3))  # it closes its descriptors a moment before it is dead
+def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(unread: bytes, turn: int) -> None:
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=time.sleep, args=(60,), daemon=True)
     process.start()
     theirs.close()
-    link = PipeLink(ours, "m", peer="worker 1")
+    if unread:
+        ours.send_bytes(unread)
+    link, waker = PipeLink(ours, "m", peer="worker 1"), Waker()
     link.watch(process.pid, 0)
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert wait(waker, [link], 5.0) == [link]
     with pytest.raises(TransportError, match=f"worker 1 has ended: process {process.pid} is dead: .*SIGKILL"):
+        link.receive()
+    waker.close()
+    link.close()
+    process.join()
+    process.close()
+
+
+def test_a_call_that_fails_because_its_worker_is_killed_says_what_ended_it_too() -> None:
+    process, call = FORK.Process(target=time.sleep, args=(60,), daemon=True), Future[Any]()
+
+    class CallClient:
+        def start(self, *_: object) -> Future[Any]:
+            return call
+
+        def close(self) -> None:
+            return None
+
+    process.start()
+    link = CallLink(CallClient(), "worker 1")
+    link.watch(process.pid, 0)
+    link.send(UPDATE)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    call.set_exception(TransportError("worker 1 cannot be reached."))
+    ending = rf"cannot be reached\. The end of worker 1: process {process.pid} is dead: .*SIGKILL"
+    with pytest.raises(TransportError, match=ending):
         link.receive()
     link.close()
     process.join()

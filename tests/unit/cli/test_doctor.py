@@ -75,6 +75,8 @@ def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_ope
         ),
         ("loopback", (socket, "create_server", _refuse(errno.EADDRNOTAVAIL)), Status.FAILS, "ip link set lo up"),
         ("java", (toolchain, "find_java", _no_java), Status.ABSENT, "default-jre"),
+        ("shared_memory_size", (os, "access", lambda *_: False), Status.LIMITED, "Ray, WorkerGroup and your"),
+        ("ray", (os, "access", lambda *_: False), Status.FAILS, "Ray does not start"),
     ],
 )
 def test_what_does_not_work_is_named_with_its_remedy(
@@ -122,6 +124,23 @@ def test_a_small_shared_memory_file_system_is_named(monkeypatch: pytest.MonkeyPa
 
     assert (found.status, "--shm-size" in found.remedy) == (Status.LIMITED, True)
     assert found.detail == f"memfds as large as memory; 64.0 MiB free in {tmp_path}"
+
+
+def test_a_package_that_is_installed_and_broken_is_named_and_the_rest_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> Finding:
+        raise RuntimeError("this protobuf is too old")  # what importing Ray may raise
+
+    works = dict.fromkeys(PROBES, lambda: Finding(Status.WORKS, "here"))
+    monkeypatch.setattr(doctor, "PROBES", {**works, "Ray": broken})
+
+    said = CliRunner().invoke(build(), ["doctor", "--json"])
+
+    record = json.loads(said.stdout)
+    assert said.exit_code == 1
+    assert [record["schemes"][scheme]["status"] for scheme in ("ray", "rpc")] == ["fails", "works"]
+    assert "RuntimeError: this protobuf is too old" in record["findings"]["Ray"]["detail"]
 
 
 def test_engines_that_are_installed_are_named_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,29 @@ def test_json_alone_is_printed_and_what_people_read_goes_to_standard_error(
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
     assert holds(json.loads(ran.stdout)), ran.stdout
     assert ran.stderr
+
+
+_NOISY = """
+import os, subprocess
+from weightsync.cli import doctor, main
+from weightsync.cli._probes import Finding, Status
+
+def noise():
+    print("from Python")
+    os.write(1, b"from C\\n")
+    subprocess.run(["echo", "from a child"])
+    return Finding(Status.WORKS, "so it is")
+
+doctor.PROBES = {name: noise for name in doctor.PROBES}
+main()
+"""
+
+
+def test_what_libraries_and_child_processes_print_is_not_mixed_into_the_json() -> None:
+    ran = subprocess.run([sys.executable, "-c", _NOISY, "doctor", "--json"], capture_output=True, text=True, check=True)
+
+    assert json.loads(ran.stdout)["healthy"]
+    assert all(each in ran.stderr for each in ("from Python", "from C", "from a child"))
 
 
 @pytest.mark.parametrize(

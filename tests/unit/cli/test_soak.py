@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fleet import PATIENCE
 from rpc_over import apart
 from typer.testing import CliRunner
 
@@ -150,6 +156,54 @@ def test_it_needs_two_workers_and_every_action_has_its_weight() -> None:
     assert set(WEIGHTS) == set(Action)
     with pytest.raises(ConfigurationError, match="at least 2"):
         Soak(SchemeName.SHARED, workers=1)
+
+
+def _sleep(channel: Connection) -> None:
+    channel.send("works")
+    threading.Event().wait()
+
+
+def test_a_worker_whose_start_was_interrupted_does_not_work_and_ends_with_its_trainer(forkserver: Any) -> None:
+    worker = LocalWorker("worker 0", _sleep, (), forkserver)
+    worker.process.start()  # and Ctrl-C came before this returned
+    assert not worker.channel.poll(0.5)
+    worker.channel.close()
+    worker._far_end.close()
+    worker.join(PATIENCE)
+
+    assert worker.process.exitcode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_soak_that_is_ended_by_a_signal_ends_what_it_started(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    def run(*_: Any) -> Tally:
+        try:
+            os.kill(os.getpid(), number)
+            threading.Event().wait(PATIENCE)
+        except SystemExit:
+            sys.exit(1)  # as Ray does
+        finally:
+            ended.append(True)
+        return Tally()
+
+    monkeypatch.setattr(Soak, "run", run)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        done = CliRunner().invoke(build(), ["soak"])
+    finally:
+        signal.signal(number, before)
+
+    assert (done.exit_code, ended) == (128 + number, [True])
+
+
+def test_a_size_without_end_is_a_wrong_option() -> None:
+    done = CliRunner().invoke(build(), ["soak", "--mib", "inf"])
+
+    assert done.exit_code == 2
 
 
 def test_findings_give_exit_code_1_and_json_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

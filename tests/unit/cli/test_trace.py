@@ -106,6 +106,19 @@ def test_the_svg_is_xml_with_the_text_of_every_row(chart: Chart) -> None:
     )
 
 
+def test_a_chart_names_its_model_without_what_xml_or_a_terminal_cannot_show(tmp_path: Path) -> None:
+    name = "critic <&> \x00\x1b[31m\u202e"
+    with recorder.record(tmp_path), weightsync.MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(name, num_workers=0, pipes=[], model=torch.nn.Linear(2, 2))
+    [run] = verify([tmp_path]).runs
+    chart = chart_of(run)
+
+    texts = [element.text for element in ElementTree.fromstring(svg(chart)).iter()]
+
+    assert chart.lanes == ("sender (critic <&> \ufffd\ufffd[31m\ufffd)",)
+    assert chart.lanes[0] in texts
+
+
 def test_perfetto_gets_a_thread_a_machine_and_a_flow_for_each_message(chart: Chart) -> None:
     events = json.loads(perfetto(chart))["traceEvents"]
     flows = {phase: sorted(event["id"] for event in events if event["ph"] == phase) for phase in "sf"}

@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,6 +344,31 @@ def test_a_subscription_that_was_cancelled_is_not_called_again(pair: Pair) -> No
     assert len(cancelled.events) == 3
 
 
+def test_a_callback_is_called_for_what_happened_between_its_registration_and_its_cancellation(
+    pair: Pair,  # noqa: F811
+) -> None:
+    busy, free, late, cancelled, listener = threading.Event(), threading.Event(), Listener(), Listener(), Listener()
+
+    def callback(event: SyncEvent) -> None:
+        busy.set()
+        assert free.wait(PATIENCE)
+
+    pair.scheme.on_event(callback)
+    subscription = pair.scheme.on_event(cancelled)
+    pair.scheme.on_event(listener)
+    pair.sync()
+    assert busy.wait(PATIENCE)
+    pair.scheme.on_event(late)
+    subscription.cancel()  # while the call before its own still runs
+    free.set()
+    pair.sync()
+    listener.until(5)
+    pair.scheme.close()
+
+    assert [event.version for event in late.events] == [2, 2, None]
+    assert cancelled.events == []
+
+
 def test_what_cannot_be_called_is_refused() -> None:
     callback: Any = "print"
     with pytest.raises(ConfigurationError, match="'print'"):
@@ -373,6 +400,9 @@ def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> Non
     assert plain["outcomes"]["1"] == {**Outcome(kind=OutcomeKind.LOST).to_dict(), "reason": "it died"}
     assert (plain["superseded"], plain["left"]) == ({"0": [2, 3]}, {"5": "it was closed"})
     assert plain["outcomes"]["0"]["nested"] == plain["previous"] == nested.to_dict()
+    page = Path(__file__).parents[3].joinpath("docs", "observability.md").read_text(encoding="utf-8")
+    described = page.partition("## Reports as plain data")[2].partition("\n## ")[0]
+    assert {*plain, *plain["outcomes"]["0"]} <= set(re.findall(r"`(\w+)`", described))
 
 
 @pytest.mark.untraced("its links are scripted")

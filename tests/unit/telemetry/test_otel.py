@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Crew, WorkerSetup, crew, join, receive, small  # noqa: F401 - a fixture
+from fleet import (  # noqa: F401 - fixtures
+    PATIENCE,
+    Crew,
+    Pair,
+    WorkerSetup,
+    crew,
+    join,
+    pair,
+    receive,
+    scheme_class,
+    small,
+)
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -249,6 +260,22 @@ def test_a_tracestate_is_carried_and_one_that_is_too_long_is_left_out(exported: 
     assert all(map(is_trace_context, carried))
     assert carried[0].endswith("\nvendor=value")
     assert "\n" not in carried[1]
+
+
+def test_a_subscription_that_was_cancelled_begins_no_spans_though_another_callback_listens(
+    pair: Pair,  # noqa: F811
+    exported: Exported,
+) -> None:
+    events: list[SyncEvent] = []
+    pair.scheme.on_event(events.append)
+    for subscription in [trace_scheme(pair.scheme, exported.provider) for _ in range(2)]:
+        pair.sync()
+        subscription.cancel()
+    pair.sync()
+    pair.scheme.close()
+
+    contexts = [event.trace_context for event in events if event.kind is EventKind.DISPATCH]
+    assert [bool(context) for context in contexts] == [True, True, False]
 
 
 def test_without_an_sdk_nothing_is_carried_and_nothing_fails() -> None:

@@ -153,20 +153,25 @@ def test_a_worker_that_does_not_answer_is_further_behind_with_each_version(count
 
 
 def test_the_next_sender_of_a_model_counts_from_1_and_the_last_values_stay_until_then(counted: Counted) -> None:
-    for version in (1, 2):
-        counted.metrics.take(event(EventKind.DISPATCH, version))
-        counted.metrics.take(event(EventKind.REPLY, version, outcome=OutcomeKind.APPLIED))
-    counted.metrics.take(event(EventKind.CLOSED, worker=None))
+    first, second = {"incarnation": 10}, {"incarnation": 11}
+    for worker, version in ((0, 1), (1, 1), (0, 2), (1, 2)):
+        counted.metrics.take(event(EventKind.DISPATCH, version, worker, **first))
+        counted.metrics.take(event(EventKind.REPLY, version, worker, outcome=OutcomeKind.APPLIED, **first))
+    counted.metrics.take(event(EventKind.CLOSED, worker=None, **first))
     closed = counted.page()
-    counted.metrics.take(event(EventKind.JOINED))
-    counted.metrics.take(event(EventKind.DISPATCH, 1))
+    counted.metrics.take(event(EventKind.JOINED, **second))
+    counted.metrics.take(event(EventKind.DISPATCH, 1, **second))
+    counted.metrics.take(event(EventKind.LOST, **first))  # another scheme of this model, that is taken over
     again = counted.page()
 
     names = ("weightsync_sent_version", "weightsync_workers")
     assert [sample(closed, name, model="policy") for name in names] == [2, 0]
     assert sample(closed, "weightsync_staleness_versions", model="policy", worker=0) == 0
     assert [sample(again, name, model="policy") for name in names] == [1, 1]
-    assert sample(again, "weightsync_staleness_versions", model="policy", worker=0) == 1
+    assert [sample(again, "weightsync_staleness_versions", model="policy", worker=each) for each in (0, 1)] == [1, None]
+    served = {"model": "policy", "role": "trainer"}
+    assert [sample(closed, "weightsync_served_version", worker=each, **served) for each in (0, 1)] == [2, 2]
+    assert [sample(again, "weightsync_served_version", worker=each, **served) for each in (0, 1)] == [None, None]
 
 
 def test_a_worker_has_metrics_of_its_own(counted: Counted) -> None:

@@ -130,7 +130,8 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         death = self._death()
         over = self._finished_calls()
         received = [Received(message) for call in over if _answered(call) for message in call.result()]
-        self._failed = self._failed or self._failure_of(over)
+        if self._failed is None and (failed := self._failure_of(over)) is not None:
+            self._failed = self._with_ending(failed)
         if self._failed is None and death:
             self._failed = TransportError(f"{self._peer} has ended: {death}.")
         if self._failed is not None:

@@ -291,19 +291,19 @@ class Channel:
         try:
             self._drain(reader)
         except EOFError as error:
-            self._fail(lost(self._closed_there(), error))
+            self._fail(lost(self._ended("was closed by the other end"), error))
         except ProtocolError as error:
             self._fail(broken(error))
         except OSError as error:
-            self._fail(lost(f"broke ({error})", error))
+            self._fail(lost(self._ended(f"broke ({error})"), error))
         self._reading = False
 
-    def _closed_there(self) -> str:
-        """Why the peer's end is closed. A process that dies closes its descriptors a moment before it is dead."""
+    def _ended(self, how: str) -> str:
+        """How the connection ended: with the peer's process, or as the socket says."""
         watch = self._watch
         if watch is None:
-            return "was closed by the other end"
-        return f"has ended: {watch.ending}" if watch.dead else f"was closed by the other end, process {watch.pid}"
+            return how
+        return f"has ended: {watch.ending}" if watch.dies else f"{how}, process {watch.pid}"
 
     def _drain(self, reader: Mailbox | None) -> None:
         """Read for a bounded time. A peer is found dead once nothing is left to read, not before."""

@@ -80,7 +80,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, Gathers):
         """Queue a message for the writing thread: see `Link.send`."""
         self._require_open()
         if self._worker.failed is not None:
-            raise TransportError(str(self._worker.failed)) from self._worker.failed
+            raise self._with_ending(TransportError(str(self._worker.failed))) from self._worker.failed
         if isinstance(message, Refusal) and not message.version:
             self._refused = message.reason
         frame, carried = codec.encode(message), None
@@ -117,12 +117,13 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, Gathers):
         self._waker.clear()
         death = self._death()
         if death:
+            self._ending = death
             self._worker.end_reading(death)
             self._unwatch()
         arrived, failed = self._worker.collect()
         if failed is not None:
             if not arrived:
-                raise failed
+                raise self._with_ending(failed)
             # Earlier messages are delivered now and the error at the next call, so the wait before that must end.
             self._waker.fire()
         return arrived
