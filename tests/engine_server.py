@@ -39,7 +39,7 @@ class EngineServer:
         #: Tensors of each update call.
         self.sizes: list[int] = []
         #: What the server does at a route, instead of what it should: statuses, "stall", "die", or both; "garbage" is
-        #: somebody else's page, "unsuccessful" an error with the status of success, and "half" an answer that ends before
+        #: somebody else's page, "unsuccessful" an error with the status of success, "half" an answer that ends before
         #: its body. With " after", it first does what it should. One per call; "serve" is what it should.
         self.plan: dict[str, list[int | str]] = defaultdict(list)
         self.stalled = threading.Event()

@@ -59,10 +59,7 @@ class Loader:
                 f"loader= is {self.load!r}, which is async: it is called in a thread without an event loop, where "
                 "nothing would run. Give a function that returns once all is loaded."
             )
-        if self.name_map is not None and not isinstance(self.name_map, Mapping):
-            raise ConfigurationError(
-                f"name_map= is {self.name_map!r}: give a mapping of the trainer's names to the engine's."
-            )
+        require_names(self.name_map)
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes= is {self.bucket_bytes!r}: give a number of bytes, 1 or more.")
 
@@ -203,6 +200,14 @@ class _Taken(Iterator[tuple[str, Tensor]]):
     def end(self) -> None:
         """Yield nothing more."""
         self._weights = iter(())
+
+
+def require_names(names: Any) -> None:
+    """Raise ConfigurationError: this is no mapping of names to names."""
+    if names is None:
+        return
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise ConfigurationError(f"name_map= is {names!r}: give a mapping of the trainer's names to the engine's.")
 
 
 def renamed(layout: Layout, names: Mapping[str, str] | None) -> list[str]:

@@ -339,6 +339,7 @@ async def load_later(weights: object, version: int) -> None:
         ({"loader": print, "model": nn.Linear(1, 1)}, "model= or loader="),
         ({"model": nn.Linear(1, 1), "name_map": {"a": "b"}}, "takes name_map= with loader= only"),
         ({"loader": print, "name_map": ["a"]}, "give a mapping"),
+        ({"loader": print, "name_map": {"a": None}}, "give a mapping"),
         ({"loader": print, "bucket_bytes": 0}, "1 or more"),
         ({}, "needs model=, loader="),
     ],

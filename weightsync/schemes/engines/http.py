@@ -136,9 +136,16 @@ class HttpCalls:
 
 def _parsed(url: str) -> SplitResult:
     at = urlsplit(url)
-    if at.scheme not in ("http", "https") or not at.hostname:
+    if at.scheme not in ("http", "https") or not at.hostname or not _has_usable_port(at):
         raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
     return at
+
+
+def _has_usable_port(at: SplitResult) -> bool:
+    try:
+        return at.port != 0
+    except ValueError:  # it is no number, or too large
+        return False
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
