@@ -280,7 +280,7 @@ class WorkerGroup:
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
         self._dispatch("send", weights, OnPending.SUPERSEDE, timeout)
-        return self._judged(self._sending.wait(deadline.remaining), failing)
+        return self._judged(self._answers(deadline), failing)
 
     def send_async(
         self,
@@ -322,13 +322,21 @@ class WorkerGroup:
         """
         failing = OnFailure(on_failure)
         self._require(State.READY, "wait_async")
-        return self._judged(self._sending.wait(timeout), failing)
+        return self._judged(self._answers(Deadline(timeout)), failing)
 
     def _dispatch(self, asked: str, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
         self._require(State.READY, asked)
         self._members.pump()
         self._forget_gone()
         return self._sending.dispatch(weights, pending, timeout)
+
+    def _answers(self, deadline: Deadline) -> SyncReport:
+        """Wait for the answers to the last send. Meanwhile workers that hang are killed, and dead ones restarted."""
+        while self.sender.owing and not deadline.passed:
+            self._members.wait(deadline)
+            self._members.pump()
+            self.sender.progress()
+        return self._sending.wait(deadline.remaining)
 
     def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
         lost = [worker for worker, outcome in report.outcomes.items() if outcome.kind is OutcomeKind.LOST]
@@ -341,9 +349,9 @@ class WorkerGroup:
         return report
 
     def _await_deaths(self, lost: list[int]) -> None:
-        """A worker whose link is lost is about to die, or useless."""
+        """A worker whose link is lost is about to die, or useless, unless it was restarted since."""
         deadline = Deadline(_LOST_SECONDS)
-        members = [self._members.by_index[index] for index in lost]
+        members = [self._members.by_index[index] for index in lost if self._is_unlinked(index)]
         lives = [(member, member.running) for member in members if member.running is not None]
         while left := [member for member, life in lives if member.running is life]:
             if deadline.passed:
@@ -388,9 +396,13 @@ class WorkerGroup:
 
     def _give_up_unlinked(self) -> None:
         """Give up workers whose link is lost: no weights reach them any more."""
-        for index, entry in self.sender.workers.items():
-            if entry.link_state is LinkState.LOST:
+        for index in self.sender.worker_ids:
+            if self._is_unlinked(index):
                 self._members.by_index[index].lost_link(_LOST_SECONDS)
+
+    def _is_unlinked(self, index: int) -> bool:
+        entry = self.sender.workers.get(index)
+        return entry is not None and entry.link_state is LinkState.LOST
 
     def _raise_failed(self) -> None:
         """Raise for a worker that failed and is not restarted. Once reported, it is no longer among the workers."""

@@ -79,3 +79,22 @@ def test_a_worker_that_is_not_restarted_fails_a_send_to_nobody_once(make: Make) 
         with pytest.raises(WorkerFailedError, match="SIGKILL"):
             group.wait_async()
         assert len(group.send()) == 0
+
+
+def test_a_worker_that_hangs_is_killed_by_its_deadline_while_the_trainer_waits_for_its_answer(make: Make) -> None:
+    options = {"deadline": 0.5, "max_staleness": 0, "max_restarts": 1, "restart_delay": 0.0}
+    with make(workers.hold_a_step_for_ever_first, 1, **options) as group:
+        assert next(group.results()).value == 0
+        assert group.send(timeout=60.0)[0].kind is OutcomeKind.LOST
+        assert "it gave no result for 0.5 s" in group.failures[0].reason
+
+
+def test_a_wait_leaves_a_worker_alone_that_was_lost_and_is_restarted_already(make: Make) -> None:
+    with make(workers.hold_a_step_for_ever_first, 1, max_restarts=1, restart_delay=0.0) as group:
+        assert next(group.results()).value == 0
+        group.send_async()
+        group.processes[0].kill()
+        assert next(group.results()).value == 1
+        assert group.wait_async()[0].kind is OutcomeKind.LOST
+        assert [failure.reason for failure in group.failures] == ["its process was ended by SIGKILL"]
+        assert next(group.results()).value == 1
