@@ -80,8 +80,7 @@ class WorkerGroup:
             ``run`` is called again.
         restart_delay: seconds before a worker's first restart; doubled each time, up to 60.
         deadline: seconds for which a worker may put nothing. One that takes longer is killed, and counts as failed (a
-            rank is given up).
-            Time in which it waits for the trainer does not count, nor does the time in which it starts. None: no limit.
+            rank is given up). Time in which it waits for the trainer, or starts, does not count. None: no limit.
         max_staleness: how many versions a worker may be behind the newest one dispatched when it begins a step. None:
             no limit. 0: each step begins with the newest.
         on_stale: "block" (default): the worker waits for a newer version. "raise": its step raises
@@ -336,7 +335,14 @@ class WorkerGroup:
             self._members.wait(deadline)
             self._members.pump()
             self.sender.progress()
+            self._give_up_failed()
         return self._sending.wait(deadline.remaining)
+
+    def _give_up_failed(self) -> None:
+        """Await no answer of a worker that has failed for good: a rank's link may live on, or never have been laid."""
+        for index in self.sender.owing:
+            if self._members.by_index[index].life is MemberState.FAILED:
+                self.sender.remove_worker(index)
 
     def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
         lost = [worker for worker, outcome in report.outcomes.items() if outcome.kind is OutcomeKind.LOST]

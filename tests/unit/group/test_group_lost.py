@@ -8,7 +8,7 @@ from collections.abc import Callable
 import group_workers as workers
 import pytest
 import torch
-from group_worlds import PIPES, RAY, SHARED, Make
+from group_worlds import PIPES, RANKS, RAY, SHARED, Make
 from torch import nn
 
 from weightsync import OutcomeKind, StateError, SyncReport, WorkerFailedError, WorkerGroup
@@ -98,3 +98,12 @@ def test_a_wait_leaves_a_worker_alone_that_was_lost_and_is_restarted_already(mak
         assert group.wait_async()[0].kind is OutcomeKind.LOST
         assert [failure.reason for failure in group.failures] == ["its process was ended by SIGKILL"]
         assert next(group.results()).value == 1
+
+
+@pytest.mark.parametrize("make_over", [RANKS], indirect=True)
+def test_no_answer_of_a_rank_that_was_given_up_is_waited_for(make_over: Make) -> None:
+    with make_over(workers.hold_a_step_for_ever_first, 1, deadline=0.5, max_staleness=0) as group:
+        assert next(group.results()).value == 0
+        assert group.send(timeout=60.0, on_failure="report")[0].kind is OutcomeKind.LOST  # its link lives on
+        with pytest.raises(WorkerFailedError, match=r"no result for 0.5 s, and was given up"):
+            next(group.results())
