@@ -39,7 +39,8 @@ class EngineServer:
         #: Tensors of each update call.
         self.sizes: list[int] = []
         #: What the server does at a route, instead of what it should: statuses, "stall", "die", or both; "garbage" is
-        #: somebody else's page. With " after", it first does what it should. One per call; "serve" is what it should.
+        #: somebody else's page, "unsuccessful" an error with the status of success, "half" an answer that ends before
+        #: its body. With " after", it first does what it should. One per call; "serve" is what it should.
         self.plan: dict[str, list[int | str]] = defaultdict(list)
         self.stalled = threading.Event()
         self._released = threading.Event()
@@ -87,11 +88,18 @@ class EngineServer:
         if planned == "die":
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
+        if planned == "half":
+            handler.send_response(200)
+            handler.send_header("Content-Length", "20")
+            handler.end_headers()
+            return
         self._reply(handler, *self._answered(planned, route, body))
 
     def _answered(self, planned: int | str | None, route: str, body: Any) -> tuple[int, str]:
         if planned == "garbage":
             return 200, "<html>Log in first</html>"
+        if planned == "unsuccessful":
+            return 200, json.dumps({"success": False, "message": "out of blocks"})
         if planned == "500":
             planned = 500
         status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._tried(route, body)

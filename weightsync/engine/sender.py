@@ -343,6 +343,12 @@ class WeightSender(Participant):
         return tuple(self._driver.data.workers)
 
     @property
+    def owing(self) -> tuple[int, ...]:
+        """The ids of the workers that have not answered the outstanding update, as far as their answers were read."""
+        outstanding = self._driver.data.outstanding
+        return () if outstanding is None else tuple(outstanding.owed)
+
+    @property
     def stale_answers(self) -> int:
         """How many answers came for versions that were no longer awaited."""
         return self._driver.data.stale

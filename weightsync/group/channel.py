@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -36,6 +37,16 @@ _LOOK: Final = 100
 @dataclass(frozen=True, slots=True)
 class Started:
     """A worker's first word: it serves its first version, and its function begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A worker waits at a step for a newer version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A worker that was held has gone on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,7 @@ class Finished:
     """A worker's last word: its function has returned."""
 
 
-Frame = Started | Put | Failed | Finished
+Frame = Started | Held | Released | Put | Failed | Finished
 
 
 class Arrival(Protocol):
@@ -93,6 +104,8 @@ class TrainerEnd:
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._announced = self._told = 0
+        #: How many bytes have arrived: a large result is on its way while this grows.
+        self.nbytes = 0
         #: Whether the worker's end is closed, and all that it sent has been read.
         self.ended = False
         forget_after_fork(self)
@@ -137,6 +150,7 @@ class TrainerEnd:
     def _take(self, sock: socket.socket) -> None:
         data = _received(sock)
         self._inbox += data
+        self.nbytes += len(data)
         self.ended = not data
 
     def _next(self) -> Frame | None:
@@ -198,7 +212,7 @@ class TrainerEnd:
 
 
 class WorkerEnd:
-    """The worker's end.
+    """The worker's end. All threads of the worker may use it.
 
     Args:
         sock: the other end of the pair, or of the connection.
@@ -209,7 +223,11 @@ class WorkerEnd:
         sock.setblocking(True)
         self._sock = sock
         self._lock = threading.Lock()
+        #: Held by the thread that puts: the others have their turn after it.
+        self._putting = threading.Lock()
         self._inbox = bytearray()
+        #: What is still to be written. It stays whole if a signal handler's exception ends the call that writes it.
+        self._outbox = bytearray()
         self._room = capacity
         self._stop_asked = False
         self._ended = False
@@ -227,19 +245,29 @@ class WorkerEnd:
         self._listen(wait=0)
         return self._announced
 
-    def put(self, value: Any, versions: tuple[int, ...]) -> None:
+    def put(self, value: Any, versions: Callable[[], tuple[int, ...]]) -> None:
         """Send a result. Blocks while `capacity` results are in flight.
+
+        Args:
+            value: the result.
+            versions: asked for the versions it was made with, once there is room for it.
 
         Raises:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
             ConfigurationError: the value cannot be pickled. Nothing was sent.
         """
-        frame = Put(versions, _pickled(value))
-        self._listen(wait=0)
-        while not self._room and not self._ended:
-            self._listen(wait=_LOOK)
-        self._room -= 1
-        self._send(frame)
+        pickled = _pickled(value)
+        with self._putting:
+            self._listen(wait=0)
+            while not self._room and not self._ended:
+                self._listen(wait=_LOOK)
+            frame = Put(versions(), pickled)
+            self._use_room()
+            self._send(frame)
+
+    def _use_room(self) -> None:
+        with self._lock:  # `_hear` makes room
+            self._room -= 1
 
     def say(self, word: Started | Failed | Finished) -> None:
         """Say the first word, or the last. It needs no room.
@@ -249,19 +277,54 @@ class WorkerEnd:
         """
         self._send(word)
 
+    def mention(self, word: Held | Released) -> None:
+        """Say a word as soon as the trainer reads. Never waits.
+
+        Raises:
+            SenderClosed: as `put`.
+        """
+        self._queue(word)
+        self.flush()
+
     def _send(self, frame: Frame) -> None:
+        self._queue(frame)
+        self.flush()
+        poller = select.poll()
+        poller.register(self._sock, select.POLLOUT)
+        while self._outbox:
+            poller.poll()
+            self.flush()
+
+    def _queue(self, frame: Frame) -> None:
         data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            self._outbox += _LENGTH.pack(len(data)) + data
+
+    def flush(self) -> None:
+        """Write what there is room for. Never waits.
+
+        Raises:
+            SenderClosed: as `put`.
+        """
         try:
-            self._sock.sendall(_LENGTH.pack(len(data)) + data)
+            with self._lock, contextlib.suppress(BlockingIOError):
+                while self._outbox:
+                    del self._outbox[: self._written()]
         except OSError as error:
             self._ended = True
             raise SenderClosed("the trainer has closed its worker group, or is gone: the result is dropped.") from error
 
+    def _written(self) -> int:
+        with memoryview(self._outbox) as left:
+            return self._sock.send(left, socket.MSG_DONTWAIT)
+
     def _listen(self, wait: int) -> None:
         """Read what the trainer says, and wait at most this many milliseconds for it."""
+        if self._ended:
+            return
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
-        if self._ended or not poller.poll(wait):
+        if not poller.poll(wait):
             return
         with self._lock, contextlib.suppress(BlockingIOError):
             while not self._ended:
@@ -278,7 +341,8 @@ class WorkerEnd:
         del self._inbox[:whole]
 
     def close(self) -> None:
-        """Close it."""
+        """Close it. A thread that goes on putting gets `SenderClosed`."""
+        self._ended = True
         self._sock.close()
 
 

@@ -20,6 +20,7 @@ from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError
 from weightsync.group.launcher import GroupArguments, Launched, least_one
 from weightsync.group.launchers import launcher_for
 from weightsync.group.members import Member, Members, MemberState, Rules, Running, Waiting
+from weightsync.group.sending import Sending, kinds_of_failures
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Worker
 from weightsync.options import OnFailure, OnPending, OnStale, switch
@@ -79,8 +80,7 @@ class WorkerGroup:
             ``run`` is called again.
         restart_delay: seconds before a worker's first restart; doubled each time, up to 60.
         deadline: seconds for which a worker may put nothing. One that takes longer is killed, and counts as failed (a
-            rank is given up).
-            Time in which it waits for the trainer does not count, nor does the time in which it starts. None: no limit.
+            rank is given up). Time in which it waits for the trainer, or starts, does not count. None: no limit.
         max_staleness: how many versions a worker may be behind the newest one dispatched when it begins a step. None:
             no limit. 0: each step begins with the newest.
         on_stale: "block" (default): the worker waits for a newer version. "raise": its step raises
@@ -115,18 +115,18 @@ class WorkerGroup:
         check_finite: bool = False,
     ) -> None:
         self._model, self._model_id = model, model_id
-        self._rules = _rules(capacity, max_restarts, restart_delay, deadline)
+        rules = _rules(capacity, max_restarts, restart_delay, deadline)
         limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
-        self._staleness = Staleness(limit, OnStale(on_stale))
+        staleness = Staleness(limit, OnStale(on_stale))
         self._chosen = _chosen(names)
         self._check_finite = switch(check_finite, "check_finite")
-        options = (capacity, max_restarts, self._staleness, ctx, actor_options, self._chosen)
+        options = (capacity, max_restarts, staleness, ctx, actor_options, self._chosen)
         self._launcher = launcher_for(scheme, GroupArguments(run, model, num_workers, make_model, model_id, *options))
         self._scheme = self._launcher.scheme
-        self._version = 0
-        rules = replace(self._rules, remedy=self._launcher.remedy)
+        rules = replace(rules, remedy=self._launcher.remedy)
         members = {index: Member(index, rules, self._begin_life) for index in range(self._launcher.size)}
-        self._members = Members(members, self._rules.capacity, self._is_stale, self._feed)
+        self._members = Members(members, self._feed)
+        self._sending = Sending(self._scheme, self._members.announce)
         self._state = State.UNINITIALIZED
         #: The first lives, until the sender knows how to reach them.
         self._first: dict[int, Launched] = {}
@@ -156,23 +156,24 @@ class WorkerGroup:
             self._scheme.init_on_sender(self._model_id, model=self._model, check_finite=finite, **chosen, **reached)
             self.sender.expect_goodbyes()  # `results` says how each worker ended
             self._first.clear()
-            self._dispatch(None, OnPending.RAISE, Timeout.DEFAULT)
+            self._dispatch("start", None, OnPending.RAISE, Timeout.DEFAULT)
         except BaseException:
             self.close(timeout=0)
             raise
 
     def _begin_life(self, index: int, restarts: int) -> Running:
         launched = self._launcher.launch(index, restarts)
-        launched.running.announce(self._version)
         if not self._scheme.initialized_on_sender:
             self._first[index] = launched
             return launched.running
         try:
             self.sender.add_worker(index, launched.endpoint, process=launched.watched)
+            self._sending.resume()
         except BaseException:
             launched.running.channel.close()
             launched.running.process.close()
             raise
+        launched.running.announce(self.version)
         return launched.running
 
     def stop(self) -> None:
@@ -260,7 +261,8 @@ class WorkerGroup:
         """Send weights as the next version, and wait until every worker has answered or is lost.
 
         An update that is still outstanding is superseded. A worker that died and is to be restarted is LOST in the
-        report, and no failure: it gets the newest version when it starts.
+        report, and no failure: it gets the newest version when it starts. If all of them are, no version is used yet
+        (`SyncReport.version` is None): the weights are read and sent when the first one is restarted.
 
         Args:
             weights: None: the model's; otherwise as for `WeightSender.send`.
@@ -276,10 +278,8 @@ class WorkerGroup:
             StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
-        report = self._dispatch(weights, OnPending.SUPERSEDE, timeout)
-        if report.version is not None:  # else there are no workers
-            report = self.sender.wait_async(timeout=deadline.remaining, on_failure=OnFailure.REPORT)
-        return self._judged(report, failing)
+        self._dispatch("send", weights, OnPending.SUPERSEDE, timeout)
+        return self._judged(self._answers(deadline), failing)
 
     def send_async(
         self,
@@ -301,7 +301,7 @@ class WorkerGroup:
             StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
             SyncError: as `WeightSender.send_async`.
         """
-        return self._dispatch(weights, OnPending(on_pending), timeout)
+        return self._dispatch("send_async", weights, OnPending(on_pending), timeout)
 
     def wait_async(
         self,
@@ -321,17 +321,28 @@ class WorkerGroup:
         """
         failing = OnFailure(on_failure)
         self._require(State.READY, "wait_async")
-        return self._judged(self.sender.wait_async(timeout=timeout, on_failure=OnFailure.REPORT), failing)
+        return self._judged(self._answers(Deadline(timeout)), failing)
 
-    def _dispatch(self, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
-        self._require(State.READY, "send")
+    def _dispatch(self, asked: str, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
+        self._require(State.READY, asked)
         self._members.pump()
         self._forget_gone()
-        report = self.sender.send_async(weights, on_pending=pending, timeout=timeout, allow_empty=True)
-        if report.version is not None:
-            self._version = max(report.version, self._version)
-            self._members.announce(self._version)  # once it is sent: from now on a worker may wait for it
-        return report
+        return self._sending.dispatch(weights, pending, timeout)
+
+    def _answers(self, deadline: Deadline) -> SyncReport:
+        """Wait for the answers to the last send. Meanwhile workers that hang are killed, and dead ones restarted."""
+        while self.sender.owing and not deadline.passed:
+            self._members.wait(deadline)
+            self._members.pump()
+            self.sender.progress()
+            self._give_up_failed()
+        return self._sending.wait(deadline.remaining)
+
+    def _give_up_failed(self) -> None:
+        """Await no answer of a worker that has failed for good: a rank's link may live on, or never have been laid."""
+        for index in self.sender.owing:
+            if self._members.by_index[index].life is MemberState.FAILED:
+                self.sender.remove_worker(index)
 
     def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
         lost = [worker for worker, outcome in report.outcomes.items() if outcome.kind is OutcomeKind.LOST]
@@ -339,14 +350,14 @@ class WorkerGroup:
         if failing is OnFailure.REPORT:
             return report
         self._raise_failed()
-        if _kinds_of_failures(report) - {OutcomeKind.LOST}:  # a lost worker has finished, is restarted, or was reported
+        if kinds_of_failures(report) - {OutcomeKind.LOST}:  # a lost worker has finished, is restarted, or was reported
             report.raise_on_failure()
         return report
 
     def _await_deaths(self, lost: list[int]) -> None:
-        """A worker whose link is lost is about to die, or useless."""
+        """A worker whose link is lost is about to die, or useless, unless it was restarted since."""
         deadline = Deadline(_LOST_SECONDS)
-        members = [self._members.by_index[index] for index in lost]
+        members = [self._members.by_index[index] for index in lost if self._is_unlinked(index)]
         lives = [(member, member.running) for member in members if member.running is not None]
         while left := [member for member, life in lives if member.running is life]:
             if deadline.passed:
@@ -391,9 +402,13 @@ class WorkerGroup:
 
     def _give_up_unlinked(self) -> None:
         """Give up workers whose link is lost: no weights reach them any more."""
-        for index, entry in self.sender.workers.items():
-            if entry.link_state is LinkState.LOST:
+        for index in self.sender.worker_ids:
+            if self._is_unlinked(index):
                 self._members.by_index[index].lost_link(_LOST_SECONDS)
+
+    def _is_unlinked(self, index: int) -> bool:
+        entry = self.sender.workers.get(index)
+        return entry is not None and entry.link_state is LinkState.LOST
 
     def _raise_failed(self) -> None:
         """Raise for a worker that failed and is not restarted. Once reported, it is no longer among the workers."""
@@ -429,7 +444,7 @@ class WorkerGroup:
     @property
     def version(self) -> int:
         """The newest version sent."""
-        return self._version
+        return self._sending.version
 
     @property
     def failures(self) -> tuple[WorkerFailedError, ...]:
@@ -441,13 +456,6 @@ class WorkerGroup:
         """The workers' processes (actors: their handles; ranks: their numbers), by index, as far as they run."""
         lives = {index: member.running for index, member in self._members.by_index.items()}
         return {index: life.process.handle for index, life in lives.items() if life is not None}
-
-    def _is_stale(self, index: int) -> bool:
-        """Whether a worker waits for newer weights at its next step, as far as its acks show."""
-        if not self._scheme.initialized_on_sender:
-            return False
-        limit, entry = self._staleness.limit, self.sender.workers.get(index)
-        return limit is not None and entry is not None and self._version - entry.served > limit
 
     def _feed(self) -> WeightSender | None:
         return self.sender if self._scheme.initialized_on_sender else None
@@ -482,12 +490,6 @@ def _chosen(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
 def _taken(waiting: Waiting) -> WorkerResult:
     waiting.member.take(waiting)
     return WorkerResult(waiting.member.index, waiting.put.versions, pickle.loads(waiting.put.pickled))
-
-
-def _kinds_of_failures(report: SyncReport) -> set[OutcomeKind]:
-    """The kinds of outcomes that are failures, in this update and in those before it that it reports."""
-    before = set() if report.previous is None else _kinds_of_failures(report.previous)
-    return before | {report.outcomes[worker].kind for worker in report.failed}
 
 
 def _rules(capacity: int, max_restarts: int, restart_delay: float, deadline: float | None) -> Rules:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import GIVE_RESTARTS, WorkerFailedError
-from weightsync.group.channel import Failed, Finished, Frame, Put, TrainerEnd
+from weightsync.group.channel import Failed, Finished, Frame, Held, Put, TrainerEnd
 from weightsync.group.stack_dump import StackDump
 from weightsync.protocol.sender import Entry
 from weightsync.transports.base import SLICE, Link
@@ -26,6 +26,8 @@ logger = logging.getLogger("weightsync")
 _GRACE: Final = 10.0
 #: The longest delay before a restart, in seconds.
 _LONGEST_DELAY: Final = 60.0
+#: How often the delay is doubled at most, so that it stays a number.
+_DOUBLINGS: Final = 64
 #: Seconds between two looks at a link that has no descriptor to wait for.
 _LOOK: Final = 0.1
 
@@ -41,6 +43,8 @@ class MemberState(enum.Enum):
     STARTING = "starting"
     #: Its function runs, or its process has just died.
     RUNNING = "running"
+    #: Its function waits for a newer version, as ``max_staleness`` wants.
+    HELD = "waiting for a newer version"
     #: It failed, and is started again after a delay.
     WAITING = "waiting to be restarted"
     #: Its function has returned.
@@ -162,7 +166,10 @@ class Member:
         """Read what it has said, and return its new results."""
         if self.running is None:
             return []
+        before = self.running.channel.nbytes
         frames = self.running.channel.read()
+        if self.running.channel.nbytes > before and self.life is MemberState.RUNNING:
+            self.begin_to_wait()  # a large result takes as long as the trainer does to read it
         for frame in frames:
             self._hear(frame)
         results = [Waiting(self, self.running, frame) for frame in frames if isinstance(frame, Put)]
@@ -174,8 +181,8 @@ class Member:
             self._last_word = frame
             self.due = Deadline(_GRACE)
             self.life = MemberState.FINISHED if isinstance(frame, Finished) else self.life
-        else:
-            self.life = MemberState.RUNNING
+        elif self._last_word is None:  # else a thread of the worker has put once more
+            self.life = MemberState.HELD if isinstance(frame, Held) else MemberState.RUNNING
             self.begin_to_wait()
 
     def begin_to_wait(self) -> None:
@@ -190,20 +197,29 @@ class Member:
             waiting.life.channel.make_room()
             self.begin_to_wait()
 
-    def judge(self, excused: bool) -> None:
-        """Do what is due by now.
-
-        Args:
-            excused: whether it waits for the trainer, so that its deadline does not count.
-        """
+    def judge(self) -> WorkerFailedError | None:
+        """Do what is due by now. Returns the error of a life that could not be begun."""
         if self.running is None:
-            if self.life is MemberState.WAITING and self.due.passed:
-                self.restarts += 1
-                self.start()
-        elif excused and self.life is MemberState.RUNNING:
+            return self._restart() if self.life is MemberState.WAITING and self.due.passed else None
+        if self._waits_for_trainer:
             self.begin_to_wait()
         elif self.due.passed:
             self.give_up(self._overdue())
+        return None
+
+    @property
+    def _waits_for_trainer(self) -> bool:
+        """Whether its deadline does not count now."""
+        full = self.life is MemberState.RUNNING and self.untaken >= self._rules.capacity
+        return full or self.life is MemberState.HELD
+
+    def _restart(self) -> WorkerFailedError | None:
+        self.restarts += 1
+        try:
+            self.start()
+        except Exception as error:  # noqa: BLE001 - whatever the system or Ray lacks now, it may have later
+            return self._failed(f"it could not be started again ({type(error).__name__}: {error})", "", None)
+        return None
 
     def stop(self) -> None:
         """Ask it to return; it is not restarted any more."""
@@ -254,8 +270,10 @@ class Member:
         if isinstance(word, Finished):
             return None
         trace, version = (self._dump.stack, served) if word is None else (word.remote_traceback, word.version)
+        return self._failed(how if word is None else word.reason, trace, version)
+
+    def _failed(self, reason: str, trace: str, version: int | None) -> WorkerFailedError:
         next_step = self._after_death()
-        reason = how if word is None else word.reason
         error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=next_step)
         if self.life is MemberState.WAITING:
             logger.warning("%s", error)
@@ -265,7 +283,7 @@ class Member:
         """Wait for a restart, or fail for good. Returns what follows, in words."""
         most = self._rules.max_restarts
         if self.restarts < most:
-            delay = min(self._rules.restart_delay * 2**self.restarts, _LONGEST_DELAY)
+            delay = min(self._rules.restart_delay * 2 ** min(self.restarts, _DOUBLINGS), _LONGEST_DELAY)
             self.life, self.due = MemberState.WAITING, Deadline(delay)
             return f"It restarts in {delay:g} s (restart {self.restarts + 1} of at most {most})."
         self.life = MemberState.FAILED
@@ -312,21 +330,15 @@ class Members:
 
     Args:
         members: the members by index.
-        capacity: how many results of each may be untaken.
-        is_stale: whether a worker waits for newer weights.
         feed: what sends them their weights; None: nothing does yet.
     """
 
     def __init__(
         self,
         members: Mapping[int, Member],
-        capacity: int,
-        is_stale: Callable[[int], bool],
         feed: Callable[[], Feed | None],
     ) -> None:
         self.by_index = dict(members)
-        self._capacity = capacity
-        self._is_stale = is_stale
         self._feed = feed
         #: Results that have arrived and were not taken.
         self.results: deque[Waiting] = deque()
@@ -350,7 +362,7 @@ class Members:
             if dead:
                 self._failed(member, member.died(self._served(member.index)))
             else:
-                member.judge(member.untaken >= self._capacity or self._is_stale(member.index))
+                self._failed(member, member.judge())
 
     def starting(self) -> list[Running]:
         """The lives whose functions have not begun, by all that has arrived."""

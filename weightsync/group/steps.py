@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -14,6 +14,7 @@ from torch import nn
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import Hook
 from weightsync.errors import SenderClosed, StaleWeightsError
+from weightsync.group.channel import Held, Released
 from weightsync.options import OnStale
 
 #: Seconds after which a worker that waits for a newer version looks again whether it still has to.
@@ -30,6 +31,20 @@ class Announcements(Protocol):
     @property
     def version(self) -> int:
         """The newest version announced; 0 if none was."""
+
+
+class Trainer(Protocol):
+    """What a worker's steps ask of the trainer, and tell it."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the worker is to return."""
+
+    def mention(self, word: Held | Released) -> None:
+        """Say a word as soon as the trainer reads. Raises SenderClosed: it has closed the group, or is dead."""
+
+    def flush(self) -> None:
+        """Say what could not be said yet. Raises SenderClosed: as `mention`."""
 
 
 class Announced:
@@ -73,13 +88,13 @@ class Steps:
         receiver: the worker's; a background thread receives for it.
         announced: what the trainer has announced, as far as this worker knows.
         staleness: how old a version may be.
-        stopped: whether the worker is to return.
+        trainer: the way to it.
     """
 
     def __init__(
-        self, receiver: WeightReceiver, announced: Announcements, staleness: Staleness, stopped: Callable[[], bool]
+        self, receiver: WeightReceiver, announced: Announcements, staleness: Staleness, trainer: Trainer
     ) -> None:
-        self._stopped = stopped
+        self._trainer = trainer
         self._receiver = receiver
         self._announced = announced
         self._staleness = staleness
@@ -114,11 +129,19 @@ class Steps:
         if self._behind > limit:
             with self._receiver.serving():
                 pass  # a version that has arrived, and was kept waiting by the step before, goes live
-        while (behind := self._behind) > limit:
-            if self._staleness.on_stale is OnStale.RAISE:
-                raise StaleWeightsError(self._receiver.version, behind, limit)
-            if self._stopped():
+        behind = self._behind
+        if behind > limit and self._staleness.on_stale is OnStale.RAISE:
+            raise StaleWeightsError(self._receiver.version, behind, limit)
+        if behind > limit:
+            self._trainer.mention(Held())  # its deadline does not count meanwhile
+            self._await_newer(limit)
+            self._trainer.mention(Released())
+
+    def _await_newer(self, limit: int) -> None:
+        while self._behind > limit:
+            if self._trainer.stopped:
                 raise SenderClosed("the group was stopped while this worker waited for a newer version.")
+            self._trainer.flush()
             self._receiver.receive(LOOK_SECONDS)
 
     @property

@@ -86,7 +86,7 @@ class Worker:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
             ConfigurationError: the item cannot be pickled. Nothing was sent.
         """
-        self._channel.put(item, self._steps.versions())
+        self._channel.put(item, self._steps.versions)
 
 
 class ChannelAddress(Protocol):
@@ -210,7 +210,7 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
     receiver = scheme.get_receiver()
     _connect(scheme, receiver)
     _await_weights(receiver, channel)
-    steps = Steps(receiver, channel if announced is None else announced, plan.staleness, lambda: channel.stopped)
+    steps = Steps(receiver, channel if announced is None else announced, plan.staleness, channel)
     steps.guard(model)
     channel.say(Started())
     require_ran(plan.run, plan.run(Worker(job, receiver, steps, channel)))

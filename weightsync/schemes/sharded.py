@@ -66,7 +66,8 @@ def send_sharded(
         The outcome of each worker, on every rank. `SyncReport.sent_by_rank` names the rank that sent.
 
     Raises:
-        ConfigurationError: there is no default process group, or not exactly one rank has workers; nothing was sent.
+        ConfigurationError: there is no default process group, this rank is not in ``group``, or not exactly one rank
+            has workers; nothing was sent.
         LayoutError: the ranks hold different models, or one holds what cannot be sent; nothing was sent.
         TransportError: a rank did not come, or failed, before the deadline. Before the sending rank sends, nothing
             was sent; the others cannot know. A process group whose collective has failed cannot be used again.
@@ -110,8 +111,8 @@ def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int
     others = [rank for rank, each in enumerate(found) if each[2:] != fingerprint]
     if others:
         raise LayoutError(
-            f"Ranks {others} hold a model with other names, shapes, dtypes or meshes than rank {ranks.rank}: give "
-            "every rank its part of the same model. Nothing was sent."
+            f"Ranks {others} hold a model with other names, shapes, dtypes, meshes or placements than rank "
+            f"{ranks.rank}: give every rank its part of the same model. Nothing was sent."
         )
     senders = [rank for rank, each in enumerate(found) if each[0]]
     if len(senders) != 1:
@@ -161,7 +162,7 @@ class _Ranks:
         deadline: when waiting for the others ends.
 
     Raises:
-        ConfigurationError: there is no such group.
+        ConfigurationError: there is no such group, or this rank is not in it.
     """
 
     def __init__(self, group: Any, deadline: Deadline) -> None:
@@ -171,6 +172,11 @@ class _Ranks:
                 "scheme.send() for a model that is not sharded. Nothing was sent."
             )
         self._group = dist.group.WORLD if group is None else group
+        if self._group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigurationError(
+                "this rank is not in the process group that group= names: call send_sharded() on its ranks only. "
+                "Nothing was sent."
+            )
         self.rank = dist.get_rank(self._group)
         self.deadline = deadline
         on_host = "cpu:" in dist.get_backend_config(self._group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +59,7 @@ class Loader:
                 f"loader= is {self.load!r}, which is async: it is called in a thread without an event loop, where "
                 "nothing would run. Give a function that returns once all is loaded."
             )
-        if self.name_map is not None and not isinstance(self.name_map, Mapping):
-            raise ConfigurationError(
-                f"name_map= is {self.name_map!r}: give a mapping of the trainer's names to the engine's."
-            )
+        require_names(self.name_map)
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes= is {self.bucket_bytes!r}: give a number of bytes, 1 or more.")
 
@@ -111,13 +109,13 @@ class LoaderTarget(AnyLayoutTarget):
         Raises:
             LayoutError: it returned without taking any tensor; nothing was loaded.
             SwapBroken: it said that it had begun to change the engine, or returned without taking all tensors, or
-                raised something other than an Exception.
+                something to be awaited, or raised something other than an Exception.
             Exception: what it raised; the engine serves what it did.
         """
         loader, layout = self.destination, staged.layout
         taken = _Taken(draw(layout, staged.payload, loader.name_map, loader.bucket_bytes))
         try:
-            loader.load(taken, self._version())
+            returned = loader.load(taken, self._version())
         except PartlyLoadedError as error:
             raise SwapBroken(f"The loader had begun to change the engine: {error}") from error
         except Exception as error:
@@ -127,14 +125,7 @@ class LoaderTarget(AnyLayoutTarget):
             raise SwapBroken(f"The loader was interrupted: {error!r}.") from error
         finally:
             taken.end()
-        if taken.count == len(layout.entries):
-            return
-        if taken.count == 0:
-            raise LayoutError(
-                f"The loader returned without taking any of the {len(layout.entries)} tensors: nothing was loaded. "
-                "It must iterate over all of its first argument before it returns."
-            )
-        raise SwapBroken(f"The loader returned after {taken.count} of {len(layout.entries)} tensors.")
+        _require_loaded(taken.count, len(layout.entries), returned)
 
     def apply(self, weights: object) -> None:  # noqa: ARG002 - an override
         """Applying weights manually is not supported.
@@ -151,6 +142,30 @@ class LoaderTarget(AnyLayoutTarget):
             ConfigurationError: always.
         """
         raise _unreadable()
+
+
+def _require_loaded(taken: int, offered: int, returned: object) -> None:
+    """Check that a loader has loaded all, when it has returned."""
+    pending = is_unawaited(returned)
+    if offered and not taken:
+        raise LayoutError(
+            f"The loader returned without taking any of the {offered} tensors: nothing was loaded. "
+            "It must iterate over all of its first argument before it returns."
+        )
+    if pending:
+        raise SwapBroken(
+            f"The loader returned a {type(returned).__name__}, which nobody awaits here: it must return once all is "
+            "loaded."
+        )
+    if taken < offered:
+        raise SwapBroken(f"The loader returned after {taken} of {offered} tensors.")
+
+
+def is_unawaited(result: Any) -> bool:
+    """Whether a call of the user's returned something to wait for, so that what it stands for has perhaps not run."""
+    if inspect.iscoroutine(result):
+        result.close()  # it has not begun, and says nothing when it is collected
+    return inspect.isawaitable(result) or isinstance(result, Future)
 
 
 def _unreadable() -> ConfigurationError:
@@ -185,6 +200,14 @@ class _Taken(Iterator[tuple[str, Tensor]]):
     def end(self) -> None:
         """Yield nothing more."""
         self._weights = iter(())
+
+
+def require_names(names: Any) -> None:
+    """Raise ConfigurationError: this is no mapping of names to names."""
+    if names is None:
+        return
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise ConfigurationError(f"name_map= is {names!r}: give a mapping of the trainer's names to the engine's.")
 
 
 def renamed(layout: Layout, names: Mapping[str, str] | None) -> list[str]:

@@ -41,7 +41,7 @@ class ShardedWeights:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes, equal on ranks whose tensors have the same order, names, whole shapes, dtypes and meshes."""
+        """16 bytes, equal on ranks whose tensors have the same order, names, whole shapes, dtypes and placements."""
         return xxhash.xxh3_128_digest(repr([_described(*item) for item in self._weights.tensors.items()]).encode())
 
     @property
@@ -104,5 +104,5 @@ def _resharded(source: object) -> object:
 
 
 def _described(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
-    mesh = str(tensor.device_mesh.mesh.tolist()) if is_dtensor(tensor) else ""
-    return name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), mesh
+    spread = f"{tensor.device_mesh.mesh.tolist()} {tensor.placements}" if is_dtensor(tensor) else ""
+    return name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), spread

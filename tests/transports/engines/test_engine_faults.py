@@ -35,8 +35,13 @@ CALLS = {
     ],
     "sglang with a carrier": [("init_weights_update_group", 0, "join")],
 }
-#: Faults: turned away; sent elsewhere; failed, before or after the deed; hung up likewise; what is no engine's answer.
-TURNED_AWAY, FAILED, HUNG_UP = (404, 307), ("500", "500 after"), ("die", "die after")
+#: Faults: turned away; sent elsewhere; failed, before or after the deed, or with the status of success; hung up
+#: likewise, or amid the answer; what is no engine's answer.
+TURNED_AWAY, FAILED, HUNG_UP = (
+    (404, 307),
+    ("500", "500 after", "unsuccessful"),
+    ("die", "die after", "half", "half after"),
+)
 FAULTS = (*TURNED_AWAY, *FAILED, *HUNG_UP, "garbage", "stall")
 
 KEPT = "has the weights that it had"

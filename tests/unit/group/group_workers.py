@@ -141,6 +141,16 @@ def hold_a_step_and_catch_up(worker: Worker) -> None:
             worker.put(version)
 
 
+def hold_a_step_for_ever_first(worker: Worker) -> None:
+    """In the first life hold a version for ever, in the second one act."""
+    if worker.restarts == 0:
+        with worker.step():
+            worker.put(worker.restarts)
+            time.sleep(600)
+    while not worker.stopped:
+        worker.put(worker.restarts)
+
+
 def fill_and_hang(worker: Worker) -> None:
     """Fill the channel, after a word about who we are, and go on for ever when the group has ended."""
     worker.put((os.getpid(), worker.model(torch.ones(1)).item()))

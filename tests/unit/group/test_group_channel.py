@@ -6,13 +6,17 @@ import contextlib
 import logging
 import pickle
 import select
+import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from weightsync.group.channel import Put, TrainerEnd, WorkerEnd
+from weightsync.errors import ConfigurationError, SenderClosed
+from weightsync.group.channel import Held, Put, Released, TrainerEnd, WorkerEnd
 from weightsync.group.reception import ChannelListener, Invitation
 from weightsync.keys import SharedKey
 
@@ -57,7 +61,7 @@ def test_only_a_worker_that_was_invited_is_let_in_and_only_once(
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
         worker = WorkerEnd(invitation.connect(), capacity=1)
-        worker.put("here", (3,))
+        worker.put("here", lambda: (3,))
         admitted(reception)
         assert end.attached
         assert end.read() == [Put((3,), pickle.dumps("here", pickle.HIGHEST_PROTOCOL))]
@@ -99,10 +103,104 @@ def test_a_worker_that_does_not_listen_delays_no_announcement_and_hears_the_newe
     assert end.events & select.POLLOUT  # what did not fit wakes the group when there is room
     while worker.version < 10_000 or not worker.stopped:
         assert end.read() == []
-    worker.put("there is room for one", ())
+    worker.put("there is room for one", tuple)
     assert len(end.read()) == 1
     end.close()
     worker.close()
+
+
+class Interrupt(Exception):
+    """What a signal handler of the user's raises."""
+
+
+def results_of(end: TrainerEnd, count: int) -> list[Put]:
+    """The next results, as they arrive."""
+    found: list[Put] = []
+    poller = select.poll()
+    poller.register(end, select.POLLIN)
+    while len(found) < count:
+        assert poller.poll(60_000)
+        found += [frame for frame in end.read() if isinstance(frame, Put)]
+    return found
+
+
+def test_results_of_several_threads_arrive_whole_and_never_more_than_there_is_room_for() -> None:
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    threads = [threading.Thread(target=worker.put, args=(bytes([k]) * (1 << 20), tuple)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    seen = set()
+    for _ in threads:
+        (result,) = results_of(end, 1)
+        time.sleep(0.01)
+        assert end.read() == []  # there is room for one
+        seen.add(bytes(set(pickle.loads(result.pickled))))
+        end.make_room()
+    assert seen == {bytes([k]) for k in range(4)}
+    for thread in threads:
+        thread.join(60)
+    end.close()
+    worker.close()
+
+
+def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=2)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupt):
+            worker.put(bytes(1 << 24), tuple)  # nobody reads
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    thread = threading.Thread(target=worker.put, args=("next", tuple))
+    thread.start()
+    assert [len(pickle.loads(result.pickled)) for result in results_of(end, 2)] == [1 << 24, len("next")]
+    thread.join(60)
+    end.close()
+    worker.close()
+
+
+def test_a_word_about_waiting_never_waits_for_the_trainer() -> None:
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    putting = threading.Thread(target=worker.put, args=(bytes(1 << 24), tuple))
+    putting.start()
+    while not select.select([near], [], [], 60)[0]:
+        pass
+    worker.mention(Held())
+    worker.mention(Released())
+    (result,) = results_of(end, 1)
+    putting.join(60)
+    assert len(result.pickled) > 1 << 24
+    end.close()
+    worker.close()
+
+
+def test_the_versions_of_a_result_that_cannot_be_pickled_are_those_of_the_next_one_too() -> None:
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    asked: list[str] = []
+
+    def versions() -> tuple[int, ...]:
+        asked.append("asked")
+        return (1,)
+
+    with pytest.raises(ConfigurationError, match="cannot be pickled"):
+        worker.put(lambda: 0, versions)
+    assert asked == []  # those who answer forget them
+    worker.close()
+    with pytest.raises(SenderClosed):
+        worker.put(0, versions)
+    end.close()
 
 
 def test_an_invitation_shows_no_key(reception: ChannelListener) -> None:

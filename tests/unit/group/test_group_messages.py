@@ -44,6 +44,8 @@ def test_a_group_that_was_not_entered_or_has_ended_says_what_to_do(make: Make) -
     group = make(workers.act)
     with pytest.raises(StateError, match=r"Enter the group by `with`, or call start\(\), first"):
         group.send()
+    with pytest.raises(StateError, match=r"send_async\(\)"):
+        group.send_async()
     group.start()
     group.close()
     with pytest.raises(StateError, match=r"Make a new WorkerGroup"):

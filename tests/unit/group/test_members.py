@@ -10,7 +10,7 @@ import pytest
 
 from weightsync.clock import Deadline, Timeout, replaced_by, seconds
 from weightsync.errors import GIVE_RESTARTS
-from weightsync.group.channel import Failed, Finished, Frame, Put, Started
+from weightsync.group.channel import Failed, Finished, Frame, Held, Put, Released, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
 from weightsync.group.stack_dump import StackDump
@@ -43,11 +43,13 @@ class Channel:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        self.nbytes = self.arriving = 0
         self.room = 0
         self.stops = 0
 
     def read(self) -> list[Frame]:
         frames, self.frames = self.frames, []
+        self.nbytes, self.arriving = self.nbytes + self.arriving, 0
         return frames
 
     def make_room(self) -> None:
@@ -66,9 +68,12 @@ class Lives:
     def __init__(self) -> None:
         self.processes: list[Process] = []
         self.channels: list[Channel] = []
+        #: What the system says to each attempt to begin one.
+        self.refusal: Exception | None = None
 
     def begin(self, index: int, restarts: int) -> Running:
-        assert restarts == len(self.processes)
+        if self.refusal is not None:
+            raise self.refusal
         self.processes.append(Process())
         self.channels.append(Channel())
         made: Any = (self.processes[-1], self.channels[-1], lambda version: None)
@@ -142,7 +147,7 @@ def says(member: Member, lives: Lives, *frames: Frame) -> None:
 
 def fed_over(link: Link) -> tuple[Feed, Members]:
     feed = Feed(link)
-    return feed, Members({}, 1, lambda index: False, lambda: feed)
+    return feed, Members({}, lambda: feed)
 
 
 def test_the_sender_goes_on_when_its_link_has_something_for_it_and_that_ends_a_wait() -> None:
@@ -170,15 +175,15 @@ def test_a_link_without_a_descriptor_is_looked_at_again_and_again(link: Link, mo
 
 
 def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeClock, lives: Lives) -> None:
-    member = started(lives)
+    member = started(lives, capacity=2)
     says(member, lives, Started())
     clock.advance(9.0)
     says(member, lives, Put((1,), b""))
     clock.advance(9.0)
-    member.judge(excused=False)
+    member.judge()
     assert not member.dead
     clock.advance(2.0)
-    member.judge(excused=False)
+    member.judge()
     assert member.dead
     error = member.died()
     assert error is not None
@@ -187,18 +192,57 @@ def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeCloc
 
 
 def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock, lives: Lives) -> None:
-    member = started(lives)
-    says(member, lives, Started())
+    member = started(lives, capacity=1)
+    says(member, lives, Started(), Put((1,), b""))  # its channel is full
     for _ in range(5):
         clock.advance(11.0)
-        member.judge(excused=True)
+        member.judge()
     assert not member.dead
+
+
+def test_time_in_which_it_says_that_it_waits_for_a_newer_version_does_not_count(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives)
+    says(member, lives, Started(), Held())
+    for _ in range(5):
+        clock.advance(11.0)
+        member.judge()
+    assert not member.dead
+    assert member.state == "is waiting for a newer version"
+
+    says(member, lives, Released())
+    clock.advance(11.0)
+    member.judge()
+    assert member.dead
+
+
+def test_time_in_which_the_trainer_reads_a_large_result_does_not_count(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives)
+    says(member, lives, Started())
+    for _ in range(3):
+        clock.advance(11.0)  # the trainer trains, and what does not fit into the socket waits
+        lives.channels[-1].arriving = 1
+        says(member, lives)
+        member.judge()
+        assert not member.dead
+    clock.advance(11.0)
+    says(member, lives)
+    member.judge()
+    assert member.dead
+
+
+def test_a_result_after_its_last_word_counts_and_it_has_finished(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives)
+    lives.channels[-1].frames += [Started(), Finished(), Put((1,), b"by a thread")]
+    assert len(member.read()) == 1
+    lives.processes[-1].kill()
+    member.died()
+    assert member.over
 
 
 def test_a_worker_that_does_not_start_is_killed_whoever_waits_for_whom(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, deadline=None)
     clock.advance((seconds(Timeout.START) or 0) + 1)
-    member.judge(excused=True)
+    member.judge()
     error = member.died()
     assert error is not None
     assert "did not start in time" in error.reason
@@ -209,7 +253,7 @@ def test_a_worker_that_does_not_end_after_its_last_word_is_killed(clock: FakeClo
     says(member, lives, Started(), Finished())
     assert member.over
     clock.advance(11.0)
-    member.judge(excused=False)
+    member.judge()
     assert member.dead
     assert member.died() is None  # its function had returned: that is no failure
     assert member.life is MemberState.FINISHED
@@ -224,10 +268,10 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
         assert restarted is not None
         assert str(restarted).endswith(f"It restarts in {delay:g} s (restart {restarted.restarts + 1} of at most 2).")
         clock.advance(delay - 0.5)
-        member.judge(excused=False)
+        member.judge()
         assert member.life is MemberState.WAITING
         clock.advance(0.5)
-        member.judge(excused=False)
+        member.judge()
         assert member.life is MemberState.STARTING
     lives.processes[-1].kill()
     error = member.died()
@@ -235,6 +279,30 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
     assert (member.life, error.restarts, error.reason) == (MemberState.FAILED, 2, "its process was ended by SIGSEGV")
     assert str(error).startswith("worker 0 failed after 2 restarts: its process was ended")
     assert str(error).endswith("It has been restarted as often as max_restarts=2 allows.")
+
+
+def test_a_restart_that_fails_is_one_of_those_that_are_allowed(clock: FakeClock, lives: Lives) -> None:
+    member = started(lives, max_restarts=2)
+    lives.processes[-1].kill()
+    member.died()
+    lives.refusal = OSError(24, "Too many open files")
+    errors = []
+    for _ in range(4):
+        clock.advance(60.0)
+        errors.append(member.judge())
+    first, last, *others = errors
+    assert (others, member.life, member.restarts) == ([None, None], MemberState.FAILED, 2)
+    assert "could not be started again (OSError: [Errno 24] Too many open files)" in str(first)
+    assert "It restarts in 2 s" in str(first)
+    assert str(last).endswith("It has been restarted as often as max_restarts=2 allows.")
+
+
+def test_the_delay_is_bounded_however_often_it_restarts(clock: FakeClock, lives: Lives) -> None:
+    for delay, longest in ((1.0, 60.0), (0.0, 0.0)):
+        member = started(lives, max_restarts=10_000, restart_delay=delay)
+        member.restarts = 5_000
+        lives.processes[-1].kill()
+        assert f"It restarts in {longest:g} s" in str(member.died())
 
 
 def test_what_was_never_restarted_says_what_the_launcher_has_for_it(clock: FakeClock) -> None:
@@ -253,7 +321,7 @@ def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeC
     (former,) = member.read()
     lives.processes[0].kill()
     member.died()
-    member.judge(excused=False)
+    member.judge()
     lives.channels[1].frames.append(Put((2,), b""))
     (latter,) = member.read()
 

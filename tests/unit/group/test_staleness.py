@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -16,6 +16,7 @@ from group_worlds import PIPES, RANKS, RAY, SHARED, Make, await_results
 from torch import nn
 
 from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup
+from weightsync.group.channel import Held, Released
 from weightsync.group.steps import Announced, Staleness, Steps
 
 
@@ -45,11 +46,25 @@ OVER_TCP = [
 ]
 
 
+class Trainer:
+    """Has stopped the group, or not, and hears what the worker says."""
+
+    def __init__(self, stopped: bool = False) -> None:
+        self.stopped = stopped
+        self.heard: list[Held | Released] = []
+
+    def mention(self, word: Held | Released) -> None:
+        self.heard.append(word)
+
+    def flush(self) -> None:
+        pass
+
+
 def steps_of(
-    receiver: Receiver, limit: int | None, on_stale: OnStale = OnStale.RAISE, stopped: Callable[[], bool] = bool
+    receiver: Receiver, limit: int | None, on_stale: OnStale = OnStale.RAISE, trainer: Trainer | None = None
 ) -> tuple[Steps, Announced]:
     announced = Announced(ctypes.c_uint64(0))
-    return Steps(receiver, announced, Staleness(limit, on_stale), stopped), announced  # type: ignore[arg-type]
+    return Steps(receiver, announced, Staleness(limit, on_stale), trainer or Trainer()), announced  # type: ignore[arg-type]
 
 
 def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> None:
@@ -69,21 +84,24 @@ def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> No
 
 
 def test_a_worker_that_blocks_goes_on_with_a_version_that_is_near_enough() -> None:
-    receiver = Receiver()
-    steps, announced = steps_of(receiver, 0, OnStale.BLOCK)
+    receiver, trainer = Receiver(), Trainer()
+    steps, announced = steps_of(receiver, 0, OnStale.BLOCK, trainer)
+    steps.begin()
     announced.announce(2)
     thread = threading.Thread(target=steps.begin)
     thread.start()
     assert receiver.waited.wait(60)
     assert thread.is_alive()
+    assert trainer.heard == [Held()]
     receiver.version = 2
     receiver.go.set()
     thread.join(60)
     assert not thread.is_alive()
+    assert trainer.heard == [Held(), Released()]
 
 
 def test_a_worker_that_blocks_wakes_when_the_group_is_stopped() -> None:
-    steps, announced = steps_of(Receiver(), 0, OnStale.BLOCK, stopped=lambda: True)
+    steps, announced = steps_of(Receiver(), 0, OnStale.BLOCK, Trainer(stopped=True))
     announced.announce(2)
     with pytest.raises(SenderClosed, match="stopped"):
         steps.begin()

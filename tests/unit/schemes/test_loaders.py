@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -156,6 +157,17 @@ def test_a_loader_that_takes_only_some_tensors_is_never_acked(scheme_class: Any)
 
     pair = Pair(scheme_class, model=feeding(Engine(), load=load))
     assert f"returned after 2 of {len(pair.source.state_dict())} tensors" in lost(pair)
+    pair.close()
+
+
+@pytest.mark.parametrize("make", [lambda: load_later([], 1), Future], ids=["coroutine", "future"])
+def test_a_loader_that_returns_what_nobody_awaits_is_never_acked(scheme_class: Any, make: Callable[[], Any]) -> None:
+    def load(weights: Iterator[tuple[str, Tensor]], version: int) -> Any:
+        list(weights)
+        return make()
+
+    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
+    assert "which nobody awaits here: it must return once all is loaded" in lost(pair)
     pair.close()
 
 
@@ -327,6 +339,7 @@ async def load_later(weights: object, version: int) -> None:
         ({"loader": print, "model": nn.Linear(1, 1)}, "model= or loader="),
         ({"model": nn.Linear(1, 1), "name_map": {"a": "b"}}, "takes name_map= with loader= only"),
         ({"loader": print, "name_map": ["a"]}, "give a mapping"),
+        ({"loader": print, "name_map": {"a": None}}, "give a mapping"),
         ({"loader": print, "bucket_bytes": 0}, "1 or more"),
         ({}, "needs model=, loader="),
     ],

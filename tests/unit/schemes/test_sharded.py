@@ -95,6 +95,22 @@ def send_another(setup: WorkerSetup) -> None:
     send_sharded(setup.scheme, {"other": torch.zeros(3)}, timeout=PATIENCE)
 
 
+def send_placed(setup: WorkerSetup, rank: int) -> None:
+    """Two tensors of one mesh; the first is sharded on one rank, and on the other one whole."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # noqa: PLC0415
+
+    mesh = init_device_mesh("cpu", (2,))
+    shard = DTensor.from_local(torch.full((1, 2), float(rank)), mesh, [Shard(0)])
+    whole = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()], run_check=False)
+    send_sharded(setup.scheme, {"a": whole if rank == 0 else shard, "b": shard}, timeout=PATIENCE)
+
+
+def send_within_another_group(setup: WorkerSetup, rank: int) -> None:
+    group = dist.new_group([0])
+    if rank == 1:
+        send_sharded(None, setup.model, group=group, timeout=PATIENCE)
+
+
 def send_unconnected(setup: WorkerSetup) -> None:
     setup.scheme.close()
     send(setup)
@@ -227,6 +243,26 @@ def test_ranks_that_do_not_fit_together_all_raise_and_send_nothing(ranks: Ranks)
     assert "Ranks [0, 1] gave a scheme" in str(found[0])
 
     assert [report.version for report in ranks.do(send)] == [1, 1]
+
+
+def test_ranks_that_place_a_tensor_differently_all_raise_and_send_nothing(ranks: Ranks) -> None:
+    for rank, each in enumerate(ranks.ranks):
+        each.tell(send_placed, rank)
+    ranks.receive()
+    found = [_outcome(each) for each in ranks.ranks]
+    assert [type(error) for error in found] == [LayoutError, LayoutError]
+    assert "meshes or placements" in str(found[0])
+    assert [report.version for report in ranks.do(send)] == [1, 1]
+
+
+def test_a_rank_outside_of_the_group_is_told_so(ranks: Ranks) -> None:
+    for rank, each in enumerate(ranks.ranks):
+        each.tell(send_within_another_group, rank)
+    ranks.receive()
+    found = [_outcome(each) for each in ranks.ranks]
+    assert found[0] is None
+    assert isinstance(found[1], ConfigurationError)
+    assert "not in the process group" in str(found[1])
 
 
 def test_a_failed_send_is_raised_on_every_rank(crew: Crew, tmp_path: Path) -> None:

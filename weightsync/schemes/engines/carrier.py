@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
 from weightsync.schemes.engines.client import Bucket
-from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
+from weightsync.schemes.peers.base import refuse_coroutines
+from weightsync.weights.loader import is_unawaited
 from weightsync.weights.tensors import DTYPE_NAMES
 
 #: Seconds that a failed call waits for its carrier, which was asked to give up.

@@ -12,12 +12,12 @@ from torch import Tensor
 from weightsync.clock import Stopwatch
 from weightsync.errors import LayoutError, PartlyLoadedError, TransportError
 from weightsync.protocol.messages import Message, Update
-from weightsync.schemes.peers.base import PLAIN_METHODS, JobThread, is_unawaited, payload_of, refuse_coroutines
+from weightsync.schemes.peers.base import PLAIN_METHODS, JobThread, payload_of, refuse_coroutines
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
 from weightsync.weights.layout import Layout
-from weightsync.weights.loader import draw
+from weightsync.weights.loader import draw, is_unawaited
 
 #: Names and tensors that go to an engine in one call.
 Bucket = list[tuple[str, Tensor]]

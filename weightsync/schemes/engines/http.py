@@ -57,7 +57,7 @@ class HttpCalls:
         """Call a route, and return its answer, decoded if it is JSON.
 
         Raises:
-            EngineError: the engine answered with an error, or with what is no answer of an engine.
+            EngineError: the engine answered with an error.
             UnreachedError: no connection could be made.
             TransportError: the connection broke; or the calls were aborted.
         """
@@ -68,7 +68,7 @@ class HttpCalls:
             path = f"{self._at.path.rstrip('/')}/{route.lstrip('/')}"
             connection.request("POST", path, json.dumps(body or {}).encode(), self._headers)
             with connection.getresponse() as response:
-                status, text = response.status, response.read(_LONGEST).decode(errors="replace")
+                status, text = response.status, _read(response).decode(errors="replace")
         except UnreachedError:
             raise
         except (OSError, http.client.HTTPException) as error:
@@ -80,7 +80,10 @@ class HttpCalls:
             self.awaited = ""
         if not _SUCCESS <= status < _REDIRECTED:
             raise EngineError(f"POST {self.url}/{route} was answered {status}: {text[:_QUOTED]}", status)
-        return _decoded(text)
+        answer = _decoded(text)
+        if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
+            raise EngineError(f"POST {self.url}/{route} was answered {text[:_QUOTED]}")
+        return answer
 
     def command(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Call a route that is answered with JSON, or with nothing, and return its answer.
@@ -133,9 +136,24 @@ class HttpCalls:
 
 def _parsed(url: str) -> SplitResult:
     at = urlsplit(url)
-    if at.scheme not in ("http", "https") or not at.hostname:
+    if at.scheme not in ("http", "https") or not at.hostname or not _has_usable_port(at):
         raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
     return at
+
+
+def _has_usable_port(at: SplitResult) -> bool:
+    try:
+        return at.port != 0
+    except ValueError:  # it is no number, or too large
+        return False
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """The body, as far as it is looked at. Raises IncompleteRead: the connection ended before the body."""
+    body = response.read(_LONGEST)
+    if response.length and len(body) < _LONGEST:
+        raise http.client.IncompleteRead(body, response.length)
+    return body
 
 
 def _decoded(text: str) -> Any:

@@ -13,7 +13,7 @@ from weightsync.schemes.engines.carrier import Carrier, beside, described, refus
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.phases import Loading, Phases
-from weightsync.weights.loader import BUCKET_BYTES
+from weightsync.weights.loader import BUCKET_BYTES, require_names
 
 #: The ``group_name`` of the group that a carrier and SGLang's workers join, unless its `init_info` has another.
 GROUP: Final = "weight_update_group"
@@ -72,6 +72,7 @@ class SGLangEngine(Engine):
             raise ConfigurationError(f"tp_size= is {tp_size} and bucket_bytes= {bucket_bytes}: both must be 1 or more.")
         if carrier is not None:
             refuse_async_carrier(carrier)
+        require_names(name_map)
         self._calls = HttpCalls(url, headers)
         self._carrier = carrier
         self._joined = carrier is None

@@ -15,9 +15,9 @@ from weightsync.schemes.engines.carrier import Carrier, beside, described, refus
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.phases import Loading, Phases
-from weightsync.schemes.peers.base import is_unawaited, refuse_coroutines
+from weightsync.schemes.peers.base import refuse_coroutines
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.loader import BUCKET_BYTES
+from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_names
 
 #: Seconds between two looks at a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
@@ -175,6 +175,7 @@ class VLLMEngine(Engine):
         if not isinstance(carrier, Carrier):
             raise ConfigurationError(f"{carrier!r} is no Carrier: give the object that moves its tensors.")
         refuse_async_carrier(carrier)
+        require_names(name_map)
         mode = None if pause is None else VLLMPause(pause)
         at_url = isinstance(engine, str)
         self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)

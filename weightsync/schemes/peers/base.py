@@ -123,13 +123,6 @@ def refuse_coroutines(owner: Any, names: Sequence[str], instead: str) -> None:
         )
 
 
-def is_unawaited(result: Any) -> bool:
-    """Whether a call returned something to be awaited, so that what it stands for has perhaps not run."""
-    if inspect.iscoroutine(result):
-        result.close()  # it has not begun, and says nothing when it is collected
-    return inspect.isawaitable(result)
-
-
 def payload_of(update: Update, payload: Buffer | None) -> memoryview:
     """The bytes of an update."""
     return memoryview(b"") if payload is None else payload.view[: update.nbytes]

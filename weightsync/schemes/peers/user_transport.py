@@ -17,13 +17,13 @@ from weightsync.schemes.peers.base import (
     BareTransport,
     JobThread,
     Presenter,
-    is_unawaited,
     payload_of,
     refuse_coroutines,
 )
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
+from weightsync.weights.loader import is_unawaited
 
 
 def user_link(transport: BareTransport, peer: str) -> BlockingLink:

@@ -1,0 +1,109 @@
+"""Sends of a group whose workers are lost: no failure where they are restarted, and nothing that was sent is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import group_workers as workers
+import pytest
+import torch
+from group_worlds import PIPES, RANKS, RAY, SHARED, Make
+from torch import nn
+
+from weightsync import OutcomeKind, StateError, SyncReport, WorkerFailedError, WorkerGroup
+from weightsync.clock import Deadline
+from weightsync.protocol.sender import LinkState
+
+
+def kill_all(group: WorkerGroup) -> None:
+    """Kill the workers, and wait until the group and its sender have noticed."""
+    known = len(group.failures)
+    for life in [member.running for member in group._members.by_index.values()]:
+        assert life is not None
+        life.process.kill()
+    while len(group.failures) == known or any(
+        entry.link_state is not LinkState.LOST for entry in group.sender.workers.values()
+    ):
+        group._members.pump()
+        group.sender.progress()
+        time.sleep(0.01)
+
+
+def sends(group: WorkerGroup) -> SyncReport:
+    return group.send()
+
+
+def sends_and_waits(group: WorkerGroup) -> SyncReport:
+    report = group.send_async()
+    assert group.wait_async() is report
+    return report
+
+
+@pytest.mark.parametrize("send", [sends, sends_and_waits])
+@pytest.mark.parametrize("make_over", [SHARED, PIPES, RAY], indirect=True)
+def test_what_is_sent_while_no_worker_lives_reaches_the_first_that_is_restarted(
+    make_over: Make, model: nn.Linear, send: Callable[[WorkerGroup], SyncReport]
+) -> None:
+    with make_over(workers.act, 1, max_restarts=1, restart_delay=3600.0) as group:
+        next(group.results())
+        group.wait_async()
+        kill_all(group)
+        torch.nn.init.constant_(model.weight, 2.0)
+        report = send(group)
+        assert (report.version, report[0].kind, group.version) == (None, OutcomeKind.LOST, 1)
+        with pytest.raises(StateError):
+            group.wait_async()
+        group._members.results.clear()  # those of the first life
+        group._members.by_index[0].due = Deadline(0.0)
+        assert next(result.value for result in group.results() if 2 in result.versions) == 2.0
+        assert group.version == 2
+
+
+def test_an_update_that_awaits_the_one_before_is_announced_though_a_worker_was_lost_meanwhile(make: Make) -> None:
+    with make(workers.act, 2, max_restarts=1, restart_delay=3600.0) as group:
+        next(group.results())
+        group.wait_async()
+        group.processes[0].kill()
+        for version in (2, 3, 4):
+            report = group.send_async(on_pending="wait")
+            assert (report.version, group.version) == (version, version)
+        assert report[0].kind is OutcomeKind.LOST
+
+
+def test_a_worker_that_is_not_restarted_fails_a_send_to_nobody_once(make: Make) -> None:
+    with make(workers.act, 1) as group:
+        next(group.results())
+        kill_all(group)
+        assert group.send_async()[0].kind is OutcomeKind.LOST
+        with pytest.raises(WorkerFailedError, match="SIGKILL"):
+            group.wait_async()
+        assert len(group.send()) == 0
+
+
+def test_a_worker_that_hangs_is_killed_by_its_deadline_while_the_trainer_waits_for_its_answer(make: Make) -> None:
+    options = {"deadline": 0.5, "max_staleness": 0, "max_restarts": 1, "restart_delay": 0.0}
+    with make(workers.hold_a_step_for_ever_first, 1, **options) as group:
+        assert next(group.results()).value == 0
+        assert group.send(timeout=60.0)[0].kind is OutcomeKind.LOST
+        assert "it gave no result for 0.5 s" in group.failures[0].reason
+
+
+def test_a_wait_leaves_a_worker_alone_that_was_lost_and_is_restarted_already(make: Make) -> None:
+    with make(workers.hold_a_step_for_ever_first, 1, max_restarts=1, restart_delay=0.0) as group:
+        assert next(group.results()).value == 0
+        group.send_async()
+        group.processes[0].kill()
+        assert next(group.results()).value == 1
+        assert group.wait_async()[0].kind is OutcomeKind.LOST
+        assert [failure.reason for failure in group.failures] == ["its process was ended by SIGKILL"]
+        assert next(group.results()).value == 1
+
+
+@pytest.mark.parametrize("make_over", [RANKS], indirect=True)
+def test_no_answer_of_a_rank_that_was_given_up_is_waited_for(make_over: Make) -> None:
+    with make_over(workers.hold_a_step_for_ever_first, 1, deadline=0.5, max_staleness=0) as group:
+        assert next(group.results()).value == 0
+        assert group.send(timeout=60.0, on_failure="report")[0].kind is OutcomeKind.LOST  # its link lives on
+        with pytest.raises(WorkerFailedError, match=r"no result for 0.5 s, and was given up"):
+            next(group.results())
