@@ -150,7 +150,9 @@ class WorkerLostError(SyncError, ConnectionError):
 
 
 class RefusedError(SyncError):
-    """Workers refused the update and still serve their previous version.
+    """Workers refused the update, and serve what they served before.
+
+    What a method or a loader of yours did before it raised is not known.
 
     What to do: read the worker's reason, and its traceback in the report. Other names, shapes or dtypes: give trainer
     and worker the same model. No memory or descriptors: free some in the worker, and send again.

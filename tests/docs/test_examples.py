@@ -95,7 +95,7 @@ def test_each_python_block_of_each_document_is_run_by_a_test_that_is_named_here(
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_python_hides_in_a_block_without_a_language_or_an_indented_one(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    hidden = [code for language, code in fences(text) if language == "" and is_python(code)]
+    hidden = [code for language, code in fences(text) if language in {"", "py", "python3"} and is_python(code)]
 
     assert hidden + [code for code in indented(text) if is_python(code)] == []
 

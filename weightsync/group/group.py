@@ -273,7 +273,8 @@ class WorkerGroup:
             The outcome of each worker. Those that are finished are not among them.
 
         Raises:
-            WorkerFailedError: a worker has failed and is not restarted. It is raised once; the others keep running.
+            WorkerFailedError: a worker has failed and is not restarted. Raised once; the others keep running. If none
+                is left, each call raises the last failure.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `WeightSender.send`.
             StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
         """
@@ -350,6 +351,7 @@ class WorkerGroup:
         if failing is OnFailure.REPORT:
             return report
         self._raise_failed()
+        self._members.require_one()
         if kinds_of_failures(report) - {OutcomeKind.LOST}:  # a lost worker has finished, is restarted, or was reported
             report.raise_on_failure()
         return report
@@ -373,17 +375,15 @@ class WorkerGroup:
         """Take the workers' results in order of arrival. Ends when all workers are finished.
 
         Args:
-            timeout: seconds to wait for each; None: for ever; default: five times `WEIGHTSYNC_TIMEOUT` or 60, since
-                workers may still be starting.
+            timeout: seconds to wait for each; None: for ever; default: as for a start, 5 times `WEIGHTSYNC_TIMEOUT`.
 
         Raises:
-            ResultTimeoutError: no result arrived in time. The workers keep running; `results` may be called again.
+            ResultTimeoutError: no result arrived in time. The workers keep running, and the iterator can go on.
             WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had
-                arrived by then. The other workers keep running.
+                arrived by then. The other workers keep running, and the iterator can go on.
             StateError: the group is not started, or closed.
         """
-        while (result := self._next(Deadline(timeout))) is not None:
-            yield result
+        return iter(lambda: self._next(Deadline(timeout)), None)
 
     def _next(self, deadline: Deadline) -> WorkerResult | None:
         """The next result; None: all workers are finished."""

@@ -382,6 +382,11 @@ class Members:
             if member.life is MemberState.FAILED:
                 self.unreported.append(error)
 
+    def require_one(self) -> None:
+        """Raise the last failure, also if it was raised before, if all members have failed for good."""
+        if all(member.life is MemberState.FAILED for member in self.by_index.values()):
+            raise self.failures[-1]
+
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,16 @@ from weightsync.engine.serving_lock import Hook
 from weightsync.errors import SenderClosed, StaleWeightsError
 from weightsync.group.channel import Held, Released
 from weightsync.options import OnStale
+
+logger = logging.getLogger("weightsync")
+
+#: After so many results without any step, the model is probably used in a way that is none.
+_UNGUARDED: Final = 2
+_NO_STEP: Final = (
+    "this worker has put results, and has begun no step: they name no version, its weights may change in the middle "
+    "of a call, and max_staleness does not hold. A step is a call of worker.model itself (its forward); put "
+    "`with worker.step():` around calls of its other methods, or of its submodules. This warning is logged once."
+)
 
 #: Seconds after which a worker that waits for a newer version looks again whether it still has to.
 LOOK_SECONDS: Final = 0.1
@@ -101,6 +112,7 @@ class Steps:
         self._lock = threading.Lock()
         self._versions: list[int] = []
         self._is_old = False  # the result that these versions belong to was put
+        self._without_a_step = 0
 
     def guard(self, model: nn.Module) -> None:
         """Count the outermost forwards of the model as steps."""
@@ -161,6 +173,9 @@ class Steps:
         """The versions of the steps since the last call, oldest first; where there were none, those of the last."""
         with self._lock:
             self._is_old = True
+            self._without_a_step += not self._versions
+            if self._without_a_step == _UNGUARDED:
+                logger.warning(_NO_STEP)
             return tuple(self._versions)
 
 

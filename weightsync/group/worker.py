@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from weightsync.engine.receiver import WeightReceiver
@@ -157,6 +158,7 @@ def work(job: Job) -> None:
     """Be a worker process until the function returns or raises, or the trainer is gone."""
     os.setsid()  # the processes that the function starts are ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and ends the workers
+    torch.set_num_threads(1)  # as in the workers of Ray, torchrun and TorchRL: all of them share the processor
     if job.dump_to is not None:
         dump_on_signal(job.dump_to)
     if live(job) is not None:

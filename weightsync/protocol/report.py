@@ -366,7 +366,8 @@ _ADVICE = {
         "Lost workers remain among the workers: add_worker() reconnects one on a new link, remove_worker() removes it."
     ),
     OutcomeKind.REFUSED: (
-        "Workers that refused still serve their previous version. Correct what they refused, and send again; "
+        "Workers that refused serve what they served before, unless a method or loader of yours raised amid its work. "
+        "Correct what they refused, and send again; "
         "add_worker() connects those again that refused the handshake."
     ),
     OutcomeKind.ABANDONED: "Workers may still apply an abandoned update; the next send replaces it.",

@@ -194,7 +194,7 @@ class _Taken(Iterator[tuple[str, Tensor]]):
         if self.count:
             error.add_note(
                 f"The loader had taken {self.count} of {offered} tensors. If it had begun to change the engine, it has "
-                "to raise PartlyLoadedError: any other exception means that the previous version is still served."
+                "to raise PartlyLoadedError: any other says that the previous version is still served."
             )
 
     def end(self) -> None:

@@ -41,6 +41,14 @@ def act(worker: Worker) -> None:
         worker.put(worker.model(torch.ones(1)).item())
 
 
+def fail_or_count_threads(worker: Worker) -> None:
+    """Worker 0 fails; the others put how many threads torch uses, without a step."""
+    if worker.index == 0:
+        raise ValueError("a pole fell")
+    while not worker.stopped:
+        worker.put(torch.get_num_threads())
+
+
 def act_twice(worker: Worker) -> None:
     """Put two results, and return."""
     for _ in range(2):

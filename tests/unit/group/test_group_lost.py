@@ -71,14 +71,14 @@ def test_an_update_that_awaits_the_one_before_is_announced_though_a_worker_was_l
         assert report[0].kind is OutcomeKind.LOST
 
 
-def test_a_worker_that_is_not_restarted_fails_a_send_to_nobody_once(make: Make) -> None:
+def test_a_worker_that_is_not_restarted_fails_each_send_to_nobody(make: Make) -> None:
     with make(workers.act, 1) as group:
         next(group.results())
         kill_all(group)
         assert group.send_async()[0].kind is OutcomeKind.LOST
-        with pytest.raises(WorkerFailedError, match="SIGKILL"):
-            group.wait_async()
-        assert len(group.send()) == 0
+        for waits in (group.wait_async, group.send):
+            with pytest.raises(WorkerFailedError, match="SIGKILL"):
+                waits()
 
 
 def test_a_worker_that_hangs_is_killed_by_its_deadline_while_the_trainer_waits_for_its_answer(make: Make) -> None:

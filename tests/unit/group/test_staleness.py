@@ -83,6 +83,17 @@ def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> No
     steps.begin()
 
 
+def test_results_without_any_step_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for begins in (True, False):
+        steps, _ = steps_of(Receiver(), None)
+        for _ in range(4):
+            steps.versions()
+            if begins:
+                steps.acts()
+    [warned] = [record.getMessage() for record in caplog.records]
+    assert "A step is a call of worker.model itself" in warned
+
+
 def test_a_worker_that_blocks_goes_on_with_a_version_that_is_near_enough() -> None:
     receiver, trainer = Receiver(), Trainer()
     steps, announced = steps_of(receiver, 0, OnStale.BLOCK, trainer)
