@@ -210,8 +210,11 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
     scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **chosen, **job.reach)
     listening()
     receiver = scheme.get_receiver()
-    _connect(scheme, receiver)
-    _await_weights(receiver, channel)
+    try:
+        _connect(scheme, receiver)
+        _await_weights(receiver, channel)
+    except SenderClosed:  # the trainer ends the group, and has not accepted this worker's channel
+        return
     steps = Steps(receiver, channel if announced is None else announced, plan.staleness, channel)
     steps.guard(model)
     channel.say(Started())

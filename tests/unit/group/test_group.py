@@ -520,6 +520,29 @@ def test_a_rank_that_joins_when_the_group_is_closed_returns(
 
 
 @pytest.mark.gloo
+def test_a_rank_that_joins_while_the_group_closes_returns(
+    model: nn.Module, forkserver: ForkServerContext, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(forkserver)
+    request.addfinalizer(world.close)
+    store = world.start(workers.come_late, 1)
+    with WorkerGroup(None, model, scheme="distributed") as group:
+        launcher: Any = group._launcher
+        close = launcher.close
+
+        def close_late(lives: Any) -> None:
+            """The sender is closed by now, and the rank connects before the listener is."""
+            store.set("the group is closed", b"")
+            assert select.select([launcher._reception], [], [], 60)[0]
+            time.sleep(1)
+            close(lives)
+
+        monkeypatch.setattr(launcher, "close", close_late)
+
+    assert world.codes() == [0]
+
+
+@pytest.mark.gloo
 def test_each_rank_is_told_what_it_has_to_call(model: nn.Module, request: pytest.FixtureRequest) -> None:
     for call in (lambda: WorkerGroup(None, model, scheme="distributed"), lambda: run_worker(workers.act, model)):
         with pytest.raises(ConfigurationError, match="init_process_group"):
