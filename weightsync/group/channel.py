@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, SenderClosed
 from weightsync.transports.process import forget_after_fork
 
@@ -238,6 +239,13 @@ class WorkerEnd:
         """Whether the worker is to return: it was asked to, or the trainer has closed the group or is dead."""
         self._listen(wait=0)
         return self._stop_asked or self._ended
+
+    def stops_within(self, seconds: float) -> bool:
+        """Whether the worker is to return, now or within some seconds."""
+        deadline = Deadline(seconds)
+        while not self.stopped and not deadline.passed:
+            self._listen(wait=_LOOK)
+        return self.stopped
 
     @property
     def version(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -88,6 +88,10 @@ class Worker:
             ConfigurationError: the item cannot be pickled. Nothing was sent.
         """
         self._channel.put(item, self._steps.versions)
+
+
+#: Seconds by which a worker's link may end before its channel, when the group closes.
+_END_SECONDS: Final = 2.0
 
 
 class ChannelAddress(Protocol):
@@ -183,7 +187,7 @@ def live(job: Job, listening: Callable[[], None] = lambda: None) -> BaseExceptio
         try:
             _run(job, scheme, channel, listening)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported to the trainer
-            if not isinstance(error, TransportError) or not channel.stopped:
+            if not isinstance(error, TransportError) or not channel.stops_within(_END_SECONDS):
                 _report(error, scheme, channel)
                 return error
             # Stopped or closed, and the function did not catch the exception for that.
@@ -210,11 +214,8 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
     scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **chosen, **job.reach)
     listening()
     receiver = scheme.get_receiver()
-    try:
-        _connect(scheme, receiver)
-        _await_weights(receiver, channel)
-    except SenderClosed:  # the trainer ends the group, and has not accepted this worker's channel
-        return
+    _connect(scheme, receiver)
+    _await_weights(receiver, channel)
     steps = Steps(receiver, channel if announced is None else announced, plan.staleness, channel)
     steps.guard(model)
     channel.say(Started())

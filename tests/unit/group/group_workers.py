@@ -107,6 +107,11 @@ def put_for_ever(worker: Worker) -> None:
         worker.put(bytes(1 << 20))
 
 
+def come_late_and_put(worker: Worker) -> None:
+    """Called or not: the group closes while this rank joins it."""
+    put_for_ever(worker)
+
+
 def go_silent_first(worker: Worker) -> None:
     """Put one result; in the first life nothing after that."""
     worker.put(worker.restarts)
@@ -212,7 +217,7 @@ def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None], make
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
-        if run is come_late:
+        if run in {come_late, come_late_and_put}:
             store.wait(["the group is closed"])
         run_worker(run, make_model())
     finally:

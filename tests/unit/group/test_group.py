@@ -525,7 +525,7 @@ def test_a_rank_that_joins_while_the_group_closes_returns(
 ) -> None:
     world = World(forkserver)
     request.addfinalizer(world.close)
-    store = world.start(workers.come_late, 1)
+    store = world.start(workers.come_late_and_put, 1)
     with WorkerGroup(None, model, scheme="distributed") as group:
         launcher: Any = group._launcher
         close = launcher.close
