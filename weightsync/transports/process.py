@@ -151,9 +151,8 @@ class ProcessWatch:
         """Whether the process has died."""
         return self._dies_within(0)
 
-    @property
     def dies(self) -> bool:
-        """Whether the process has died or does so now: it closes its descriptors some milliseconds before."""
+        """Whether the process is dead, or is within 100 ms: it closes its descriptors some milliseconds before."""
         return self._dies_within(_DYING_MS)
 
     def _dies_within(self, milliseconds: int) -> bool:

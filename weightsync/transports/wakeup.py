@@ -105,7 +105,7 @@ class WakeableLink:
 
     def _with_ending(self, failed: TransportError | ProtocolError) -> TransportError | ProtocolError:
         """Why the link failed, and how the peer's process has ended: its connections end a moment before it does."""
-        if self._watch is not None and self._watch.dies:
+        if self._watch is not None and self._watch.dies():
             self._ending = self._watch.ending
         if type(failed) is not TransportError or not self._ending or self._ending in str(failed):
             return failed

@@ -303,7 +303,7 @@ class Channel:
         watch = self._watch
         if watch is None:
             return how
-        return f"has ended: {watch.ending}" if watch.dies else f"{how}, process {watch.pid}"
+        return f"has ended: {watch.ending}" if watch.dies() else f"{how}, process {watch.pid}"
 
     def _drain(self, reader: Mailbox | None) -> None:
         """Read for a bounded time. A peer is found dead once nothing is left to read, not before."""
