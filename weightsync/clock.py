@@ -18,6 +18,8 @@ SECONDS = 60.0
 #: A rendezvous may take this many times the default timeout, because a process that imports torch starts slowly.
 START_FACTOR = 5
 _DAY = 86400.0
+#: Numbers up to this one need no conversion.
+_LONGEST: Final = 1e15
 
 
 class Clock:
@@ -63,7 +65,7 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     Raises:
         ConfigurationError: it is negative or not a number, in the argument or in the environment.
     """
-    if timeout is None or (type(timeout) is float and timeout >= 0):
+    if timeout is None or ((type(timeout) is float or type(timeout) is int) and 0 <= timeout <= _LONGEST):
         return timeout
     default = isinstance(timeout, Timeout)
     value: object = os.environ.get(ENVIRONMENT) if default else timeout
@@ -71,7 +73,7 @@ def seconds(timeout: float | Timeout | None) -> float | None:
         return SECONDS * START_FACTOR if timeout is Timeout.START else SECONDS
     number = float("nan")
     if (default or isinstance(value, SupportsFloat)) and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)  # type: ignore[arg-type]
     if not number >= 0:
         source = f"the environment's {ENVIRONMENT}" if default else "timeout="

@@ -76,8 +76,8 @@ class Applier:
     def _tidy(self) -> None:
         """There is nothing to apply: prepare the slot that the model has left for its next use."""
         left, self._left = self._left(), _none
-        if left is not None:
-            left.tidy()
+        if left is not None and self._served.target is not None:
+            left.tidy(self._served.target.only_keeps)
 
     def receive_and_apply_here(self) -> bool | None:
         """Receive and apply to the registered model. If its path no longer leads to a model, the update is refused.

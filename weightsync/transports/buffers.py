@@ -341,9 +341,14 @@ class Mapping:
                 self._shared = None
         return None if self._shared is None else self._shared[:nbytes]
 
-    def tidy(self) -> None:
-        """Do now what the next `remap` would have to do, once its memory is no longer referenced."""
-        if not self._untouched and all(each() is None for each in self._lent):
+    def tidy(self, unwritten: Callable[[memoryview], bool]) -> None:
+        """Do now what the next `remap` would have to do, if nobody can write to its memory any more.
+
+        Args:
+            unwritten: whether what `lend` has returned, and is still referenced, is written by nobody.
+        """
+        lent = [found for each in self._lent if (found := each()) is not None]
+        if not self._untouched and all(map(unwritten, lent)):
             self._drop_own_pages()
             self._untouched = True
 

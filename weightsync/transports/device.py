@@ -33,8 +33,12 @@ class Slot(Protocol):
     def remap(self) -> None:
         """Undo what this process has written there. From now on it may write there again."""
 
-    def tidy(self) -> None:
-        """Undo it now, while there is time, if it cannot be written before the next update lies in it."""
+    def tidy(self, unwritten: Callable[[memoryview], bool], /) -> None:
+        """Undo it now, while there is time, if it cannot be written before the next update lies in it.
+
+        Args:
+            unwritten: whether a payload that was received there, and is still referenced, is written by nobody.
+        """
 
 
 class OnDevice(Slot, Protocol):

@@ -32,16 +32,29 @@ except AttributeError:  # no public interface: with another torch no copy is use
 
 
 class MappedPayload:
-    """A payload as the memory of mapped parameters."""
+    """A payload as the memory of mapped parameters.
 
-    def __init__(self, views: list[Tensor]) -> None:
+    Args:
+        views: the only tensors that refer to that memory so far.
+        source: what was received, if the memory is that itself.
+    """
+
+    def __init__(self, views: list[Tensor], source: memoryview | None = None) -> None:
         self.views = views
+        self.source = source
         #: The family of plans that the memory is chosen for: see `DestinationPlan.family`.
         self.family: object = None
         self.memory: list[Tensor] = []
         #: The tensors that are copied beside the mapped ones.
         self.copied: Sequence[int] = ()
         self._form: Form | None = None
+        self._storage = (views[0] if views else torch.empty(0)).untyped_storage()
+        self._unused = 0 if _uses is None else _uses(self._storage._cdata)
+
+    @property
+    def used(self) -> bool:
+        """Whether any tensor but our own views refers to the memory: a parameter, or a view that is kept elsewhere."""
+        return _uses is None or _uses(self._storage._cdata) != self._unused
 
     def prepare(self, family: object, sources: Iterable[int], copied: Sequence[int]) -> None:
         """Choose the parameters' memory: the views with these indices."""
@@ -61,16 +74,8 @@ class CopiedPayload(MappedPayload):
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-        super().__init__(views(layout, flat))
-        self._address, self._storage = flat.data_ptr(), flat.untyped_storage()
-        del flat
-        self._unused = 0 if _uses is None else _uses(self._storage._cdata)
-
-    @property
-    def used(self) -> bool:
-        """Whether any tensor but our own views refers to the memory: a parameter, or a view that is kept elsewhere."""
-        return _uses is None or _uses(self._storage._cdata) != self._unused
+        super().__init__(views(layout, torch.empty(layout.nbytes, dtype=torch.uint8)))
+        self._address = self._storage.data_ptr()
 
     def fill(self, address: int) -> None:
         """Copy the payload at an address."""
@@ -104,11 +109,15 @@ class MappedPayloads:
         # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
         key = address, layout.digest
         again = key in self._kept
-        found = self._kept.pop(key, None) or MappedPayload(views(layout, owning(payload)))
+        found = self._kept.pop(key, None) or MappedPayload(views(layout, owning(payload)), payload)
         self._kept[key] = found if again else None
         if len(self._kept) > KEPT_PAYLOADS:
             self._kept.popitem(last=False)
         return found
+
+    def only_keeps(self, payload: memoryview) -> bool:
+        """Whether nothing refers to the memory of a payload but the views that are kept of it."""
+        return any(kept is not None and kept.source is payload and not kept.used for kept in self._kept.values())
 
     def _copied(self, layout: Layout, address: int) -> MappedPayload:
         for copy in self._copies:

@@ -35,7 +35,7 @@ from weightsync.weights.tensors import (
     why_uncopied,
 )
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
-from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, in_threads, shares
+from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, digest, in_threads, shares
 
 #: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
@@ -76,6 +76,9 @@ def pack_digested(
     weights: Weights, layout: Layout, view: memoryview, extras: bytes, pieces: Pieces | None = None
 ) -> bytes:
     """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy."""
+    if layout.nbytes <= DIGEST_CHUNK:  # all of it is in the cache
+        _pack(weights, layout, view, pieces, None)
+        return digest(view[: layout.nbytes], extras)
     hashes = ChunkHashes(view[: layout.nbytes])
     _pack(weights, layout, view, pieces, hashes.reach)
     return hashes.combined(extras)

@@ -289,6 +289,10 @@ class Target:
         plan = self._refreshed_plan()
         return digest_of(plan.weights, plan.layout, encode_extras(plan.weights.extras()))
 
+    def only_keeps(self, payload: memoryview) -> bool:
+        """Whether nothing refers to the memory of a mapped payload but views that are kept for its next use."""
+        return self._mapped.only_keeps(payload)
+
     def release(self) -> None:
         """Drop the cached views of payloads, except those that are live."""
         self._mapped.clear()

@@ -31,6 +31,8 @@ def combined(nbytes: int, chunks: Iterable[bytes], extras: bytes) -> bytes:
 
 def digest(payload: memoryview, extras: bytes) -> bytes:
     """The digest of a flat buffer and the encoded extra state."""
+    if 0 < payload.nbytes <= CHUNK:
+        return combined(payload.nbytes, (xxhash.xxh3_128_digest(payload),), extras)
     return ChunkHashes(payload).combined(extras)
 
 

@@ -127,6 +127,11 @@ def few(request, monkeypatch):
     monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", request.param)
 
 
+def nobody_else(_: memoryview) -> bool:
+    """A worker that keeps no views of what it has received: whatever is referenced may be written."""
+    return False
+
+
 @pytest.mark.parametrize("few_nbytes", [0, LARGE - 1, LARGE])
 def test_pages_of_a_small_segment_are_dropped_without_a_look(monkeypatch, few_nbytes):
     monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", few_nbytes)
@@ -165,12 +170,12 @@ def test_a_slot_that_nobody_has_memory_of_is_tidied_up_before_it_is_needed(monke
     mapping.remap()
     parameter.fill_(7)
     del parameter
-    mapping.tidy()
+    mapping.tidy(nobody_else)
 
     assert bytes(mapping.view) == bytes(LARGE)
     monkeypatch.setattr(buffers, "_has_own_pages", None)
     payload = mapping.lend(LARGE)
-    mapping.tidy()
+    mapping.tidy(nobody_else)
     mapping.remap()
     assert bytes(payload) == bytes(LARGE)
 
@@ -181,7 +186,7 @@ def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep, few):
     mapping = Mapping(segment.fd)
     kept = keep(owning(mapping.lend(LARGE)))
     mapping.remap()
-    mapping.tidy()
+    mapping.tidy(nobody_else)
     kept[0:1] = 9
     mapping.lend(LARGE)
     mapping.remap()
@@ -189,10 +194,25 @@ def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep, few):
     assert bytes(mapping.view) == bytes(LARGE)
 
 
+def test_a_slot_is_tidied_up_if_those_who_still_refer_to_it_write_nothing(monkeypatch, few):
+    segment = Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    lent = mapping.lend(LARGE)
+    mapping.remap()
+    lent[:1] = b"x"
+    mapping.tidy(lambda payload: payload is not lent)
+    assert lent[:1] == b"x"
+
+    mapping.tidy(lambda payload: payload is lent)
+    monkeypatch.setattr(buffers, "_has_own_pages", None)
+    mapping.remap()
+    assert bytes(lent) == bytes(LARGE)
+
+
 def test_a_slot_that_has_gone_live_may_have_been_written_to(few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
-    mapping.tidy()
+    mapping.tidy(nobody_else)
     mapping.remap()
     mapping.view[:1] = b"x"
     mapping.remap()
@@ -538,7 +558,7 @@ def test_memory_that_an_earlier_update_still_holds_is_not_forgotten_by_later_one
     kept = owning(mapping.lend(LARGE))
     mapping.remap()
     mapping.lend(LARGE)
-    mapping.tidy()
+    mapping.tidy(nobody_else)
     kept[0:1] = 9
     mapping.remap()
 

@@ -27,7 +27,9 @@ class Stopped(Clock):
 
 
 @pytest.mark.parametrize(
-    "timeout", [-1, -0.001, float("nan"), "10", True, False, b"1", [1], numpy.array([1.0, 2.0])], ids=repr
+    "timeout",
+    [-1, -0.001, float("nan"), "10", True, False, b"1", [1], numpy.array([1.0, 2.0]), pytest.param(10**400, id="vast")],
+    ids=repr,
 )
 def test_what_is_no_number_of_seconds_is_refused(timeout: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^timeout= is .*: give a number of seconds, 0 or more"):

@@ -135,3 +135,39 @@ def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads) 
     for slot in slots[1:]:
         payloads.of(layout, slot)
     assert payloads.of(layout, slots[0]) is not again
+
+
+def refers_by_a_parameter(tensor: Tensor) -> Any:
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    parameter.data = tensor
+    return parameter
+
+
+@pytest.mark.parametrize("keep", [Tensor.detach, Tensor.numpy, row, refers_by_a_parameter])
+def test_a_slot_is_referred_to_by_kept_views_alone_unless_somebody_else_could_write_there(
+    payloads: MappedPayloads, keep: Callable[[Tensor], Any]
+) -> None:
+    slot = aligned(shared, 8 * SMALL)
+    layout, lent = written(slot, SMALL), slot[:]
+    payloads.of(layout, lent)
+    assert not payloads.only_keeps(lent), "no views are kept yet"
+    found = payloads.of(layout, lent)
+    assert payloads.only_keeps(lent)
+
+    kept = keep(found.views[0])
+    assert not payloads.only_keeps(lent)
+    del kept
+    assert payloads.only_keeps(lent)
+    assert not payloads.only_keeps(slot[:]), "other views of the slot may be in other hands"
+
+
+def test_without_torchs_count_of_references_anybody_may_write_to_a_slot(
+    payloads: MappedPayloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "_uses", None)
+    slot = aligned(shared, 8 * SMALL)
+    layout = written(slot, SMALL)
+    for _ in range(2):
+        payloads.of(layout, slot)
+
+    assert not payloads.only_keeps(slot)

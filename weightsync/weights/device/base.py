@@ -158,7 +158,7 @@ class DeviceMemory:
     def remap(self) -> None:
         """Do nothing: a device has no pages of one process alone, so what a worker has written there stays."""
 
-    def tidy(self) -> None:
+    def tidy(self, _unwritten: Callable[[memoryview], bool]) -> None:
         """Do nothing: see `remap`."""
 
     def views(self, layout: Layout) -> list[Tensor]:
