@@ -23,6 +23,7 @@ from weightsync import (
 from weightsync.engine import applier
 from weightsync.protocol.messages import Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind
+from weightsync.transports import buffers
 from weightsync.transports.buffers import Mapping
 from weightsync.weights import target as targets
 
@@ -194,7 +195,7 @@ def test_the_memory_that_a_model_has_left_is_tidied_once_there_is_nothing_to_app
     scheme: Any, tidied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tidy, found = Mapping.tidy, []
-    monkeypatch.setattr(Mapping, "tidy", lambda mapping: (found.append(mapping), tidy(mapping)))
+    monkeypatch.setattr(Mapping, "tidy", lambda mapping, unwritten: (found.append(mapping), tidy(mapping, unwritten)))
     pair = Pair(scheme, model=large)
     pair.sync()
     pair.receiver.receive(timeout=0)
@@ -205,6 +206,41 @@ def test_the_memory_that_a_model_has_left_is_tidied_once_there_is_nothing_to_app
 
     mapped = list(pair.receiver.driver._links[1]._mapped._mappings.values())  # type: ignore[attr-defined]
     assert (len(mapped), found) == (2, mapped[:1][:tidied])
+    pair.close()
+
+
+def many_small(fill: float) -> nn.Module:
+    """Tensors so small that a worker keeps views of its slots, and more bytes than a slot has to have."""
+    return filled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))), fill)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_what_a_worker_has_written_is_undone_while_it_waits_if_it_can_no_longer_write_there(
+    written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", 0)
+    pair = Pair(SharedMemWeightSyncScheme, model=many_small)
+    for _ in range(6):  # both slots come again: their views are kept
+        pair.sync()
+        pair.receiver.receive(timeout=0)
+    kept = next(pair.model.parameters()).detach()
+    if written:
+        kept.fill_(7.0)
+    else:
+        del kept
+    looks = []
+    look = buffers._has_own_pages
+    monkeypatch.setattr(buffers, "_has_own_pages", lambda *where: looks.append(where) or look(*where))
+    pair.sync()
+    pair.receiver.receive(timeout=0)
+    assert bool(looks) == (not written), "while the worker waits, unless a view is kept elsewhere"
+    looks.clear()
+    for version in range(2):
+        pair.sync()
+        assert bool(looks) == (written and version == 0), "as the next version arrives"
+        assert constants(pair.model) == {1.0}
+        pair.receiver.receive(timeout=0)
+        looks.clear()
     pair.close()
 
 

@@ -171,3 +171,12 @@ def test_without_torchs_count_of_references_anybody_may_write_to_a_slot(
         payloads.of(layout, slot)
 
     assert not payloads.only_keeps(slot)
+
+
+@pytest.mark.parametrize("access", [memoryview, memoryview.toreadonly])
+def test_a_payload_without_tensors_has_no_memory(
+    payloads: MappedPayloads, access: Callable[[memoryview], memoryview]
+) -> None:
+    found = payloads.of(layout_of(read_weights({})), access(memoryview(bytearray())))
+
+    assert (found.views, found.used) == ([], False)
