@@ -28,8 +28,8 @@ from weightsync.local_workers import SchemeName, join_rpc, joined_rpc, leave_rpc
 def joined_workers(policy: nn.Module, settings: Settings) -> Iterator[tuple[WorkerGroup, WeightSender]]:
     """Processes that share a world of torch's RPC, or a store of torch.distributed, with the trainer.
 
-    Yields the group, which runs them and takes their results, and the sender of their weights. They are being sent the
-    policy, and have ended with the context.
+    Yields the group, which runs them and takes their results, and the sender of their weights. The first send, of the
+    policy, is in progress. The workers end when the context is left.
     """
     count = settings.workers
     context = multiprocessing.get_context("forkserver")

@@ -44,7 +44,7 @@ ENVIRONMENT: Final = "WEIGHTSYNC_TRACE"
 FORMAT: Final = 4
 #: How trace files are named, for a search.
 PATTERN: Final = "trace-*.jsonl"
-#: Bytes longer than this (layouts, extra state) are recorded as a digest of theirs.
+#: Bytes longer than this (layouts, extra state) are recorded by their digest.
 _LONG = 64
 _MISSING: Final = object()
 

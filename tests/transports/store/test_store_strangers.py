@@ -200,7 +200,7 @@ def test_a_message_that_was_written_over_is_a_lost_link_and_no_protocol_error(ro
     outbox.put(NAME)
     outbox.put(NAME)
     client.set("row/0", b"junk")
-    with pytest.raises(TransportError, match="stranger has written over a message, under the store's key row/0"):
+    with pytest.raises(TransportError, match="overwritten in the store by someone else, under the key row/0"):
         inbox.take()
 
 
