@@ -149,7 +149,7 @@ def table(house: Sequence[Floor]) -> str:
 
 
 def render(text: str, house: Iterable[Floor]) -> str:
-    """The page with its generated parts written anew.
+    """The page with its generated parts rewritten.
 
     Raises:
         SpecError: a marker of the page names no part, or does not end.

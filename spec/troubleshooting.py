@@ -77,7 +77,7 @@ def _code(text: str) -> str:
 
 
 def render(text: str) -> str:
-    """The page with its generated part written anew.
+    """The page with its generated part rewritten.
 
     Raises:
         SpecError: a docstring does not say what to do, or a marker of the page does not end.

@@ -111,14 +111,14 @@ class Wire:
         if failure is Failure.SILENCE:
             self._silent.set()
             return
-        self._close_door()
+        self._stop_listening()
         with self._lock:
             sockets = list(self._sockets)
         for sock in sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR) if failure is Failure.CUT else _reset(sock)
 
-    def _close_door(self) -> None:
+    def _stop_listening(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

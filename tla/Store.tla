@@ -24,15 +24,15 @@ CONSTANT Room   \* values in a connection, in each direction
 VARIABLES
   down, up,     \* [Ends -> values in the kernel's buffer], oldest first
   sending,      \* [Ends -> the update whose payload is being written, and the pieces that were], or none
-  landing,      \* [Ends -> version, pieces that have arrived, serial of the first], or none
+  arriving,     \* [Ends -> version, pieces that have arrived, serial of the first], or none
   over          \* links of which the sender's reader has found the end
 
-net == <<down, up, sending, landing, over>>
+net == <<down, up, sending, arriving, over>>
 vars == <<machines, net>>
 
 AllRules == {
   "BufferKept",      \* a buffer is not packed again until its payload is written
-  "WholeLanding",    \* a payload that broke off is thrown away
+  "WholeArrival",    \* a payload that broke off is thrown away
   "DrainedFirst"     \* the end of a stream is found behind everything that was written to it
 }
 ASSUME Careless \subseteq AllRules
@@ -56,7 +56,7 @@ PutDown(s, w, k) ==
   /\ down' = [down EXCEPT ![l] = Append(@, Value("MESSAGE", m.v, 0, m))]
   /\ sending' = IF m.v = 0 THEN sending ELSE [sending EXCEPT ![l] = <<m, 0>>]
   /\ outbox' = IF m.v = 0 THEN outbox \ {m} ELSE outbox
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, landing, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, arriving, over>>
 
 \* A piece is copied from the buffer; with the last one the update has left.
 PutPiece(s, w, k) ==
@@ -68,32 +68,32 @@ PutPiece(s, w, k) ==
   /\ down' = [down EXCEPT ![l] = Append(@, Value(IF last THEN "LAST" ELSE "PIECE", m.v, serial, m))]
   /\ sending' = [sending EXCEPT ![l] = IF last THEN None ELSE <<m, @[2] + 1>>]
   /\ outbox' = IF last THEN outbox \ {m} ELSE outbox
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, landing, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, arriving, over>>
 
 \* The worker's reading thread: an update has arrived with its last piece.
 TakeDown(s, w, k) ==
   LET l == <<s, w, k>>
       value == Head(down[l])
-      serial == IF landing[l][2] = 0 \/ landing[l][3] = value.serial THEN value.serial ELSE 0 IN
+      serial == IF arriving[l][2] = 0 \/ arriving[l][3] = value.serial THEN value.serial ELSE 0 IN
   /\ Laid(l) /\ down[l] # <<>>
   /\ down' = [down EXCEPT ![l] = Tail(@)]
   /\ CASE value.kind = "MESSAGE" /\ value.v = 0 ->
-            inbox' = inbox \cup {Message(l, 0, 0)} /\ UNCHANGED landing
+            inbox' = inbox \cup {Message(l, 0, 0)} /\ UNCHANGED arriving
        [] value.kind = "MESSAGE" /\ value.v # 0 ->
-            landing' = [landing EXCEPT ![l] = <<value.v, 0, 0>>] /\ UNCHANGED inbox
+            arriving' = [arriving EXCEPT ![l] = <<value.v, 0, 0>>] /\ UNCHANGED inbox
        [] value.kind = "PIECE" ->
-            landing' = [landing EXCEPT ![l] = <<@[1], @[2] + 1, serial>>] /\ UNCHANGED inbox
+            arriving' = [arriving EXCEPT ![l] = <<@[1], @[2] + 1, serial>>] /\ UNCHANGED inbox
        [] value.kind = "LAST" ->
-            landing' = [landing EXCEPT ![l] = None] /\ inbox' = inbox \cup {Message(l, landing[l][1], serial)}
+            arriving' = [arriving EXCEPT ![l] = None] /\ inbox' = inbox \cup {Message(l, arriving[l][1], serial)}
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, up, sending, over>>
 
 \* A rule removed: a payload that broke off counts as whole.
-LandTorn(s, w, k) ==
+ArriveTorn(s, w, k) ==
   LET l == <<s, w, k>> IN
-  /\ ~Follows("WholeLanding")
-  /\ ~Open(l) /\ landing[l] # None /\ down[l] = <<>>
-  /\ inbox' = inbox \cup {Message(l, landing[l][1], 0)}
-  /\ landing' = [landing EXCEPT ![l] = None]
+  /\ ~Follows("WholeArrival")
+  /\ ~Open(l) /\ arriving[l] # None /\ down[l] = <<>>
+  /\ inbox' = inbox \cup {Message(l, arriving[l][1], 0)}
+  /\ arriving' = [arriving EXCEPT ![l] = None]
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, down, up, sending, over>>
 
 -----------------------------------------------------------------------------
@@ -106,7 +106,7 @@ PutUp(s, w, k) ==
   /\ On(said, l) # {} /\ Len(up[l]) < Room /\ Open(l) /\ l \notin over
   /\ up' = [up EXCEPT ![l] = Append(@, Value("ANSWER", m.v, 0, m))]
   /\ said' = said \ {m}
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, sending, landing, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, sending, arriving, over>>
 
 TakeUp(s, w, k) ==
   LET l == <<s, w, k>>
@@ -115,7 +115,7 @@ TakeUp(s, w, k) ==
   /\ up' = [up EXCEPT ![l] = Tail(@)]
   /\ heard' = heard \cup {[s |-> s, w |-> w, k |-> k, inc |-> m.inc, v |-> m.v, p |-> m.p, kind |-> m.kind,
                            fence |-> m.fence]}
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, said, down, sending, landing, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, said, down, sending, arriving, over>>
 
 \* The end of the stream, behind everything that the worker wrote. What it had not written by then never arrives.
 EndOfStream(s, w) ==
@@ -124,7 +124,7 @@ EndOfStream(s, w) ==
   /\ up[l] = <<>> \/ ~Follows("DrainedFirst")
   /\ over' = over \cup {l}
   /\ said' = Off(said, {l})
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, up, sending, landing>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, up, sending, arriving>>
 
 \* No heartbeat: what the worker wrote is not read any more.
 Silence(s, w) ==
@@ -133,7 +133,7 @@ Silence(s, w) ==
   /\ over' = over \cup {l}
   /\ said' = Off(said, {l})
   /\ up' = [up EXCEPT ![l] = <<>>]
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, sending, landing>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, sending, arriving>>
 
 -----------------------------------------------------------------------------
 (* The machines' steps over it *)
@@ -143,7 +143,7 @@ Shut(ends) ==
   /\ outbox' = Off(outbox, ends)
   /\ down' = Forgotten(down, ends)
   /\ sending' = Forgotten(sending, ends)
-  /\ landing' = Forgotten(landing, ends)
+  /\ arriving' = Forgotten(arriving, ends)
   /\ UNCHANGED <<up, over>>
 
 Call(s) == Calling(s) /\ UNCHANGED net
@@ -153,7 +153,7 @@ Notice(s, w) == Noticing(s, w) /\ Current(s, w) \in over /\ UNCHANGED net
 EndSender(s) ==
   /\ Ending(s)
   /\ up' = Forgotten(up, Of(s))
-  /\ UNCHANGED <<down, sending, landing, over>>
+  /\ UNCHANGED <<down, sending, arriving, over>>
 Read(w, s, k) == Reading(w, s, k) /\ UNCHANGED net
 Decide(w) == Deciding(w) /\ UNCHANGED net
 Greet(w, s, k) == Greeting(w, s, k) /\ Shut(GreetingCloses(w, s, k))
@@ -176,7 +176,7 @@ Next ==
   \/ \E s \in Senders, w \in Workers, k \in Links : PutDown(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links : PutPiece(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links : TakeDown(s, w, k)
-  \/ \E s \in Senders, w \in Workers, k \in Links : LandTorn(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links : ArriveTorn(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links : PutUp(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links : TakeUp(s, w, k)
   \/ \E s \in Senders, w \in Workers : EndOfStream(s, w)
@@ -184,7 +184,7 @@ Next ==
 
 Start ==
   /\ Init
-  /\ down = Empty /\ up = Empty /\ sending = Empty /\ landing = Empty /\ over = {}
+  /\ down = Empty /\ up = Empty /\ sending = Empty /\ arriving = Empty /\ over = {}
 
 Spec == Start /\ [][Next]_vars
 
@@ -212,7 +212,7 @@ RefinesAckProtocol == Ack!Safe
 NoneOverlooked == [][\A s \in Senders, w \in Workers : Silence(s, w) => up[Current(s, w)] = <<>>]_vars
 
 \* A payload breaks off between two pieces.
-EveryPayloadLands == \A l \in Ends : ~Open(l) /\ down[l] = <<>> => landing[l] = None \/ landing[l][2] = 0
+EveryPayloadArrives == \A l \in Ends : ~Open(l) /\ down[l] = <<>> => arriving[l] = None \/ arriving[l][2] = 0
 
 \* A message waits because there is no room.
 AlwaysRoom == \A l \in Ends : Open(l) /\ Len(down[l]) = Room => On(outbox, l) = {}

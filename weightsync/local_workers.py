@@ -168,7 +168,7 @@ def enter(work: Callable[..., None], channel: connection.Connection, *arguments:
     try:
         channel.recv()  # `_WORK`: the trainer knows this process, and ends it
     except (EOFError, OSError):
-        return  # Ctrl-C came amid its start
+        return  # Ctrl-C came while it started
     with failures_sent(channel):
         work(channel, *arguments)
     # Threads of TorchRL's and of torch's RPC would keep the process.

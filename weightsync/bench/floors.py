@@ -66,7 +66,7 @@ class Remote(Local):
         self._carries = request in (_COPY, _TCP, _GLOO)
 
     def ready(self) -> None:
-        """Have the workers wait for what comes another way than over their pipe."""
+        """Have the workers wait for something that does not come over their pipe."""
         if self._request in _ANNOUNCED:
             self._shared.exchange(self._request)
 

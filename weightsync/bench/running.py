@@ -22,7 +22,7 @@ from weightsync.bench.torchrl_schemes import torchrl_schemes
 from weightsync.errors import ConfigurationError, SyncError, TransportError
 from weightsync.local_workers import start_forkserver
 
-#: How much of the free memory a case may take by the estimate.
+#: The share of the free memory that a case may take, by its estimate.
 _SHARE_OF_MEMORY = 0.8
 #: What CUDA takes of a GPU for each process, about.
 _CONTEXT_NBYTES = 600 * 2**20

@@ -186,7 +186,7 @@ def torch_distributed() -> Finding:
     if chosen and not set(chosen.split(",")) <= set(interfaces()):
         return Finding(
             Status.FAILS,
-            f"GLOO_SOCKET_IFNAME is '{chosen}', which this host has not",
+            f"GLOO_SOCKET_IFNAME is '{chosen}', which this host does not have",
             f"Set it to one of {', '.join(interfaces())}, or unset it.",
         )
     return Finding(Status.WORKS, f"torch.distributed with {' and '.join(backends)}")

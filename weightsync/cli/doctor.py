@@ -123,7 +123,7 @@ def probed(probe: Callable[[], Finding]) -> Finding:
         return Finding(
             Status.FAILS,
             f"it is installed, and cannot be used: {type(error).__name__}: {error}",
-            "Install the package of this name anew, or uninstall it; `pip check` names packages that do not fit.",
+            "Reinstall the package of this name, or uninstall it; `pip check` names packages that do not fit.",
         )
 
 

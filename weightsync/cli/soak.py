@@ -27,7 +27,7 @@ def soak(  # noqa: PLR0917
     minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="How long.")] = 1.0,
     workers: Annotated[int, typer.Option("--workers", min=2, help="How many worker processes.")] = 3,
     mib: Annotated[float, typer.Option("--mib", min=0.001, max=_MOST_MIB, help="The weights in MiB.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the choices; processes race all the same.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random choices; timing still varies.")] = 0,
     report: Report = None,
 ) -> None:
     """Send at full speed, kill, stop and relink workers at random, and check all that they serve.

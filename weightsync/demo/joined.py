@@ -28,8 +28,8 @@ from weightsync.local_workers import SchemeName, join_rpc, joined_rpc, leave_rpc
 def joined_workers(policy: nn.Module, settings: Settings) -> Iterator[tuple[WorkerGroup, WeightSender]]:
     """Processes that share a world of torch's RPC, or a store of torch.distributed, with the trainer.
 
-    Yields the group, which runs them and takes their results, and the sender of their weights. They are being sent the
-    policy, and have ended with the context.
+    Yields the group, which runs them and takes their results, and the sender of their weights. The first send, of the
+    policy, is in progress. The workers end when the context is left.
     """
     count = settings.workers
     context = multiprocessing.get_context("forkserver")
@@ -46,13 +46,13 @@ def joined_workers(policy: nn.Module, settings: Settings) -> Iterator[tuple[Work
             scheme.init_on_sender(MODEL_ID, model=policy, collector_infos=names)
         else:
             # torch's store can be reached from other hosts, so a key is needed to keep them out.
-            scheme, meeting = DistributedWeightSyncScheme(key=secrets.token_bytes(16)), store()
-            run = partial(act_over_store, settings=settings, scheme=scheme, port=meeting.port)
+            scheme, rendezvous = DistributedWeightSyncScheme(key=secrets.token_bytes(16)), store()
+            run = partial(act_over_store, settings=settings, scheme=scheme, port=rendezvous.port)
             group = cleanup.enter_context(WorkerGroup(run, policy, count, scheme="process", capacity=1, ctx=context))
             cleanup.callback(scheme.close)
             # With `processes`, the sender notices at once if a worker dies, even before the handshake.
             processes = list(group.processes.values())
-            scheme.init_on_sender(MODEL_ID, model=policy, num_workers=count, store=meeting, processes=processes)
+            scheme.init_on_sender(MODEL_ID, model=policy, num_workers=count, store=rendezvous, processes=processes)
         sender = scheme.get_sender()
         sender.send_async()
         cleanup.callback(group.close)  # first, while the trainer can still hear the workers' goodbyes

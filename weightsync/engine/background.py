@@ -239,7 +239,7 @@ class Background:
     def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``met()``, which is called whenever something has happened; False: time is up.
 
-        Raises TransportError, WeightSyncError: as `receive`.
+        Raises TransportError, WeightSyncError: as for `receive`.
         """
         while True:
             if not self.running and self._error is None and self._receiver.broken is None:

@@ -154,7 +154,7 @@ def read(link: Link) -> list[Received]:
     """The messages that have arrived: see `Link.receive`.
 
     Raises:
-        TransportError, ProtocolError: as `Link.receive`.
+        TransportError, ProtocolError: as for `Link.receive`.
         AdapterFault: the link raised any other exception.
     """
     try:
@@ -169,7 +169,7 @@ def flush(link: Link) -> bool:
     """Write what is waiting to be written: see `Link.flush`.
 
     Raises:
-        TransportError: as `Link.flush`.
+        TransportError: as for `Link.flush`.
         AdapterFault: the link raised any other exception.
     """
     try:
@@ -243,7 +243,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         self._pure_step: Callable[[State, Data, Event], Step[Input, Data, Effect]] = pure_step
         self._todo: deque[Effect] = deque()
         self._last_link = 0
-        #: The links that are open. Never changed: replaced.
+        #: The links that are open. Replaced, never changed in place.
         self._open: tuple[Link, ...] = ()
         #: The waits of all threads that have waited here, and those of them that nobody uses now.
         self._waits: list[Waits[Link]] = []

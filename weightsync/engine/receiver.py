@@ -155,7 +155,7 @@ class WeightReceiver(Participant):
             True: a version went live. False: it was refused. None: neither.
 
         Raises:
-            WeightSyncError: as `receive`.
+            WeightSyncError: as for `receive`.
         """
         return self._applier.receive_and_apply(target)
 
@@ -266,7 +266,7 @@ class WeightReceiver(Participant):
             timeout: as for `ack`.
 
         Raises:
-            ModelBusyError: as `ack`.
+            ModelBusyError: as for `ack`.
         """
         self._manual.nack(error, timeout)
 

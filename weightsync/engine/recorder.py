@@ -41,10 +41,10 @@ logger = logging.getLogger("weightsync")
 #: Names the folder to which a process and its children record.
 ENVIRONMENT: Final = "WEIGHTSYNC_TRACE"
 #: The version of the format.
-FORMAT: Final = 3
+FORMAT: Final = 4
 #: How trace files are named, for a search.
 PATTERN: Final = "trace-*.jsonl"
-#: Bytes longer than this (layouts, extra state) are recorded as a digest of theirs.
+#: Bytes longer than this (layouts, extra state) are recorded by their digest.
 _LONG = 64
 _MISSING: Final = object()
 
@@ -75,7 +75,7 @@ class What(enum.Enum):
     #: A link is closed, with a goodbye if it can still be sent.
     CLOSED = "closed"
     #: A report, of a version or of its state so far, was returned to a caller or raised with an error.
-    REPORTED = "told"
+    REPORTED = "reported"
 
 
 def plain(value: object) -> Any:

@@ -273,7 +273,7 @@ class WeightSender(Participant):
             return report
 
     def progress(self) -> None:
-        """Read what has arrived, and write what can be written. As `poll`, but no outcome counts as reported."""
+        """Read what has arrived, and write what can be written. Like `poll`, but no outcome counts as reported."""
         with Shield(self._driver.waker.fire):
             self._driver.pump()
 
@@ -386,7 +386,10 @@ class WeightSender(Participant):
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | SyncReport:
-        """Check that the call is allowed, settle what is outstanding, pack the weights; a report: nothing is sent."""
+        """Check that the call is allowed, settle what is outstanding, and pack the weights.
+
+        If it returns a report, nothing is sent.
+        """
         with Shield(self._driver.waker.fire):
             self._driver.look()
         state, data = self._driver.machine.state, self._driver.data

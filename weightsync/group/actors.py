@@ -172,7 +172,7 @@ class ActorLauncher:
         taken = sorted(_OURS & options.keys())
         if taken:
             raise ConfigurationError(
-                f"actor_options= has {', '.join(taken)}: the group decides that (max_restarts= of the group restarts a "
+                f"actor_options= has {', '.join(taken)}: the group sets that itself (its max_restarts= restarts a "
                 "worker). Nothing was started."
             )
         self.scheme = scheme

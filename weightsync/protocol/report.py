@@ -252,7 +252,7 @@ class SyncReport:
         """Raise if any worker failed in an update before this one.
 
         Raises:
-            SyncError: as `raise_on_failure`.
+            SyncError: as for `raise_on_failure`.
         """
         if any(report.failed for report in self._history()[1:]):
             raise self.error()
@@ -366,9 +366,8 @@ _ADVICE = {
         "Lost workers remain among the workers: add_worker() reconnects one on a new link, remove_worker() removes it."
     ),
     OutcomeKind.REFUSED: (
-        "Workers that refused serve what they served before, unless a method or loader of yours raised amid its work. "
-        "Correct what they refused, and send again; "
-        "add_worker() connects those again that refused the handshake."
+        "Workers that refused serve what they served before, unless your method or loader raised halfway through. "
+        "Correct what they refused, and send again; add_worker() reconnects those that refused the handshake."
     ),
     OutcomeKind.ABANDONED: "Workers may still apply an abandoned update; the next send replaces it.",
 }

@@ -258,7 +258,7 @@ class WeightSyncScheme(Configured):
                 device, as TorchRL's collectors give it, gets memory on the CPU, and its first values at `connect`.
 
         Raises:
-            StateError, ConfigurationError: as `init_on_worker`.
+            StateError, ConfigurationError: as for `init_on_worker`.
             LayoutError: a buffer is on the meta device, and weights do not include it.
         """
         model = kwargs.get("model")
@@ -460,7 +460,7 @@ class WeightSyncScheme(Configured):
         return strategy.extract_weights(found) if isinstance(found, nn.Module) else found
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """As `prepare_weights`, but a module is read straight from its own tensors, and not extracted first.
+        """Like `prepare_weights`, but a module is read straight from its own tensors, and not extracted first.
 
         If a subclass overrides `prepare_weights`, or a strategy overrides `extract_weights`, that is called instead.
         """

@@ -13,7 +13,6 @@ from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import Verify
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.weights.strategy import WeightStrategy
@@ -44,10 +43,9 @@ class FacadeServices:
     #: All weights are received.
     applied_selection = None
 
-    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.AUTO) -> None:
+    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str) -> None:
         # Weakly: without a cycle, all behind a transport is freed as soon as the transport is.
         self._facade = weakref.ref(layer)
-        self._verify = verify
         self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
 
     @property
@@ -60,7 +58,7 @@ class FacadeServices:
     @property
     def packer(self) -> Packer:
         """A new packer."""
-        return Packer(self._verify)
+        return Packer()
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The facade's link to a worker."""
@@ -81,7 +79,7 @@ class FacadeServices:
         return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """As `prepare_weights`: a facade's user may be shown what is sent."""
+        """Like `prepare_weights`: a facade's user may be shown what is sent."""
         return self.prepare_weights(weights, model_id, self.strategy, context)
 
     def published(self, model_id: str, weights: Any) -> None:

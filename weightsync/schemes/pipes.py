@@ -170,7 +170,7 @@ class PipeScheme(WeightSyncScheme):
 
         Args:
             pipe_or_context: our end of a pipe, or an object whose ``.pipe`` is that.
-            pipe: the same.
+            pipe: the same, by TorchRL's older name.
             **queues: generation B's ``weight_queue``, ``ack_queue`` and ``timeout``.
 
         Raises:

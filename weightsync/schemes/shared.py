@@ -93,8 +93,8 @@ class SharedMemWeightSyncScheme(PipeScheme):
 
         Args:
             pipe_or_context: our end of a worker's pipe, or an object whose ``.pipe`` is that; None for no worker.
-            pipe: the same.
-            **queues: nothing else is taken.
+            pipe: the same, by TorchRL's older name.
+            **queues: refused: shared memory uses no queues.
 
         Raises:
             ConfigurationError: something else was given, or it is no duplex pipe.

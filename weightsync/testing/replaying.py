@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from weightsync.errors import ProtocolError
-from weightsync.protocol import sender as sending
-from weightsync.protocol._tables import State
-from weightsync.testing.acting import Acting
 from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.projecting import RECEIVER_FIELDS, SENDER_FIELDS, difference
 from weightsync.testing.refusing import refusals_of_receiver, refusals_of_sender
+from weightsync.testing.replay_actors import ReplayActors
 from weightsync.testing.replay_data import Configuration, Step
 from weightsync.testing.rules import Rule, RuleViolation
 
 
-class Replay(Acting):
+class Replay:
     """One path, step by step.
 
     Args:
@@ -25,7 +23,9 @@ class Replay(Acting):
     """
 
     def __init__(self, link_setup: LinkSetup, configuration: Configuration, tried: set[str]) -> None:
-        super().__init__(link_setup, configuration)
+        self._watch = link_setup.watch
+        self._actors = ReplayActors(link_setup, configuration)
+        self._workers = configuration.workers
         self._tried = tried
 
     def take(self, step: Step) -> None:
@@ -36,28 +36,29 @@ class Replay(Acting):
             MessageLost: the adapter lost a message, as it may.
         """
         name, *arguments = step.label
-        self.link_setup.watch.steps.append(f"{name}({', '.join(map(str, arguments))})")
-        self._step = step
+        self._watch.steps.append(f"{name}({', '.join(map(str, arguments))})")
         try:
-            self.acts()[name](*arguments)
+            self._actors.take(step)
         except ProtocolError as error:
             raise RuleViolation(Rule.STATE, f"a link was closed: {error}") from error
-        self.link_setup.watch.check()
+        self._watch.check()
         self._compare(step)
         self._refuse(step)
-        self.payloads.scribble()
+        self._actors.payloads.scribble()
 
-    # ----------------------------------------------------------------------------------------- comparing
+    def finish(self) -> None:
+        """Close everything that is left; every buffer must then be free."""
+        self._actors.finish()
 
     def _compare(self, step: Step) -> None:
         for s, wanted in enumerate(step.senders, 1):
             if wanted is not None:
-                found = self._senders[s].projected(self._workers, self._base)
+                found = self._actors.senders[s].projected(self._workers, self._actors.base)
                 self._agree(f"sender {s}", difference(SENDER_FIELDS, wanted, found))
         for w, wanted in enumerate(step.receivers, 1):
-            receiver = self._receivers[w]
-            self._agree(f"worker {w}", difference(RECEIVER_FIELDS, wanted, receiver.projected(self._base)))
-            if receiver.served is not None and not self.payloads.intact(*receiver.served):
+            receiver = self._actors.receivers[w]
+            self._agree(f"worker {w}", difference(RECEIVER_FIELDS, wanted, receiver.projected(self._actors.base)))
+            if receiver.served is not None and not self._actors.payloads.intact(*receiver.served):
                 raise RuleViolation(
                     Rule.PINNED, f"what worker {w} serves was overwritten before it acked a newer version"
                 )
@@ -70,24 +71,12 @@ class Replay(Acting):
         """Try what must be refused, at each node that was not visited before."""
         for s, wanted in enumerate(step.senders, 1):
             if wanted is not None and self._new(wanted):
-                refusals_of_sender(self._senders[s], self.payloads, self._base)
+                refusals_of_sender(self._actors.senders[s], self._actors.payloads, self._actors.base)
         for w, node in enumerate(step.receivers, 1):
             if self._new(node):
-                refusals_of_receiver(self._receivers[w], self._base)
+                refusals_of_receiver(self._actors.receivers[w], self._actors.base)
 
     def _new(self, node: Any) -> bool:
         before = len(self._tried)
         self._tried.add(repr(node))
         return len(self._tried) > before
-
-    def finish(self) -> None:
-        """Close everything that is left; every buffer must then be free."""
-        for receiver in self._receivers.values():
-            receiver.served = None
-            if receiver.driver.machine.state is not State.CLOSED:
-                receiver.driver.close()
-        for s, player in self._senders.items():
-            if s not in self._dead:
-                player.driver.take(sending.Close())
-        self.link_setup.watch.check()
-        self.payloads.all_free(self.link_setup)

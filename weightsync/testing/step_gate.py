@@ -88,7 +88,7 @@ class StepGate(LinkRecorder):
                 raise self.link_pair.broke(Rule.LIVES, self.end, f"{words(message)} was refused: {error}") from error
 
     def flush(self) -> bool:
-        """Write, unless the answer is held back. A driver that owes an answer only writes, and so reports it."""
+        """Write, unless the answer is held back. Raises the end: a driver that owes an answer calls nothing else."""
         if self._end_due and self.ended is not None:
             raise self.ended
         if self.holding:

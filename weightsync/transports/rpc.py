@@ -193,7 +193,7 @@ def require_rpc(peer: str) -> None:
 def worker_named(worker: Any, peer: str) -> WorkerInfo:
     """The worker that a name, a rank or a `WorkerInfo` denotes.
 
-    Raises ConfigurationError: as `require_rpc`, or RPC knows no such worker.
+    Raises ConfigurationError: as for `require_rpc`, or RPC knows no such worker.
     """
     require_rpc(peer)
     if isinstance(worker, torch_rpc.WorkerInfo):

@@ -117,7 +117,7 @@ class Envelope(NamedTuple):
             start = _HEAD.size + digested
             return cls(Kind(kind), number, mac, bytes(text[_HEAD.size : start]), memoryview(text)[start:])
         except (struct.error, ValueError, TypeError):  # a call may carry anything, not only bytes
-            raise AuthenticationError("A message is not in one of our envelopes, and was rejected.") from None
+            raise AuthenticationError("A message did not come in an envelope of weightsync: it was rejected.") from None
 
     def verify(self, secret: bytes) -> None:
         """Raise AuthenticationError unless the envelope was sealed with that secret."""

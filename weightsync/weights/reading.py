@@ -75,7 +75,7 @@ def read_weights(source: object) -> Weights:
 
 @lru_cache(maxsize=1024)
 def _kind_may_merge(kind: type[nn.Module]) -> bool:
-    # A class with its own __getattr__ (as those of peft) may hand on the method of a module in it.
+    # A class with its own __getattr__ (such as peft's) may forward to the method of a module in it.
     finds_more = kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__
     return finds_more or issubclass(kind, _Mergeable)
 
@@ -91,7 +91,7 @@ def read_live(source: object) -> Weights:
 
 
 def read_shards(source: object) -> Weights:
-    """As `read_live`, of a module that `fully_shard` may have wrapped: its parameters are DTensors."""
+    """Like `read_live`, for a module that `fully_shard` may have wrapped: its parameters are DTensors."""
     weights, peculiar = read_unchecked(source)
     if peculiar:
         _refuse_peculiar(source, weights, peculiar)

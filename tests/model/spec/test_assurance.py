@@ -16,7 +16,7 @@ from weightsync.model.manifest import Manifest
 
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
-    """What the page is rendered from, to be spoilt."""
+    """What the page is rendered from, to be changed."""
     for folder in ("spec", "tla", "tests", "weightsync/testing"):
         shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     return tmp_path
@@ -33,7 +33,7 @@ def test_every_guarantee_says_what_is_not_proved(root: Path) -> None:
         assert guarantee.properties
 
 
-def _spoilt(path: Path, old: str, new: str) -> None:
+def _changed(path: Path, old: str, new: str) -> None:
     text = path.read_text(encoding="utf-8")
     assert old in text
     path.write_text(text.replace(old, new), encoding="utf-8")
@@ -60,14 +60,14 @@ def _spoilt(path: Path, old: str, new: str) -> None:
     ],
 )
 def test_a_name_that_does_not_exist_is_refused(copy: Path, file: str, old: str, new: str, message: str) -> None:
-    _spoilt(copy / file, old, new)
+    _changed(copy / file, old, new)
     with pytest.raises(sources.SourceError, match=message):
         assurance.render(copy)
 
 
 def test_a_count_that_changes_changes_the_page(copy: Path) -> None:
     before = assurance.render(copy)
-    _spoilt(copy / "tla" / "manifest.toml", "distinct = 1409", "distinct = 1410")
+    _changed(copy / "tla" / "manifest.toml", "distinct = 1409", "distinct = 1410")
     assert assurance.render(copy) != before
 
 

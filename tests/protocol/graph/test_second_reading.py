@@ -1,4 +1,4 @@
-"""Each property, read a second time, says no to a state or step that is spoiled in just its way, and yes before."""
+"""Each property of the second checker rejects a state or step that is changed to break it, and accepts the original."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _serving(node: Node) -> bool:
     return node.rstate[0] == "ready" and node.rdata[0].served[1] == 1 and node.is_open(1, 1, 1)
 
 
-#: The property, which state of "two versions" is spoiled, and how.
+#: The property, which state of "two versions" is changed, and how.
 STATES = [
     ("TypeOK", _waited, lambda n: n._replace(sstate=("waiting",))),
     ("TypeOK", _waited, lambda n: _out(n, outcomes=("MAYBE",))),
@@ -94,12 +94,12 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "which", "spoil"), STATES)
-def test_a_wrong_state_is_found(name, which, spoil):
+@pytest.mark.parametrize(("name", "which", "change"), STATES)
+def test_a_wrong_state_is_found(name, which, change):
     nodes = [node for node in explored("two versions")[0].nodes if which(node)]
     assert nodes
     bounds, holds = SMALL["two versions"], (INVARIANTS | BOOKS)[name]
-    assert [(holds(bounds, node), holds(bounds, spoil(node))) for node in nodes] == [(True, False)] * len(nodes)
+    assert [(holds(bounds, node), holds(bounds, change(node))) for node in nodes] == [(True, False)] * len(nodes)
 
 
 def _by(action):
@@ -118,8 +118,8 @@ def _new(change):
     return lambda step: step._replace(new=change(step.new))
 
 
-#: The property, the graph, which of its steps is spoiled, and how.
-SPOILED_STEPS = [
+#: The property, the graph, which of its steps is changed, and how.
+CHANGED_STEPS = [
     ("OnlyRows", "two versions", _by(Action.ABANDON), _new(lambda n: n._replace(sstate=("uninitialized",)))),
     ("OnlyRows", "two versions", _by(Action.ANSWERED), _new(lambda n: n._replace(rstate=("pending_async",)))),
     (
@@ -239,19 +239,19 @@ SPOILED_STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "graph", "which", "spoil"), SPOILED_STEPS)
-def test_a_wrong_step_is_found(name, graph, which, spoil):
+@pytest.mark.parametrize(("name", "graph", "which", "change"), CHANGED_STEPS)
+def test_a_wrong_step_is_found(name, graph, which, change):
     found, bounds = explored(graph)[0], SMALL[graph]
     steps = [Step(found.nodes[a], found.nodes[b], labels) for (a, b), labels in found.steps.items()]
     chosen = [step for step in steps if which(step)]
     assert chosen
     holds = _OF_STEPS[name]
-    assert [(holds(bounds, step), holds(bounds, spoil(step))) for step in chosen] == [(True, False)] * len(chosen)
+    assert [(holds(bounds, step), holds(bounds, change(step))) for step in chosen] == [(True, False)] * len(chosen)
 
 
 def test_each_property_is_violated_here():
     assert {name for name, *_ in STATES} == {*INVARIANTS, *BOOKS}
-    assert {name for name, *_ in SPOILED_STEPS} == set(_OF_STEPS)
+    assert {name for name, *_ in CHANGED_STEPS} == set(_OF_STEPS)
 
 
 @pytest.mark.parametrize("name", ["two versions", "ends", "losses"])

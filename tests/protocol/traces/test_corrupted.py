@@ -143,7 +143,7 @@ SILENT = {
     "note",
     "end",
     "failed",  # the loss that follows is an event of its own
-    "told",  # what is told changes nothing; behind a deadline or an abandon it is missed (below)
+    "reported",  # a report changes nothing; behind a deadline or an abandon it is missed (below)
 }
 
 
@@ -184,13 +184,13 @@ def test_two_lines_of_a_machine_swapped_are_refused_though_all_is_sealed_anew(fi
 
 
 #: What commutes: a link that is laid and a step over another; a step that says nothing and what comes next; a link's
-#: failure and the loss that follows; what is told of a version that is over, and what changes nothing of it.
+#: failure and the loss that follows; the report of a version that is over, and what changes nothing of it.
 HARMLESS = {
-    ("told", "refused", None),
-    ("told", "step", "CLOSE"),
-    ("told", "step", "SEND_ASYNC"),
-    ("sent", "told", None),
-    ("step", "told", None),
+    ("reported", "refused", None),
+    ("reported", "step", "CLOSE"),
+    ("reported", "step", "SEND_ASYNC"),
+    ("sent", "reported", None),
+    ("step", "reported", None),
     ("step", "link", None),
     ("link", "received", None),
     ("step", "received", None),
@@ -202,15 +202,15 @@ HARMLESS = {
 WORDS = {"t", "peer", "reason", "text", "m", "i", "n", "c", "role", "model", "what"}
 
 
-def leaves(told: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(told, dict):
-        for name, each in told.items():
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict):
+        for name, each in value.items():
             yield from leaves(each, (*path, name))
-    elif isinstance(told, list):
-        for index, each in enumerate(told):
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
             yield from leaves(each, (*path, index))
     else:
-        yield path, told
+        yield path, value
 
 
 def kind_of(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -281,16 +281,16 @@ def _with(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, 
     return changed
 
 
-def told_in(lines: Lines) -> list[int]:
+def reports_in(lines: Lines) -> list[int]:
     """The places of reports."""
-    return [number for number, line in enumerate(lines) if line["what"] == "told"]
+    return [number for number, line in enumerate(lines) if line["what"] == "reported"]
 
 
 def test_a_report_with_another_outcome_is_refused_at_its_line(file: Path) -> None:
     lines = lines_of(file)
     kinds = {"APPLIED", "REFUSED", "TIMED_OUT", "LOST", "ABANDONED", "PENDING"}
     forged_kinds = set()
-    for number in told_in(lines):
+    for number in reports_in(lines):
         for worker, outcome in lines[number]["outcomes"].items():
             forged_kinds.add(outcome["kind"])
             for kind in kinds - {outcome["kind"]}:
@@ -302,7 +302,7 @@ def test_a_report_with_another_outcome_is_refused_at_its_line(file: Path) -> Non
 
 def test_a_worker_left_out_of_a_report_is_missed_at_its_line(file: Path) -> None:
     lines = lines_of(file)
-    for number in told_in(lines):
+    for number in reports_in(lines):
         changed = copy.copy(lines)
         changed[number] = _with(lines[number], ("outcomes",), dict(list(lines[number]["outcomes"].items())[1:]))
         assert first(judged(write(file, changed))) == number + 1
@@ -313,13 +313,14 @@ def test_a_deadline_or_an_abandon_that_is_not_reported_to_the_caller_is_refused(
     ends = [n for n, line in enumerate(lines) if line.get("event", {}).get("is") in ("Deadline", "Abandon")]
     assert {lines[number]["event"]["is"] for number in ends} == {"Deadline", "Abandon"}
     for number in ends:
-        told = next(n for n in told_in(lines) if n > number)
-        assert _dropped(file, lines, told)
+        report = next(n for n in reports_in(lines) if n > number)
+        assert _dropped(file, lines, report)
 
 
 def test_the_outcome_of_a_version_is_reported_once(file: Path) -> None:
     lines = lines_of(file)
-    [number] = [n for n in told_in(lines) if {each["kind"] for each in lines[n]["outcomes"].values()} == {"ABANDONED"}]
+    kinds = {n: {each["kind"] for each in lines[n]["outcomes"].values()} for n in reports_in(lines)}
+    [number] = [n for n, named in kinds.items() if named == {"ABANDONED"}]
 
     assert first(judged(write(file, [*lines[: number + 1], *lines[number:]]))) == number + 2
 

@@ -21,7 +21,7 @@ from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Upda
 from weightsync.transports.pipe.framing import PREAMBLE
 from weightsync.weights.layout import Layout
 
-FOREIGN = [
+USER_MESSAGES = [
     {"step": 3},
     b"",
     b"W",
@@ -59,26 +59,26 @@ def write(connection: Any, data: bytes) -> None:
 
 def test_user_messages_are_kept_in_order_and_returned_unchanged(pair: Pair) -> None:
     ours, theirs = pair.pipes[0]
-    for number, message in enumerate(FOREIGN):
+    for number, message in enumerate(USER_MESSAGES):
         raw(ours).send(message)
         raw(theirs).send(message)
         filled(pair.source, float(number))
         assert pair.sync().ok
 
-    assert [pair.receiver.pipe.recv() for _ in FOREIGN] == FOREIGN
-    assert [pair.sender.pipe(0).recv() for _ in FOREIGN] == FOREIGN
+    assert [pair.receiver.pipe.recv() for _ in USER_MESSAGES] == USER_MESSAGES
+    assert [pair.sender.pipe(0).recv() for _ in USER_MESSAGES] == USER_MESSAGES
     assert not pair.receiver.pipe.poll()
     assert not pair.sender.pipe(0).poll()
 
 
 def test_messages_through_the_links_reach_a_user_who_reads_through_the_links(pair: Pair) -> None:
-    for message in FOREIGN:
+    for message in USER_MESSAGES:
         pair.sender.pipe(0).send(message)
         pair.receiver.pipe.send(message)
     assert pair.sync().ok
 
-    assert [pair.receiver.pipe.recv() for _ in FOREIGN] == FOREIGN
-    assert [pair.sender.pipe(0).recv() for _ in FOREIGN] == FOREIGN
+    assert [pair.receiver.pipe.recv() for _ in USER_MESSAGES] == USER_MESSAGES
+    assert [pair.sender.pipe(0).recv() for _ in USER_MESSAGES] == USER_MESSAGES
 
 
 def test_a_user_pickle_is_never_unpickled_by_us(pair: Pair) -> None:

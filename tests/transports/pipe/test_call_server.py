@@ -1,4 +1,7 @@
-"""Doors: calls from any thread in any order are delivered in theirs, each answered once, and none waits for nothing."""
+"""A call server delivers calls of any thread, in any order, in the order of their numbers, and answers each once.
+
+No call waits for one that never comes.
+"""
 
 from __future__ import annotations
 

@@ -191,8 +191,8 @@ def test_a_link_hands_on_why_a_segment_could_not_be_taken(monkeypatch: pytest.Mo
 
 def test_only_whole_descriptors_are_taken_and_only_as_many_as_may_wait() -> None:
     opened = [os.dup(0) for _ in range(9)]
-    foreign = socket.SOL_SOCKET, socket.SCM_RIGHTS + 1, b"1234"
-    inflow = Inflow(Given(b"x", [rights(opened[:8], b"xx"), foreign]))  # type: ignore[arg-type]
+    other = socket.SOL_SOCKET, socket.SCM_RIGHTS + 1, b"1234"
+    inflow = Inflow(Given(b"x", [rights(opened[:8], b"xx"), other]))  # type: ignore[arg-type]
     inflow.read()
     assert list(inflow._descriptors) == opened[:8]
     inflow._socket = Given(b"x", [rights(opened[8:])])  # type: ignore[assignment]

@@ -58,7 +58,7 @@ def over_calls() -> Iterator[Scene]:
 
 
 @contextlib.contextmanager
-def behind_a_door() -> Iterator[Scene]:
+def over_a_call_server() -> Iterator[Scene]:
     link = CallServerLink("the sender")
     yield link, UPDATE, lambda: link.bring(0, opened(Parcel("a", 0, codec.encode(UPDATE))))
     link.close()
@@ -75,7 +75,7 @@ def over_queues() -> Iterator[Scene]:
         queue.join_thread()
 
 
-@pytest.mark.parametrize("scene", [over_a_pipe, over_calls, behind_a_door, over_queues])
+@pytest.mark.parametrize("scene", [over_a_pipe, over_calls, over_a_call_server, over_queues])
 def test_g10_a_watch_that_begins_when_the_process_is_dead_already_ends_the_wait(
     scene: Callable[[], contextlib.AbstractContextManager[Scene]],
 ) -> None:
@@ -89,7 +89,7 @@ def test_g10_a_watch_that_begins_when_the_process_is_dead_already_ends_the_wait(
     waker.close()
 
 
-@pytest.mark.parametrize("scene", [over_a_pipe, over_calls, behind_a_door])
+@pytest.mark.parametrize("scene", [over_a_pipe, over_calls, over_a_call_server])
 def test_g11_what_a_peer_said_while_it_died_is_heard_before_its_end(
     scene: Callable[[], contextlib.AbstractContextManager[Scene]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

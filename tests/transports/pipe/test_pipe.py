@@ -469,7 +469,7 @@ def test_the_blocking_mode_that_the_user_shares_is_untouched(laid):
     assert [fcntl.fcntl(end.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK for end in ends] == [0, 0]
 
 
-# ------------------------------------------------------------------------------------------- bad wiring
+# ------------------------------------------------------------------------------------------- unusable pipes
 
 
 def test_a_one_way_pipe_is_refused_with_what_to_do():

@@ -117,7 +117,7 @@ def test_junk_where_the_ends_of_a_link_introduce_themselves_is_passed_over(
         pair.close()
 
 
-def test_a_stranger_at_a_workers_door_is_shut_out_and_the_sender_is_let_in() -> None:
+def test_a_strangers_connection_to_a_worker_is_closed_and_the_sender_gets_its_link() -> None:
     listener = Acceptor("127.0.0.1")
     strangers = [socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2]))) for _ in range(2)]
     strangers[0].sendall(b"f" * len(NAME))
@@ -200,7 +200,7 @@ def test_a_message_that_was_written_over_is_a_lost_link_and_no_protocol_error(ro
     outbox.put(NAME)
     outbox.put(NAME)
     client.set("row/0", b"junk")
-    with pytest.raises(TransportError, match="stranger has written over a message, under the store's key row/0"):
+    with pytest.raises(TransportError, match="overwritten in the store by someone else, under the key row/0"):
         inbox.take()
 
 

@@ -81,7 +81,7 @@ class Worker:
         return answer
 
     def defers(self, version: int) -> Ack:
-        """A version arrives and is live, and is handed on before its answer leaves."""
+        """A version arrives and is live, and is forwarded before its answer leaves."""
         answer = ack(version)
         self.receives(0, update(version))
         self.driver.take(pure.Defer(answer))

@@ -1,4 +1,4 @@
-"""What ends a call: its deadline counts from its start, and nobody who serves, hands on or is signalled stops that."""
+"""A call ends by its deadline, counted from its start, also while the model is in use or a signal arrives."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def beside(
     def run() -> None:
         try:
             if is_unawaited(carry()):
-                raise ConfigurationError("it returned something to be awaited, which nobody does here.")
+                raise ConfigurationError("it returned an awaitable, and nothing here awaits it.")
         except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
             with lock:
                 if calling:  # else the engine's calls may be those of another link by now

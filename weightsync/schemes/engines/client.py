@@ -131,7 +131,7 @@ class EngineClient:
             buckets = bucketed(draw(layout, view, engine.name_map, engine.bucket_bytes), engine.bucket_bytes)
             first = list(islice(buckets, 1))  # before the engine is called: names that do not fit are refused here
             if is_unawaited(engine.load(chain(first, buckets), f"{update.incarnation}.{update.version}")):
-                raise PartlyLoadedError("load() returned something to be awaited, which nobody does here.")
+                raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
         except EngineLeftError as error:
             answers.set_exception(_lost(str(error), error))
         except PartlyLoadedError as error:

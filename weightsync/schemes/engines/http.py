@@ -89,8 +89,8 @@ class HttpCalls:
         """Call a route that is answered with JSON, or with nothing, and return its answer.
 
         Raises:
-            EngineError: as `post`; or the answer is neither, so it was not the engine that gave it.
-            TransportError: as `post`.
+            EngineError: as for `post`; or the answer is neither, so it was not the engine that gave it.
+            TransportError: as for `post`.
         """
         answer = self.post(route, body)
         if isinstance(answer, str) and answer.strip():

@@ -159,7 +159,7 @@ class GroupCarrier(Carrier):
             while not each() and not given_up.is_set():
                 given_up.wait(_STEP)
         if given_up.is_set():
-            raise TransportError("The engine gave up, or the link was closed, amid a broadcast.")
+            raise TransportError("The engine gave up, or the link was closed, during a broadcast.")
         for work in begun:
             work.wait()  # raises if it failed
 

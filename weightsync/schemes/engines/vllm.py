@@ -119,7 +119,7 @@ class _HandleControl:
         """An engine that is called directly runs one call at a time."""
 
     def resume(self) -> None:
-        """As `pause`."""
+        """Like `pause`."""
 
     def open(self) -> None:
         self._aborted = threading.Event()

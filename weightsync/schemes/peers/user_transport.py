@@ -76,7 +76,7 @@ class UserTransportClient:
             if check is not MISSING and not check():
                 raise TransportError(f"The transport to {self._peer} is not connected, by its check_connection().")
             if is_unawaited(self._send(update.model_id, self._presenter.present(update, view))):
-                raise ConfigurationError("send_weights() returned something to be awaited, which nobody does here")
+                raise ConfigurationError("send_weights() returned an awaitable, and nothing here awaits it")
         except (TransportError, ProtocolError) as error:
             answers.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises is reported to the sender

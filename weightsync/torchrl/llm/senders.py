@@ -63,7 +63,7 @@ class EngineTransport:
 
         Raises:
             StateError: (a RuntimeError) `init_all_workers_group` was not called.
-            AckTimeoutError, WorkerLostError, RefusedError: as `WeightSender.send`. After WorkerLostError call
+            AckTimeoutError, WorkerLostError, RefusedError: as for `WeightSender.send`. After WorkerLostError call
                 `init_all_workers_group` again, once the engine was started again.
         """
         if self._sends is None:

@@ -146,7 +146,7 @@ class DistributedTransport(TransportFacade):
             The weights; in generation B what they were received into, as by `receive_weights`.
 
         Raises:
-            WeightSyncError: as `receive_weights`.
+            WeightSyncError: as for `receive_weights`.
         """
         found = super().receive_weights(None, weights=self._buffer)
         with self._hints.withheld():

@@ -157,7 +157,7 @@ class TransportFacade(Configured):
         Raises:
             StateError: an update sent by `send_weights_async` is outstanding, or the transport is closed.
             ConfigurationError: the transport was not given a worker, or there are no weights. Nothing was sent.
-            AckTimeoutError, WorkerLostError, RefusedError, LayoutError: as `WeightSender.send`.
+            AckTimeoutError, WorkerLostError, RefusedError, LayoutError: as for `WeightSender.send`.
         """
         model_id, weights = model_and_weights(model_id, weights)
         sender = self._sender(model_id)
@@ -170,7 +170,7 @@ class TransportFacade(Configured):
         """Send weights and return; `wait_ack` reports the outcome. The caller may change its tensors now.
 
         Raises:
-            WeightSyncError: as `send_weights`, but for the outcomes.
+            WeightSyncError: as for `send_weights`, but for the outcomes.
         """
         model_id, weights = model_and_weights(model_id, weights)
         sender = self._sender(model_id)
@@ -188,7 +188,7 @@ class TransportFacade(Configured):
         Raises:
             StateError: nothing is outstanding.
             AckTimeoutError: it did not arrive in time; it can be waited for again.
-            WorkerLostError, RefusedError: as `WeightSender.wait_async`.
+            WorkerLostError, RefusedError: as for `WeightSender.wait_async`.
         """
         with self._lock:
             if not self._outstanding:
@@ -205,7 +205,7 @@ class TransportFacade(Configured):
 
         Raises:
             RefusedError: (a RuntimeError) the ack has another text.
-            StateError, AckTimeoutError, WorkerLostError: as `wait_ack`.
+            StateError, AckTimeoutError, WorkerLostError: as for `wait_ack`.
         """
         if message == UPDATED:
             return self.wait_ack()

@@ -94,7 +94,7 @@ class ReferencePipe:
         self._user.send_bytes(data)
 
     def next_update(self, *, in_turn: bool) -> tuple[str, Any] | None:
-        """The next update; ``in_turn``: unless a message of the user's own arrived before it."""
+        """The next update, or None. With ``in_turn``, one that arrived behind a user message is left for later."""
         for model_id in self._inbox._arrived():
             if in_turn and self._channel.user_message_is_first(model_id):
                 continue

@@ -185,7 +185,7 @@ class SharedMemTransport(MPTransport):
         Raises:
             LayoutError: (a KeyError) the model is not registered and auto_register is off, or the weights do not fit
                 its buffer, which is unchanged. Nothing was sent.
-            WeightSyncError: as `TransportFacade.send_weights`.
+            WeightSyncError: as for `TransportFacade.send_weights`.
         """
         if self._params_map:
             if isinstance(weights, Sequence) and not isinstance(weights, str):

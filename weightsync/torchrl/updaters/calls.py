@@ -126,11 +126,11 @@ class NoPacker(Packer):
         self._packed = Packed(Layout([]), Buffer(0), b"", b"", verify=Verify.LAYOUT)
 
     def layout_of(self, weights: Any) -> Layout:
-        """The layout of nothing."""
+        """An empty layout."""
         return self._packed.layout
 
     def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
-        """Nothing, packed."""
+        """An empty payload."""
         return self._packed
 
 

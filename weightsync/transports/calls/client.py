@@ -57,8 +57,8 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         call_client: carries the messages.
         peer: the worker's name in messages to people.
         remark: why the worker does not answer, as far as is known.
-        worker: identifies the worker and the model, if the worker may have several links: then it meets the newest of
-            them before the goodbye of an older one.
+        worker: identifies the worker and the model, if the worker may have several links: then the worker gets
+            the newest one before the goodbye of an older one.
     """
 
     delivery = Delivery.ORDERED

@@ -157,7 +157,7 @@ class CallServer:
     def hang_up(self, parcel: Parcel) -> None:
         """Process a link's last call: none of its calls waits for an answer any more, with or without a receiver.
 
-        Raises ProtocolError, TransportError: as `submit`; the link's calls end nevertheless.
+        Raises ProtocolError, TransportError: as for `submit`; the link's calls end nevertheless.
         """
         gate = self._gate
         if gate is None and is_envelope(parcel.frame):

@@ -17,7 +17,7 @@ from weightsync.transports.calls.client import Answers
 def start_call(message: Message, peer: str, call: Callable[[Update], Answers]) -> Answers:
     """Begin the call that carries an update. A handshake and a goodbye are answered here: the worker knows neither.
 
-    Raises TransportError: as ``call`` does, or a sender sends no such message.
+    Raises TransportError: as ``call`` does, or since a sender sends no such message.
     """
     match message:
         case Update():

@@ -50,8 +50,8 @@ class _FramedUpdates:
         """The cached control frame, if this was the last update encoded; otherwise None.
 
         Args:
-            number: that of the slot that its payload lies in, which holds no other as long as this version is sent;
-                0: the payload follows inline.
+            number: the number of the slot that holds its payload, and holds no other payload while this version is
+                sent; 0: the payload follows inline.
         """
         last = self._last
         if last is not None and last[0] is update and last[1] == number and last[2] == descriptors:

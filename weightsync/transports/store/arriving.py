@@ -59,7 +59,7 @@ class Arrivals:
         try:
             buffer = self._buffers.find(nbytes)
         except NoRoom as error:
-            # Later messages are for us all the same.
+            # Later messages are still for us.
             self._group.skip(stream, client, nbytes)
             return Received(message, untaken=str(error))
         self._group.read(stream, client, buffer)

@@ -163,7 +163,7 @@ class Group:
     def read(self, stream: Stream, client: Client, payload: memoryview) -> None:  # noqa: ARG002
         """Receive a payload; returns or raises once the group no longer writes it.
 
-        Raises TransportError: as `write`; the contents of ``payload`` are then undefined.
+        Raises TransportError: as for `write`; the contents of ``payload`` are then undefined.
         """
         self._join(client)
         self._move(_buckets(payload), self._receiving)
@@ -171,7 +171,7 @@ class Group:
     def skip(self, stream: Stream, client: Client, nbytes: int) -> None:  # noqa: ARG002
         """Receive a payload for which there is no memory, into the memory of one bucket.
 
-        Raises TransportError: as `write`, or there is not even memory for a bucket.
+        Raises TransportError: as for `write`, or there is not even memory for a bucket.
         """
         self._join(client)
         scratch = torch.frombuffer(anonymous(min(nbytes, BUCKET_NBYTES)), dtype=torch.uint8)

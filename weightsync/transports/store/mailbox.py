@@ -199,7 +199,7 @@ class Inbox:
             if later == _END.encode():
                 raise Ended
             if later is not None and later[:1] in (_WORDS, _CLOSED):
-                raise TransportError(f"a stranger has written over a message, under the store's key {key}")
+                raise TransportError(f"a message was overwritten in the store by someone else, under the key {key}")
             pause.wait(_LOOK)
 
     @property

@@ -16,7 +16,7 @@ from weightsync.weights.tensors import address_of, borrowed
 
 
 def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview) -> None:
-    """As `weightsync.weights.packing.pack`, of weights that are all on a device, behind what the current stream holds.
+    """Like `weightsync.weights.packing.pack`, for weights that are all on a device, behind the current stream.
 
     Raises LayoutError: a tensor, which the error names, cannot be copied.
     """
@@ -32,7 +32,7 @@ def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview
 def scatter_onto(
     device: Device, layout: Layout, tensors: list[Tensor], chosen: Sequence[int], view: memoryview
 ) -> None:
-    """As `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy."""
+    """Like `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy."""
     if chosen:
         device.from_host(_pieces(layout, tensors, chosen, address_of(view)))
 
