@@ -5,9 +5,9 @@
 
 `smoke` builds both, installs each into an empty environment without extras, and runs the program of a documentation
 page there. `matrix` runs tests on each Python of `PYTHONS`, with the two newest minor releases of torch and tensordict,
-with every tool of the tests except Ray and TorchRL: these may not have followed yet. A Python is taken from this
-machine, or fetched by uv; one that cannot be had is named at the end, and fails the run where the environment's ``CI``
-is set.
+with every tool of the tests except Ray and TorchRL: these may not have followed yet. The first Python has the lowest
+releases that the package allows, too. A Python is taken from this machine, or fetched by uv; one that cannot be had is
+named at the end, and fails the run where the environment's ``CI`` is set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def matrix(arguments: Sequence[str]) -> int:
         if python is None:
             results[f"Python {version}"] = "MISSING: there is none on this machine, and uv could not fetch one"
             continue
-        for releases in _releases(python):
+        for releases in [*_releases(python), *([_lowest()] if version == PYTHONS[0] else [])]:
             results[f"Python {version}, {' '.join(releases)}"] = _tested(python, releases, arguments)
     print("\n".join(["", *(f"{where}: {what}" for where, what in results.items())]))
     failed = [what for what in results.values() if what == "FAILED" or (what.startswith("MISSING") and _in_ci())]
@@ -115,6 +116,13 @@ def _releases(python: str) -> list[list[str]]:
     newest = _resolved(python, ["torch", "tensordict"])
     below = [re.sub(r"==(\d+\.\d+).*", r"<\1", each) for each in newest]
     return [newest, _resolved(python, below)]
+
+
+def _lowest() -> list[str]:
+    """The lowest releases of torch and tensordict that the package allows."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    bounds = [re.fullmatch(r"(torch|tensordict)>=([\d.]+)", each) for each in project["dependencies"]]
+    return [f"{bound[1]}=={bound[2]}.*" for bound in bounds if bound]
 
 
 def _resolved(python: str, wanted: list[str]) -> list[str]:

@@ -34,7 +34,10 @@ def test_a_python_that_cannot_be_had_is_named_and_fails_in_ci(
     assert packages.matrix([]) == status
     said = capsys.readouterr().out
     assert "Python 3.12: MISSING" in said
-    assert said.count("passed") == 4
+    assert re.findall(r"^Python (\S+), torch==(\d+)\S*.*: passed$", said, re.MULTILINE) == [
+        *(("3.11", each) for each in ("1", "0", "2")),
+        *(("3.13", each) for each in ("1", "0")),
+    ]
 
     monkeypatch.setattr(packages, "_tested", lambda *_: "FAILED")
     assert packages.matrix([]) == 1
