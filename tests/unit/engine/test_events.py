@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from fleet import PATIENCE, Pair, pair, scheme_class  # noqa: F401 - fixtures
 from scripted import EPOCH, Fleet, Scripted, ack, hello, refusal
+from torch import nn
 
 from weightsync import (
     ConfigurationError,
@@ -34,6 +36,7 @@ from weightsync.engine import events as module
 from weightsync.engine.events import Events
 from weightsync.engine.observing import SenderObserver
 from weightsync.protocol import sender as pure
+from weightsync.schemes import base
 
 
 class Listener:
@@ -410,3 +413,26 @@ def test_the_incarnation_of_an_event_is_its_senders(fleet: Fleet, seen: Recorded
     fleet.sends()
 
     assert {event.incarnation for event in seen.found} == {EPOCH}
+
+
+def test_callbacks_that_two_threads_register_first_at_once_are_both_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_in = threading.Barrier(2)
+
+    class Slow(Events):
+        """Is made only once both threads make one, or if the other one cannot."""
+
+        def __init__(self) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_in.wait(0.5)
+            super().__init__()
+
+    monkeypatch.setattr(base, "Events", Slow)
+    listeners = Listener(), Listener()
+    with MultiProcessWeightSyncScheme() as scheme:
+        threads = [threading.Thread(target=scheme.on_event, args=(each,)) for each in listeners]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        scheme.init_on_sender("policy", pipes=[], model=nn.Linear(1, 1))
+    assert [[event.kind for event in each.until(1)] for each in listeners] == [[EventKind.CLOSED]] * 2
