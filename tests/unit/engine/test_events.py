@@ -165,6 +165,18 @@ def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, 
     ]
 
 
+def test_a_version_that_was_given_up_for_a_newer_one_is_told_with_that_ones_number(pair: Pair) -> None:  # noqa: F811
+    trainer = Listener()
+    pair.scheme.on_event(trainer)
+    pair.sender.send_async()
+    pair.sender.send_async(on_pending="supersede")
+    pair.sender.abandon()
+    pair.scheme.close()
+    events = [event for event in trainer.until(5) if event.kind is EventKind.ABANDONED]
+    reasons = [(event.version, event.reason) for event in events]
+    assert reasons == [(1, "superseded by version 2"), (2, "given up by the caller")]
+
+
 def test_both_sides_of_a_sync_tell_it_over_real_pipes(pair: Pair) -> None:  # noqa: F811
     trainer, worker = Listener(), Listener()
     pair.schemes[0].worker_idx = 7
