@@ -204,8 +204,9 @@ class Applier:
     def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(
             f"version {pending.update.version} of {self._driver.model_id!r} was swapped in half and could not be "
-            f"undone: the model serves nothing, and the receiver is closed. Start the worker again, and let it join by "
-            f"add_worker() in the trainer. Cause: {error}"
+            f"undone: the model serves nothing, and the receiver is closed. Start the worker again: a WorkerGroup "
+            "does so as often as max_restarts= says, and without one it joins by add_worker() in the trainer. Cause: "
+            f"{error}"
         )
 
     def _ack(self, pending: Pending, digest: bytes, seconds: float) -> Ack:

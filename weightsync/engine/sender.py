@@ -283,9 +283,12 @@ class WeightSender(Participant):
         Raises:
             StateError: nothing is outstanding, or another thread waits for it.
         """
+        return self._give_up(pure.Abandon())
+
+    def _give_up(self, event: pure.Abandon) -> SyncReport:
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
-            self._driver.take(pure.Abandon())
+            self._driver.take(event)
             report = self._reporter.concluded(self.version)
             self._reporter.delivered()
             return report
@@ -438,7 +441,8 @@ class WeightSender(Participant):
             if self._packer.sends_deltas:
                 packed.travelling = self._driver.travelling(packed)
             if superseding:
-                self._reporter.superseded(self.abandon())
+                newer = pure.Abandon(f"superseded by version {self.version + 1}")
+                self._reporter.superseded(self._give_up(newer))
         except BaseException:
             self._packer.handed_over(packed)
             raise

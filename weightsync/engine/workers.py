@@ -56,7 +56,7 @@ class Workers:
         """See `WeightSender.remove_worker`."""
         self._driver.require_open("remove_worker")
         with Shield(self._driver.waker.fire):
-            self._driver.remove(worker_id, "removed by remove_worker()")
+            self._driver.remove(worker_id, "it was removed from the workers")
         self.endpoints.pop(worker_id, None)
 
     def wait(self, timeout: float | Timeout | None, asked: str = "await_workers") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,22 +15,19 @@ from torch import nn
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import require_whole
 from weightsync.engine.sender import WeightSender
-from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, WorkerFailedError
-from weightsync.group.launcher import GroupArguments, Launched, least_one
+from weightsync.errors import ResultTimeoutError, StateError, SyncError, WorkerFailedError
+from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
+from weightsync.group.launcher import GroupArguments, Launched, names_of, rules_of
 from weightsync.group.launchers import launcher_for
-from weightsync.group.members import Member, Members, MemberState, Rules, Running, Waiting
-from weightsync.group.sending import Sending, kinds_of_failures
+from weightsync.group.members import Member, Members, MemberState, Running, Waiting
+from weightsync.group.sending import Sending, own_failures
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Worker
 from weightsync.options import OnFailure, OnPending, OnStale, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
-from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.transports.process import forget_after_fork
-from weightsync.weights.selection import Selection
-
-logger = logging.getLogger("weightsync")
 
 #: Seconds that a process whose link is lost has to die before it is killed.
 _LOST_SECONDS: Final = 5.0
@@ -115,10 +111,10 @@ class WorkerGroup:
         check_finite: bool = False,
     ) -> None:
         self._model, self._model_id = model, model_id
-        rules = _rules(capacity, max_restarts, restart_delay, deadline)
+        rules = rules_of(capacity, max_restarts, restart_delay, deadline)
         limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
         staleness = Staleness(limit, OnStale(on_stale))
-        self._chosen = _chosen(names)
+        self._chosen = names_of(names)
         self._check_finite = switch(check_finite, "check_finite")
         options = (capacity, max_restarts, staleness, ctx, actor_options, self._chosen)
         self._launcher = launcher_for(scheme, GroupArguments(run, model, num_workers, make_model, model_id, *options))
@@ -128,6 +124,8 @@ class WorkerGroup:
         self._members = Members(members, self._feed)
         self._sending = Sending(self._scheme, self._members.announce)
         self._state = State.UNINITIALIZED
+        #: The lives that the update in transit was sent to.
+        self._sent_to: dict[int, Running | None] = {}
         #: The first lives, until the sender knows how to reach them.
         self._first: dict[int, Launched] = {}
 
@@ -135,6 +133,8 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Start the workers, and send them the model's weights. Never waits; a ``with`` block begins with this.
+
+        A worker whose model does not fit the trainer's has failed, as one that raises: `results` or a send says so.
 
         Raises:
             StateError: it was started already, or is closed.
@@ -210,7 +210,7 @@ class WorkerGroup:
                 life.process.kill()  # it may import for seconds before it hears that the group is closed
             for life in lives:
                 life.process.join(deadline)
-            self._log_hung(timeout)
+            self._members.log_hung(timeout)
             for life in lives:
                 life.process.kill()  # all of them, before any is waited for
         finally:
@@ -220,18 +220,6 @@ class WorkerGroup:
             self._first.clear()
             self._members.results.clear()
             atexit.unregister(self.close)
-
-    def _log_hung(self, timeout: float | Timeout | None) -> None:
-        """Log which workers have not returned in the time that they had, and what they were doing."""
-        for index, member in self._members.by_index.items():
-            life = member.running
-            if timeout == 0 or life is None or life.process.dead or member.life is MemberState.STARTING:
-                continue
-            dump = life.process.stack_dump()
-            logger.warning(
-                "worker %d had not returned %s s after close(), and was %s%s%s",
-                *(index, timeout, life.process.fate, dump.phrase, dump.stack and f"\n{dump.stack}"),
-            )
 
     def forget(self) -> None:
         """In a forked child: the workers are the parent's."""
@@ -275,7 +263,9 @@ class WorkerGroup:
         Raises:
             WorkerFailedError: a worker has failed and is not restarted. Raised once; the others keep running. If none
                 is left, each call raises the last failure.
-            AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `WeightSender.send`.
+            AckTimeoutError: some had not answered by the deadline; `wait_async` waits for them again.
+            RefusedError: workers refused the update, and go on with what they served before.
+            SyncError: both, or others were lost besides.
             StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
@@ -300,7 +290,8 @@ class WorkerGroup:
 
         Raises:
             StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
-            SyncError: as `WeightSender.send_async`.
+            SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was sent
+                anyway, unless time was up (`AckTimeoutError`).
         """
         return self._dispatch("send_async", weights, OnPending(on_pending), timeout)
 
@@ -318,7 +309,7 @@ class WorkerGroup:
 
         Raises:
             StateError: nothing is outstanding.
-            WorkerFailedError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `send`.
+            WorkerFailedError, AckTimeoutError, RefusedError, SyncError: as `send`.
         """
         failing = OnFailure(on_failure)
         self._require(State.READY, "wait_async")
@@ -328,7 +319,13 @@ class WorkerGroup:
         self._require(State.READY, asked)
         self._members.pump()
         self._forget_gone()
-        return self._sending.dispatch(weights, pending, timeout)
+        self._sent_to = {index: member.running for index, member in self._members.by_index.items()}
+        try:
+            return self._sending.dispatch(weights, pending, timeout)
+        except StateError as error:
+            raise senders_refusal(error, self.sender, asked) from None
+        except SyncError as error:
+            raise in_words_of_group(error.report, self._members, self.sender).error(ADVICE) from None
 
     def _answers(self, deadline: Deadline) -> SyncReport:
         """Wait for the answers to the last send. Meanwhile workers that hang are killed, and dead ones restarted."""
@@ -337,7 +334,11 @@ class WorkerGroup:
             self._members.pump()
             self.sender.progress()
             self._give_up_failed()
-        return self._sending.wait(deadline.remaining)
+        try:
+            report = self._sending.wait(deadline.remaining)
+        except StateError as error:
+            raise senders_refusal(error, self.sender, "wait_async") from None
+        return in_words_of_group(report, self._members, self.sender)
 
     def _give_up_failed(self) -> None:
         """Await no answer of a worker that has failed for good: a rank's link may live on, or never have been laid."""
@@ -346,20 +347,37 @@ class WorkerGroup:
                 self.sender.remove_worker(index)
 
     def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
-        lost = [worker for worker, outcome in report.outcomes.items() if outcome.kind is OutcomeKind.LOST]
-        self._await_deaths(lost)
+        refused = report.of(OutcomeKind.REFUSED)
+        self._await_deaths([*report.of(OutcomeKind.LOST), *refused])
+        self._await_first_steps(refused)
         if failing is OnFailure.REPORT:
             return report
         self._raise_failed()
         self._members.require_one()
-        if kinds_of_failures(report) - {OutcomeKind.LOST}:  # a lost worker has finished, is restarted, or was reported
-            report.raise_on_failure()
+        if own_failures(report, [worker for worker in refused if self._is_over(worker)]):
+            raise report.error(ADVICE)
         return report
 
-    def _await_deaths(self, lost: list[int]) -> None:
-        """A worker whose link is lost is about to die, or useless, unless it was restarted since."""
+    def _is_over(self, index: int) -> bool:
+        """Whether the life that the update in transit was sent to is over."""
+        return self._members.by_index[index].running is not self._sent_to.get(index)
+
+    def _await_first_steps(self, refused: Iterable[int]) -> None:
+        """Wait until workers that have refused a version, and may not have begun, have begun or ended.
+
+        One that refuses its first version ends: it has failed, and refuses nothing any more.
+        """
+        deadline, members = Deadline(_LOST_SECONDS), [self._members.by_index[index] for index in refused]
+        while not deadline.passed and any(
+            member.life is MemberState.STARTING and not self._is_over(member.index) for member in members
+        ):
+            self._members.wait(deadline)
+            self._members.pump()
+
+    def _await_deaths(self, ended: list[int]) -> None:
+        """A worker whose link has ended is about to die, or useless, unless it was restarted since."""
         deadline = Deadline(_LOST_SECONDS)
-        members = [self._members.by_index[index] for index in lost if self._is_unlinked(index)]
+        members = [self._members.by_index[index] for index in ended if self._is_unlinked(index)]
         lives = [(member, member.running) for member in members if member.running is not None]
         while left := [member for member, life in lives if member.running is life]:
             if deadline.passed:
@@ -396,7 +414,7 @@ class WorkerGroup:
             if self._members.over:
                 return None
             if deadline.passed:
-                raise ResultTimeoutError(_too_late(self._members.by_index))
+                raise ResultTimeoutError(too_late(self._members.by_index))
             self._give_up_unlinked()
             self._members.wait(deadline)
 
@@ -408,7 +426,7 @@ class WorkerGroup:
 
     def _is_unlinked(self, index: int) -> bool:
         entry = self.sender.workers.get(index)
-        return entry is not None and entry.link_state is LinkState.LOST
+        return entry is not None and not entry.open
 
     def _raise_failed(self) -> None:
         """Raise for a worker that failed and is not restarted. Once reported, it is no longer among the workers."""
@@ -439,6 +457,8 @@ class WorkerGroup:
         Raises:
             StateError: the group is not started.
         """
+        if not self._scheme.initialized_on_sender:
+            raise refusal(self._state, "group.sender")
         return self._scheme.get_sender()
 
     @property
@@ -462,39 +482,9 @@ class WorkerGroup:
 
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:
-            allowed = {State.UNINITIALIZED: ["start"], State.READY: ["send", "results", "close"]}.get(self._state, [])
-            raise StateError("worker group", self._state.value, asked, allowed, _HINTS.get(self._state, ""))
-
-
-_HINTS = {
-    State.UNINITIALIZED: "no worker runs yet. Enter the group by `with`, or call start(), first.",
-    State.CLOSED: "the group has ended its workers, and starts no others. Make a new WorkerGroup.",
-}
-
-
-def _too_late(members: Mapping[int, Member]) -> str:
-    lives = ", ".join(f"{index} {member.state}" for index, member in members.items())
-    starting = any(member.life is MemberState.STARTING for member in members.values())
-    advice = " A worker that starts imports the program and torch first: it may need a longer timeout=." * starting
-    return f"no worker gave a result in time (worker {lives}). results() may be called again.{advice}"
-
-
-def _chosen(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """The names as a tuple. Raises ConfigurationError: they are no names."""
-    given: Any = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else names
-    if given is not None:
-        Selection(given)
-    return (given,) if isinstance(given, str) else given
+            raise refusal(self._state, asked)
 
 
 def _taken(waiting: Waiting) -> WorkerResult:
     waiting.member.take(waiting)
     return WorkerResult(waiting.member.index, waiting.put.versions, pickle.loads(waiting.put.pickled))
-
-
-def _rules(capacity: int, max_restarts: int, restart_delay: float, deadline: float | None) -> Rules:
-    for argument, seconds in (("restart_delay", restart_delay), ("deadline", deadline)):
-        if seconds is not None and not seconds >= 0:
-            raise ConfigurationError(f"{argument}= is {seconds}: give seconds, 0 or more. Nothing was started.")
-    restarts = require_whole(max_restarts, "max_restarts", "how often each worker is restarted, 0 or more")
-    return Rules(least_one(capacity, "capacity"), restarts, restart_delay, deadline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple, Protocol
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from weightsync.engine.copies import require_whole
 from weightsync.errors import ConfigurationError
 from weightsync.group.function import require_make_model, require_run
-from weightsync.group.members import Running
+from weightsync.group.members import Rules, Running
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.meta_device import is_on_meta
+from weightsync.weights.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,23 @@ def least_one(value: object, argument: str) -> int:
         if number >= 1:
             return number
     raise ConfigurationError(f"{argument}= is {value!r}: give a whole number, 1 or more. Nothing was started.")
+
+
+def names_of(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """The names of the weights that are sent, as a tuple; None: all. Raises ConfigurationError: they are no names."""
+    given: Any = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else names
+    if given is not None:
+        Selection(given)
+    return (given,) if isinstance(given, str) else given
+
+
+def rules_of(capacity: int, max_restarts: int, restart_delay: float, deadline: float | None) -> Rules:
+    """What the group is told about its workers. Raises ConfigurationError: an argument is out of range."""
+    for argument, seconds in (("restart_delay", restart_delay), ("deadline", deadline)):
+        if seconds is not None and not seconds >= 0:
+            raise ConfigurationError(f"{argument}= is {seconds}: give seconds, 0 or more. Nothing was started.")
+    restarts = require_whole(max_restarts, "max_restarts", "how often each worker is restarted, 0 or more")
+    return Rules(least_one(capacity, "capacity"), restarts, restart_delay, deadline)
 
 
 class Launched(NamedTuple):

@@ -9,7 +9,7 @@ import enum
 import logging
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -371,6 +371,18 @@ class Members:
         members = [member for member in self.by_index.values() if member.life is MemberState.STARTING]
         return [member.running for member in members if member.running is not None]
 
+    def log_hung(self, timeout: float | Timeout | None) -> None:
+        """Log which workers have not returned in the time that `close` gave them, and what they were doing."""
+        for index, member in self.by_index.items():
+            life = member.running
+            if timeout == 0 or life is None or life.process.dead or member.life is MemberState.STARTING:
+                continue
+            dump = life.process.stack_dump()
+            logger.warning(
+                "worker %d had not returned %s s after close(), and was %s%s%s",
+                *(index, timeout, life.process.fate, dump.phrase, dump.stack and f"\n{dump.stack}"),
+            )
+
     def _served(self, index: int) -> int | None:
         feed = self._feed()
         entry = None if feed is None else feed.workers.get(index)
@@ -381,6 +393,14 @@ class Members:
             self.failures.append(error)
             if member.life is MemberState.FAILED:
                 self.unreported.append(error)
+
+    def given_up(self, linked: Collection[int]) -> set[int]:
+        """Those that have failed for good, and are not among the linked ones any more."""
+        return {i for i, member in self.by_index.items() if member.life is MemberState.FAILED and i not in linked}
+
+    def failure(self, index: int) -> WorkerFailedError:
+        """The last failure of a member that has failed."""
+        return next(error for error in reversed(self.failures) if error.worker == index)
 
     def require_one(self) -> None:
         """Raise the last failure, also if it was raised before, if all members have failed for good."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from weightsync.clock import Timeout
 from weightsync.errors import SyncError
 from weightsync.options import OnFailure, OnPending
-from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.protocol.report import Evidence, OutcomeKind, SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 
 
@@ -39,13 +39,13 @@ class Sending:
         """Send weights as the next version. If every worker is lost, they are sent when one is restarted.
 
         Raises:
-            SyncError: as `WeightSender.send_async`, but not for workers that were lost.
+            SyncError: as `WeightSender.send_async`, but not for workers whose links have ended.
         """
         sender = self._scheme.get_sender()
         try:
             report = sender.send_async(weights, on_pending=pending, timeout=timeout, allow_empty=True)
         except SyncError as error:
-            report = _of_the_lost(error)
+            report = _of_the_ended(error)
         finally:
             self.version = max(sender.version, self.version)
             self._announce(self.version)  # once it is sent: from now on a worker may wait for it
@@ -71,19 +71,31 @@ class Sending:
         return report
 
 
-def kinds_of_failures(report: SyncReport) -> set[OutcomeKind]:
-    """The kinds of outcomes that are failures, in this update and in those before it that it reports."""
-    before = set() if report.previous is None else kinds_of_failures(report.previous)
-    return before | {report.outcomes[worker].kind for worker in report.failed}
+def own_failures(report: SyncReport, over: Collection[int] = ()) -> bool:
+    """Whether an update, or one before it that its report has, failed for workers that go on.
+
+    A worker whose link has ended, because it was lost or it refused the handshake, has failed or finished, and the
+    group sees to it.
+
+    Args:
+        report: of the update.
+        over: workers that have refused it, and have ended since.
+    """
+    for worker in report.failed:
+        outcome = report.outcomes[worker]
+        ended = outcome.kind is OutcomeKind.REFUSED and (outcome.evidence is Evidence.NONE or worker in over)
+        if outcome.kind is not OutcomeKind.LOST and not ended:
+            return True
+    return report.previous is not None and own_failures(report.previous)
 
 
-def _of_the_lost(error: SyncError) -> SyncReport:
-    """The report of an error, if no worker failed otherwise than by being lost: the group has seen to those.
+def _of_the_ended(error: SyncError) -> SyncReport:
+    """The report of an error, if it failed only for workers whose links have ended.
 
     Raises:
         SyncError: the error.
     """
     report: SyncReport = error.report
-    if kinds_of_failures(report) - {OutcomeKind.LOST}:
+    if own_failures(report):
         raise error
     return report

@@ -14,7 +14,7 @@ from torch import nn
 
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import Hook
-from weightsync.errors import SenderClosed, StaleWeightsError
+from weightsync.errors import SenderClosed, StaleWeightsError, TransportError
 from weightsync.group.channel import Held, Released
 from weightsync.options import OnStale
 
@@ -154,7 +154,10 @@ class Steps:
             if self._trainer.stopped:
                 raise SenderClosed("the group was stopped while this worker waited for a newer version.")
             self._trainer.flush()
-            self._receiver.receive(LOOK_SECONDS)
+            try:
+                self._receiver.receive(LOOK_SECONDS)
+            except TransportError as error:
+                raise gone(self._receiver, error, "while this worker waited for a newer version") from None
 
     @property
     def _behind(self) -> int:
@@ -177,6 +180,14 @@ class Steps:
             if self._without_a_step == _UNGUARDED:
                 logger.warning(_NO_STEP)
             return tuple(self._versions)
+
+
+def gone(receiver: WeightReceiver, error: TransportError, when: str) -> TransportError:
+    """``error``, which a receiver raised because it has no trainer any more, in the words of a group."""
+    driver = receiver.driver
+    if not driver.ended:
+        return error
+    return driver.ended_as(f"the trainer has gone {when}: {driver.ended.rstrip('.')}.")
 
 
 class _Begins(Hook):

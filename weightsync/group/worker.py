@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.errors import ConfigurationError, SenderClosed, TransportError, WeightSyncError
+from weightsync.errors import AckTimeoutError, ConfigurationError, SenderClosed, TransportError
 from weightsync.group.channel import Failed, Finished, Started, WorkerEnd
 from weightsync.group.function import require_made, require_ran
 from weightsync.group.stack_dump import dump_on_signal
-from weightsync.group.steps import LOOK_SECONDS, Announced, Staleness, Steps
+from weightsync.group.steps import LOOK_SECONDS, Announced, Staleness, Steps, gone
 from weightsync.schemes.base import WeightSyncScheme
 
 #: Makes a worker's model.
@@ -227,18 +227,20 @@ def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
 
     Raises:
         ConfigurationError: this worker refused the trainer's weights.
+        AckTimeoutError: the trainer sent none in time.
         TransportError: the trainer cannot be reached, or is gone.
     """
     try:
         scheme.connect()
+    except AckTimeoutError:
+        raise AckTimeoutError(
+            f"the trainer sent this worker no first version of {receiver.model_id!r} in time: it sends one while it is "
+            "inside a method of the group, such as results()."
+        ) from None
     except TransportError as error:
         if not receiver.last_refusal:
-            raise
-        raise ConfigurationError(
-            f"this worker refused the trainer's weights before its first version: {receiver.last_refusal} If they do "
-            "not fit, have make_model= make a model with the same names and shapes as the trainer's; a rank gives "
-            "run_worker() such a model."
-        ) from error
+            raise gone(receiver, error, "before this worker had its first version") from None
+        raise _misfit(receiver) from None
 
 
 def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
@@ -246,14 +248,19 @@ def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
 
     Raises:
         SenderClosed: the group was closed meanwhile.
-        WeightSyncError: they were refused.
+        ConfigurationError: they were refused.
     """
     while receiver.version is None:
         if channel.stopped:
             raise SenderClosed("the group was stopped before this worker had its first weights.")
         receiver.receive(LOOK_SECONDS)
         if receiver.version is None and receiver.last_refusal:
-            raise WeightSyncError(
-                f"the first version of {receiver.model_id!r} was refused, and the reason was sent to the trainer: "
-                f"{receiver.last_refusal}"
-            )
+            raise _misfit(receiver)
+
+
+def _misfit(receiver: WeightReceiver) -> ConfigurationError:
+    return ConfigurationError(
+        f"this worker refused the trainer's weights before its first version: {receiver.last_refusal} If they do not "
+        "fit, have make_model= make a model with the same names and shapes as the trainer's, and start a new group; a "
+        "rank gives run_worker() such a model."
+    )

@@ -267,7 +267,7 @@ class SyncReport:
         for report in reversed(self._history()):
             failures |= report._failures()
         kinds = {outcome.kind for report in self._history() for outcome in report._failures().values()}
-        message = self._message(kinds, _ADVICE if advice is None else advice)
+        message = self._message(kinds, advice)
         reasons = {worker: outcome.reason for worker, outcome in failures.items()}
         if kinds == {OutcomeKind.TIMED_OUT}:
             return AckTimeoutError(message, self, tuple(failures))
@@ -286,9 +286,10 @@ class SyncReport:
     def _failures(self) -> dict[int, Outcome]:
         return {worker: self.outcomes[worker] for worker in self.failed}
 
-    def _message(self, kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str]) -> str:
-        steps = {kind: advice[kind] for kind in OutcomeKind if kind in kinds and kind in advice}
-        if OutcomeKind.LOST in steps:
+    def _message(self, kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str] | None) -> str:
+        given = _ADVICE if advice is None else advice
+        steps = {kind: given[kind] for kind in OutcomeKind if kind in kinds and kind in given}
+        if advice is None and OutcomeKind.LOST in steps:
             steps[OutcomeKind.LOST] = self._advice_for_lost(steps[OutcomeKind.LOST])
         return "\n".join([*self._lines(), *steps.values()])
 

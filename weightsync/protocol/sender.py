@@ -142,6 +142,8 @@ class Interrupted:
 class Abandon:
     """The user gives up the outstanding update."""
 
+    reason: str = "given up by the caller"
+
 
 @dataclass(frozen=True, slots=True)
 class Join:
@@ -418,8 +420,8 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
         case Close():
             links = [CloseLink(w, e.link) for w, e in data.workers.items() if e.open]
             return _abandon(data, "the sender was closed"), tuple(links)
-        case Abandon():
-            return _abandon(data, "given up by the caller"), ()
+        case Abandon(reason):
+            return _abandon(data, reason), ()
         case LinkLost(worker, link, reason):
             return _lose(data, worker, link, replace(data.workers[worker], link_state=LinkState.LOST, reason=reason))
         case Answer() if named is SenderInput.STALE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -106,7 +107,9 @@ class WeightSyncScheme(Configured):
     #: Which workers of TorchRL's collectors it reaches; None: it needs none.
     _reached: WorkerKind | None = None
     _worker_arguments: tuple[str, ...] = ()
-    _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
+    _not_copied: tuple[str, ...] = (
+        *("_sender_side", "_receiver_side", "_context", "_events", "_first_callback", "applied_selection"),
+    )
 
     def __init__(
         self,
@@ -145,6 +148,8 @@ class WeightSyncScheme(Configured):
         self._context: Callable[[], Any] = held(None)
         #: The events of both sides; None until a callback is registered.
         self._events: Events | None = None
+        #: Held while the first callback is registered: of two threads, one makes the events.
+        self._first_callback = threading.RLock()
         #: In a worker: which weights of its model are received; None means all.
         self.applied_selection: Selection | None = None
         forget_after_fork(self)
@@ -536,11 +541,12 @@ class WeightSyncScheme(Configured):
         Raises:
             ConfigurationError: ``callback`` cannot be called.
         """
-        events = self._events or Events()
-        subscription = events.subscribe(callback, tracer)
-        if self._events is None:
-            self._events = events
-            self._report_events(*self._participants)
+        with self._first_callback:
+            events = self._events or Events()
+            subscription = events.subscribe(callback, tracer)
+            if self._events is None:
+                self._events = events
+                self._report_events(*self._participants)
         return subscription
 
     def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> None:

@@ -245,7 +245,7 @@ class Layout:
             return None
         pairs = set(self.other_dtypes(sent).values())
         if not error.mismatched and bool(error.missing) != bool(error.unexpected):
-            hint = "To sync a part of a model, give init_on_sender() and init_on_worker() the same names=."
+            hint = "To sync a part of a model, give trainer and worker the same names=."
             return LayoutError(f"{error} {hint}", error.missing, error.unexpected)
         if len(pairs) != 1:
             return error

@@ -128,7 +128,11 @@ def test_a_send_to_some_is_due_to_those() -> None:
 
 @pytest.mark.parametrize(
     ("event", "reason"),
-    [(sender.Close(), "the sender was closed"), (sender.Abandon(), "given up by the caller")],
+    [
+        (sender.Close(), "the sender was closed"),
+        (sender.Abandon(), "given up by the caller"),
+        (sender.Abandon("superseded by version 2"), "superseded by version 2"),
+    ],
 )
 def test_what_is_given_up_says_why(event: sender.Event, reason: str) -> None:
     applied = Outcome(kind=OutcomeKind.APPLIED)

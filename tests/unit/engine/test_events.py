@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from fleet import PATIENCE, Pair, pair, scheme_class  # noqa: F401 - fixtures
 from scripted import EPOCH, Fleet, Scripted, ack, hello, refusal
+from torch import nn
 
 from weightsync import (
     ConfigurationError,
@@ -34,6 +36,7 @@ from weightsync.engine import events as module
 from weightsync.engine.events import Events
 from weightsync.engine.observing import SenderObserver
 from weightsync.protocol import sender as pure
+from weightsync.schemes import base
 
 
 class Listener:
@@ -160,6 +163,18 @@ def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, 
         (EventKind.REPLY, 2, 1, None),
         (EventKind.REFUSED, 3, 1, None),
     ]
+
+
+def test_a_version_that_was_given_up_for_a_newer_one_is_told_with_that_ones_number(pair: Pair) -> None:  # noqa: F811
+    trainer = Listener()
+    pair.scheme.on_event(trainer)
+    pair.sender.send_async()
+    pair.sender.send_async(on_pending="supersede")
+    pair.sender.abandon()
+    pair.scheme.close()
+    events = [event for event in trainer.until(5) if event.kind is EventKind.ABANDONED]
+    reasons = [(event.version, event.reason) for event in events]
+    assert reasons == [(1, "superseded by version 2"), (2, "given up by the caller")]
 
 
 def test_both_sides_of_a_sync_tell_it_over_real_pipes(pair: Pair) -> None:  # noqa: F811
@@ -410,3 +425,26 @@ def test_the_incarnation_of_an_event_is_its_senders(fleet: Fleet, seen: Recorded
     fleet.sends()
 
     assert {event.incarnation for event in seen.found} == {EPOCH}
+
+
+def test_callbacks_that_two_threads_register_first_at_once_are_both_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_in = threading.Barrier(2)
+
+    class Slow(Events):
+        """Is made only once both threads make one, or if the other one cannot."""
+
+        def __init__(self) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_in.wait(0.5)
+            super().__init__()
+
+    monkeypatch.setattr(base, "Events", Slow)
+    listeners = Listener(), Listener()
+    with MultiProcessWeightSyncScheme() as scheme:
+        threads = [threading.Thread(target=scheme.on_event, args=(each,)) for each in listeners]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        scheme.init_on_sender("policy", pipes=[], model=nn.Linear(1, 1))
+    assert [[event.kind for event in each.until(1)] for each in listeners] == [[EventKind.CLOSED]] * 2

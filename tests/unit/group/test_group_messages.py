@@ -3,13 +3,67 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import group_workers as workers
 import pytest
-from group_worlds import Make, await_results
+from group_worlds import PIPES, RANKS, RAY, SHARED, Make, await_results
 
-from weightsync import StateError, WorkerFailedError
+from weightsync import AckTimeoutError, OutcomeKind, StateError, WorkerFailedError, WorkerGroup
+from weightsync.clock import Deadline
+from weightsync.engine.sender import WeightSender
+from weightsync.group.members import Member, Members
+from weightsync.protocol.sender import LinkState
+
+#: Methods that a group does not have.
+OTHERS = re.compile(r"(add_worker|remove_worker|abandon|init_on_\w+|register_\w+|connect|poll|receive)\(\)")
+
+
+def refused_before_the_first_version_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's refusal of the handshake is there when the start sends."""
+    pack = WeightSender._pack
+
+    def late(sender: WeightSender, *arguments: Any) -> Any:
+        while sender.workers[0].link_state is LinkState.EXPECTED:
+            sender.progress()
+        return pack(sender, *arguments)
+
+    monkeypatch.setattr(WeightSender, "_pack", late)
+
+
+def refused_before_the_death_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group sees nothing of the worker's end until all answers are there, and it waits for something else."""
+    hidden, read, dead, wait = [True], Member.read, Member.dead, Members.wait
+    seen: Callable[[Member], bool] = dead.fget  # type: ignore[attr-defined]
+
+    def wait_for_more(members: Members, deadline: Deadline) -> None:
+        sender: Any = members._feed()
+        if not sender.owing:
+            hidden.clear()
+        wait(members, deadline)
+
+    monkeypatch.setattr(Member, "read", lambda member: [] if hidden else read(member))
+    monkeypatch.setattr(Member, "dead", property(lambda member: not hidden and seen(member)))
+    monkeypatch.setattr(Members, "wait", wait_for_more)
+
+
+def died_before_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group has seen the worker's death when the trainer sends."""
+    dispatch = WorkerGroup._dispatch
+
+    def late(group: WorkerGroup, asked: str, *arguments: Any) -> Any:
+        while asked != "start" and not group.failures:
+            group._members.wait(Deadline(60.0))
+            group._members.pump()
+        return dispatch(group, asked, *arguments)
+
+    monkeypatch.setattr(WorkerGroup, "_dispatch", late)
+
+
+ORDERS = [refused_before_the_first_version_is_sent, refused_before_the_death_is_seen, died_before_the_send]
 
 
 def test_a_killed_worker_is_named_with_the_version_that_it_served_and_where_to_look(make: Make) -> None:
@@ -32,6 +86,73 @@ def test_a_worker_whose_model_does_not_fit_says_which_argument_makes_one_that_do
         list(group.results())
 
 
+@pytest.mark.parametrize("ask", [WorkerGroup.send, WorkerGroup.wait_async])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("make_over", [SHARED, PIPES], indirect=True)
+def test_a_worker_whose_model_does_not_fit_has_failed_whatever_the_trainer_hears_first(
+    make_over: Make,
+    order: Callable[[pytest.MonkeyPatch], None],
+    ask: Callable[[WorkerGroup], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order(monkeypatch)
+    with make_over(workers.act, make_model=workers.biased) as group, pytest.raises(WorkerFailedError) as caught:
+        ask(group)
+    reason = r"this worker refused the trainer's weights before its first version: .* missing 'bias'.*make_model="
+    assert re.search(reason, caught.value.reason)
+    assert OTHERS.findall(str(caught.value)) == []
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_worker_whose_model_does_not_fit_is_restarted_as_any_that_fails(
+    make: Make, order: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order(monkeypatch)
+    with make(workers.act, make_model=workers.biased, max_restarts=1, restart_delay=3600.0) as group:
+        assert group.send().of(OutcomeKind.LOST, OutcomeKind.REFUSED) == (0,)
+        assert "missing 'bias'" in group.failures[0].reason
+        assert "It restarts in 60 s" in str(group.failures[0])
+
+
+@pytest.mark.parametrize("make_over", [RANKS], indirect=True)
+def test_a_rank_whose_model_does_not_fit_has_failed_as_a_process_has(make_over: Make) -> None:
+    with make_over(workers.act, rank_model=workers.biased) as group:
+        with pytest.raises(WorkerFailedError, match="missing 'bias'") as caught:
+            group.send()
+        assert OTHERS.findall(str(caught.value).replace("run_worker()", "")) == []
+
+
+@pytest.mark.parametrize("make_over", [RAY], indirect=True)
+def test_an_actor_whose_model_does_not_fit_has_failed_as_a_process_has(make_over: Make) -> None:
+    with make_over(workers.act, make_model=workers.biased) as group:
+        with pytest.raises(WorkerFailedError, match="missing 'bias'") as caught:
+            group.send()
+        assert OTHERS.findall(str(caught.value)) == []
+
+
+def test_a_send_that_no_worker_answers_in_time_says_what_a_groups_user_can_do(make: Make) -> None:
+    with make(workers.act, make_model=workers.slow_model) as group:
+        for send in (lambda: group.send(timeout=0.0), lambda: group.send_async(on_pending="wait", timeout=0.0)):
+            with pytest.raises(AckTimeoutError) as caught:
+                send()
+            assert OTHERS.findall(str(caught.value)) == []
+            assert "worker 0: TIMED_OUT (it has been starting for" in str(caught.value)
+            assert "the next send() or send_async() supersedes it" in str(caught.value)
+        with pytest.raises(StateError) as refused:
+            group.send_async(on_pending="raise")
+        assert OTHERS.findall(str(refused.value)) == []
+        assert "version 2 still awaits worker 0. Call wait_async(), or leave out on_pending=" in str(refused.value)
+
+
+def test_a_wait_for_nothing_says_what_can_be_waited_for(make: Make) -> None:
+    with make(workers.act) as group:
+        group.send()
+        with pytest.raises(StateError, match=r"^wait_async\(\): no update is outstanding\. send_async\(\)") as caught:
+            group.wait_async()
+    assert OTHERS.findall(str(caught.value)) == []
+    assert "results" in caught.value.allowed
+
+
 def test_a_result_that_cannot_be_pickled_is_named_with_what_can(make: Make) -> None:
     with (
         make(workers.put_what_cannot_be_pickled) as group,
@@ -42,6 +163,8 @@ def test_a_result_that_cannot_be_pickled_is_named_with_what_can(make: Make) -> N
 
 def test_a_group_that_was_not_entered_or_has_ended_says_what_to_do(make: Make) -> None:
     group = make(workers.act)
+    with pytest.raises(StateError, match=r"group\.sender: no worker runs yet\. Enter the group by `with`"):
+        print(group.sender)
     with pytest.raises(StateError, match=r"Enter the group by `with`, or call start\(\), first"):
         group.send()
     with pytest.raises(StateError, match=r"send_async\(\)"):

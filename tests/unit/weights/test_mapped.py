@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_a_copy_that_a_user_still_views_is_not_written_again(
         assert payloads.of(layout, inline(version)[1]) is not first
 
     assert set(kept.tolist()) == {1.0}
+
+
+def test_of_the_copies_in_use_the_oldest_is_forgotten(payloads: MappedPayloads) -> None:
+    layout, in_use, copies = None, [], []
+    for version in range(KEPT_COPIES + 1):
+        layout, memory = inline(float(version), layout)
+        copy = payloads.of(layout, memory)
+        in_use.append(copy.views[0].detach())
+        copies.append(weakref.ref(copy))
+        del copy
+
+    assert [copy() is None for copy in copies] == [True] + [False] * KEPT_COPIES
 
 
 def test_a_copy_is_used_again_for_its_own_layout_only(payloads: MappedPayloads) -> None:

@@ -1,0 +1,85 @@
+"""What a group says when a send fails or a call is refused, in the words of its own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from weightsync.engine.refusal_hints import workers_text
+from weightsync.engine.sender import WeightSender
+from weightsync.errors import StateError
+from weightsync.group.members import Member, Members, MemberState
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import OutcomeKind, SyncReport
+
+#: What the user of a group can do after a send that did not reach all workers.
+ADVICE: Final = {
+    OutcomeKind.TIMED_OUT: (
+        "The update is still outstanding: wait_async() waits for it again, and the next send() or send_async() "
+        "supersedes it."
+    ),
+    OutcomeKind.LOST: (
+        "A worker that is LOST has failed, and is restarted as often as max_restarts= says; .failures of the group has "
+        "its own reason."
+    ),
+    OutcomeKind.REFUSED: (
+        "Workers that refused serve what they served before, unless a method or loader of yours raised amid its work. "
+        "Correct what they refused, and send again."
+    ),
+    OutcomeKind.ABANDONED: "Workers may still apply an abandoned update; the next send replaces it.",
+}
+
+_SENDS: Final = ("send", "send_async")
+_ALLOWED: Final[Mapping[State, tuple[str, ...]]] = {
+    State.UNINITIALIZED: ("start",),
+    State.READY: (*_SENDS, "results", "stop", "close"),
+    State.PENDING_ASYNC: ("wait_async", *_SENDS, "results", "stop", "close"),
+}
+_HINTS: Final = {
+    State.UNINITIALIZED: "no worker runs yet. Enter the group by `with`, or call start(), first.",
+    State.CLOSED: "the group has ended its workers, and starts no others. Make a new WorkerGroup.",
+}
+
+
+def refusal(state: State, asked: str) -> StateError:
+    """The error of a call that a group in this state refuses."""
+    return StateError("worker group", state.value, asked, _ALLOWED.get(state, ()), _HINTS.get(state, ""))
+
+
+def senders_refusal(error: StateError, sender: WeightSender, asked: str) -> StateError:
+    """The error of a call that the group's sender refused."""
+    state = State(error.state)
+    hint = f"another thread waits for version {sender.version}. Use a group in one thread."
+    if state is State.READY:
+        hint = "no update is outstanding. send_async() dispatches one that wait_async() waits for."
+    elif state is State.PENDING_ASYNC:
+        owing = sender.owing
+        awaits = f"still awaits {workers_text(owing)}" if owing else "was answered, and its outcome is not reported yet"
+        hint = f"version {sender.version} {awaits}. Call wait_async(), or leave out on_pending=: then it is superseded."
+    elif state is State.CLOSED:
+        hint = _HINTS[state]
+    return StateError("worker group", state.value, asked, _ALLOWED.get(state, ()), hint, steps=error.steps)
+
+
+def in_words_of_group(report: SyncReport, members: Members, sender: WeightSender) -> SyncReport:
+    """A report of the sender's that says of workers that start or were given up what the group knows of them."""
+    before = report.previous and in_words_of_group(report.previous, members, sender)
+    told = {}
+    for worker, outcome in report.outcomes.items() if report.version else ():
+        member = members.by_index[worker]
+        if outcome.kind is OutcomeKind.TIMED_OUT and member.life is MemberState.STARTING:
+            told[worker] = replace(outcome, reason=f"it {member.state}")
+        elif outcome.kind is OutcomeKind.LOST and worker in members.given_up(sender.worker_ids):
+            told[worker] = replace(outcome, reason=members.failure(worker).reason)
+    if not told and before is report.previous:
+        return report
+    return replace(report, outcomes={**report.outcomes, **told}, previous=before)
+
+
+def too_late(members: Mapping[int, Member]) -> str:
+    """The message when no worker gave a result in time."""
+    lives = ", ".join(f"{index} {member.state}" for index, member in members.items())
+    starting = any(member.life is MemberState.STARTING for member in members.values())
+    advice = " A worker that starts imports the program and torch first: it may need a longer timeout=." * starting
+    return f"no worker gave a result in time (worker {lives}). results() may be called again.{advice}"
