@@ -44,6 +44,8 @@ class EventKind(enum.Enum):
     TIMED_OUT = "timed_out"
     #: The trainer gave a version up, and this worker had not answered.
     ABANDONED = "abandoned"
+    #: In the trainer, a `WorkerGroup` starts a worker that failed again.
+    RESTARTED = "restarted"
     #: This side was closed.
     CLOSED = "closed"
 

@@ -20,11 +20,11 @@ ADVICE: Final = {
         "supersedes it."
     ),
     OutcomeKind.LOST: (
-        "A worker that is LOST has failed, and is restarted as often as max_restarts= says; .failures of the group has "
-        "its own reason."
+        "A worker that is LOST has failed. It is restarted as often as max_restarts= says; group.failures has the "
+        "reason."
     ),
     OutcomeKind.REFUSED: (
-        "Workers that refused serve what they served before, unless a method or loader of yours raised amid its work. "
+        "Workers that refused serve what they served before, unless your method or loader raised halfway through. "
         "Correct what they refused, and send again."
     ),
     OutcomeKind.ABANDONED: "Workers may still apply an abandoned update; the next send replaces it.",
@@ -65,16 +65,16 @@ def senders_refusal(error: StateError, sender: WeightSender, asked: str) -> Stat
 def in_words_of_group(report: SyncReport, members: Members, sender: WeightSender) -> SyncReport:
     """A report of the sender's that says of workers that start or were given up what the group knows of them."""
     before = report.previous and in_words_of_group(report.previous, members, sender)
-    told = {}
+    reworded = {}
     for worker, outcome in report.outcomes.items() if report.version else ():
         member = members.by_index[worker]
         if outcome.kind is OutcomeKind.TIMED_OUT and member.life is MemberState.STARTING:
-            told[worker] = replace(outcome, reason=f"it {member.state}")
+            reworded[worker] = replace(outcome, reason=f"it {member.state}")
         elif outcome.kind is OutcomeKind.LOST and worker in members.given_up(sender.worker_ids):
-            told[worker] = replace(outcome, reason=members.failure(worker).reason)
-    if not told and before is report.previous:
+            reworded[worker] = replace(outcome, reason=members.failure(worker).reason)
+    if not reworded and before is report.previous:
         return report
-    return replace(report, outcomes={**report.outcomes, **told}, previous=before)
+    return replace(report, outcomes={**report.outcomes, **reworded}, previous=before)
 
 
 def too_late(members: Mapping[int, Member]) -> str:

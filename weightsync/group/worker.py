@@ -238,9 +238,7 @@ def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
             "inside a method of the group, such as results()."
         ) from None
     except TransportError as error:
-        if not receiver.last_refusal:
-            raise gone(receiver, error, "before this worker had its first version") from None
-        raise _misfit(receiver) from None
+        raise _unserved(receiver, error) from None
 
 
 def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
@@ -249,13 +247,24 @@ def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
     Raises:
         SenderClosed: the group was closed meanwhile.
         ConfigurationError: they were refused.
+        TransportError: the trainer is gone.
     """
     while receiver.version is None:
         if channel.stopped:
             raise SenderClosed("the group was stopped before this worker had its first weights.")
-        receiver.receive(LOOK_SECONDS)
+        try:
+            receiver.receive(LOOK_SECONDS)
+        except TransportError as error:
+            raise _unserved(receiver, error) from None
         if receiver.version is None and receiver.last_refusal:
             raise _misfit(receiver)
+
+
+def _unserved(receiver: WeightReceiver, error: TransportError) -> ConfigurationError | TransportError:
+    """The error of a worker whose link ended before its first version."""
+    if receiver.last_refusal:
+        return _misfit(receiver)
+    return gone(receiver, error, "before this worker had its first version")
 
 
 def _misfit(receiver: WeightReceiver) -> ConfigurationError:

@@ -23,7 +23,7 @@ from weightsync.engine.copies import (
     require_worker_id,
     worker_ids_of,
 )
-from weightsync.engine.events import Callback, Events, Subscription, Tracer
+from weightsync.engine.events import Callback, Events, Subscription, SyncEvent, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
@@ -548,6 +548,11 @@ class WeightSyncScheme(Configured):
                 self._events = events
                 self._report_events(*self._participants)
         return subscription
+
+    def emit(self, event: SyncEvent) -> None:
+        """Give the callbacks of `on_event` an event of whatever uses this scheme, such as a `WorkerGroup`."""
+        if self._events is not None:
+            self._events.emit(event)
 
     def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> None:
         """Have a side report its events, if a callback is registered."""

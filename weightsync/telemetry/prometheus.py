@@ -59,6 +59,9 @@ class Metrics(Collector):
         )
         self._outcomes = Counter("weightsync_outcomes", "Outcomes of workers", ("model", "outcome"), registry=registry)
         self._stale = Counter("weightsync_stale", "What came too late", ("model", "role"), registry=registry)
+        self._restarts = Counter(
+            "weightsync_restarts", "Restarts of workers by a WorkerGroup", ("model", "worker"), registry=registry
+        )
         self._sent = Gauge("weightsync_sent_version", "The newest version sent", ("model",), registry=registry)
         self._served = Gauge(
             "weightsync_served_version", "The version served", ("model", "role", "worker"), registry=registry
@@ -104,6 +107,8 @@ class Metrics(Collector):
             self._outcomes.labels(model, event.outcome.value).inc()
         if event.kind is EventKind.STALE:
             self._stale.labels(model, role).inc()
+        if event.kind is EventKind.RESTARTED:
+            self._restarts.labels(model, _label(event.worker)).inc()
         self._bytes.labels(model).inc(event.nbytes)
         known = self._senders.get(model)
         packed_before = (

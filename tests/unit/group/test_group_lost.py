@@ -9,11 +9,22 @@ import group_workers as workers
 import pytest
 import torch
 from group_worlds import PIPES, RANKS, RAY, SHARED, Make
+from prometheus_client import CollectorRegistry
 from torch import nn
 
-from weightsync import OutcomeKind, StateError, SyncReport, WorkerFailedError, WorkerGroup
+from weightsync import (
+    EventKind,
+    OutcomeKind,
+    StateError,
+    SyncEvent,
+    SyncReport,
+    SyncRole,
+    WorkerFailedError,
+    WorkerGroup,
+)
 from weightsync.clock import Deadline
 from weightsync.protocol.sender import LinkState
+from weightsync.telemetry.prometheus import Metrics
 
 
 def kill_all(group: WorkerGroup) -> None:
@@ -98,6 +109,27 @@ def test_a_wait_leaves_a_worker_alone_that_was_lost_and_is_restarted_already(mak
         assert group.wait_async()[0].kind is OutcomeKind.LOST
         assert [failure.reason for failure in group.failures] == ["its process was ended by SIGKILL"]
         assert next(group.results()).value == 1
+
+
+def test_each_restart_is_an_event_that_says_why_and_is_counted(make: Make) -> None:
+    registry = CollectorRegistry()
+    counted = Metrics(registry)
+    seen: list[SyncEvent] = []
+    with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
+        counted.watch(group.scheme)
+        group.scheme.on_event(seen.append)
+        results = [result.value for result in group.results()]
+    assert sorted(restarts for restarts, _ in results) == [0, 0, 1, 1]
+    restarts = {event.worker: event for event in seen if event.kind is EventKind.RESTARTED}
+    assert {worker: event.reason for worker, event in restarts.items()} == {
+        0: "ValueError: a pole fell",
+        1: "its process was ended by SIGKILL",
+    }
+    assert {(event.model_id, event.role, event.version) for event in restarts.values()} == {
+        ("policy", SyncRole.TRAINER, None)
+    }
+    page = {(s.name, *s.labels.values()): s.value for family in registry.collect() for s in family.samples}
+    assert [page["weightsync_restarts_total", "policy", each] for each in "01"] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("make_over", [RANKS], indirect=True)

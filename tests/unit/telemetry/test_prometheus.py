@@ -187,6 +187,22 @@ def test_a_worker_has_metrics_of_its_own(counted: Counted) -> None:
     assert sample(page, "weightsync_stale_total", model="policy", role="worker") == 1
 
 
+def test_restarts_are_counted_by_worker_and_stay_when_it_is_lost_again(counted: Counted) -> None:
+    for worker in (0, 1, 0):
+        counted.metrics.take(event(EventKind.LOST, worker=worker))
+        counted.metrics.take(event(EventKind.RESTARTED, worker=worker, reason="its process was ended by SIGKILL"))
+        counted.metrics.take(event(EventKind.JOINED, worker=worker))
+    counted.metrics.take(event(EventKind.LOST, worker=0))
+    page = counted.page()
+
+    assert [sample(page, "weightsync_restarts_total", model="policy", worker=each) for each in (0, 1, 2)] == [
+        2,
+        1,
+        None,
+    ]
+    assert sample(page, "weightsync_workers", model="policy") == 1
+
+
 def test_events_that_were_dropped_are_on_the_page_of_all_schemes_that_are_watched(counted: Counted) -> None:
     for count in (2, 3):
         subscription = counted.metrics.watch(MultiProcessWeightSyncScheme())
