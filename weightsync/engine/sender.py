@@ -389,10 +389,7 @@ class WeightSender(Participant):
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | SyncReport:
-        """Check that the call is allowed, settle what is outstanding, and pack the weights.
-
-        If it returns a report, nothing is sent.
-        """
+        """Check that the call is allowed, settle what is outstanding, pack the weights. A report: nothing is sent."""
         with Shield(self._driver.waker.fire):
             self._driver.look()
         state, data = self._driver.machine.state, self._driver.data

@@ -342,11 +342,7 @@ class Mapping:
         return None if self._shared is None else self._shared[:nbytes]
 
     def tidy(self, unwritten: Callable[[memoryview], bool]) -> None:
-        """Do now what the next `remap` would have to do, if nobody can write to its memory any more.
-
-        Args:
-            unwritten: whether what `lend` has returned, and is still referenced, is written by nobody.
-        """
+        """Do now what the next `remap` would have to do, if all that is still lent is ``unwritten`` by anybody."""
         lent = [found for each in self._lent if (found := each()) is not None]
         if not self._untouched and all(map(unwritten, lent)):
             self._drop_own_pages()

@@ -192,7 +192,7 @@ def test_a_users_transport_that_returned_something_to_await_is_not_acked() -> No
 
     with Scheme().create_sender() as sender:
         sender.register_worker(0, Later())
-        with pytest.raises(RefusedError, match="to be awaited"):
+        with pytest.raises(RefusedError, match="returned an awaitable"):
             sender.send(model())
 
 

@@ -332,7 +332,7 @@ def test_an_adapter_of_ones_own_that_is_asynchronous_is_refused_and_what_it_retu
     with scheme_with(Own(), small(1.0)) as scheme:
         outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
     assert outcome.kind is OutcomeKind.LOST
-    assert "load() returned something to be awaited" in outcome.reason
+    assert "load() returned an awaitable" in outcome.reason
 
 
 def test_a_carrier_whose_send_returned_something_to_await_has_failed(server: EngineServer) -> None:
