@@ -11,10 +11,12 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import StateError
 from weightsync.group.members import Member, Members, MemberState
 from weightsync.protocol._tables import State
+from weightsync.protocol.report import ADVICE as SENDERS_ADVICE
 from weightsync.protocol.report import OutcomeKind, SyncReport
 
 #: What the user of a group can do after a send that did not reach all workers.
-ADVICE: Final = {
+ADVICE: Final[Mapping[OutcomeKind, str]] = {
+    **SENDERS_ADVICE,
     OutcomeKind.TIMED_OUT: (
         "The update is still outstanding: wait_async() waits for it again, and the next send() or send_async() "
         "supersedes it."
@@ -27,7 +29,6 @@ ADVICE: Final = {
         "Workers that refused serve what they served before, unless your method or loader raised halfway through. "
         "Correct what they refused, and send again."
     ),
-    OutcomeKind.ABANDONED: "Workers may still apply an abandoned update; the next send replaces it.",
 }
 
 _SENDS: Final = ("send", "send_async")

@@ -14,7 +14,6 @@ from torch import nn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import require_whole
-from weightsync.engine.events import EventKind, SyncEvent, SyncRole
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ResultTimeoutError, StateError, SyncError, WorkerFailedError
 from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
@@ -168,7 +167,7 @@ class WorkerGroup:
             self._first[index] = launched
             return launched.running
         try:
-            self._scheme.emit(self._restarted(index))
+            self._scheme.emit(self._members.restarted(index, self._model_id, self.sender.incarnation))
             self.sender.add_worker(index, launched.endpoint, process=launched.watched)
             self._sending.resume()
         except BaseException:
@@ -177,11 +176,6 @@ class WorkerGroup:
             raise
         launched.running.announce(self.version)
         return launched.running
-
-    def _restarted(self, index: int) -> SyncEvent:
-        reason, newest = self._members.failure(index).reason, self.sender.incarnation
-        event = SyncEvent(kind=EventKind.RESTARTED, role=SyncRole.TRAINER, model_id=self._model_id, reason=reason)
-        return replace(event, worker=index, incarnation=newest)
 
     def stop(self) -> None:
         """Ask all workers to return: `Worker.stopped` is True from now on. Never waits; none is restarted any more.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 from weightsync.clock import Deadline, Stopwatch, Timeout
+from weightsync.engine.events import EventKind, SyncEvent, SyncRole
 from weightsync.errors import GIVE_RESTARTS, WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, TrainerEnd
 from weightsync.group.stack_dump import StackDump
@@ -401,6 +402,23 @@ class Members:
     def failure(self, index: int) -> WorkerFailedError:
         """The last failure of a member that has failed."""
         return next(error for error in reversed(self.failures) if error.worker == index)
+
+    def restarted(self, index: int, model_id: str, incarnation: int) -> SyncEvent:
+        """The event that a member that has failed is started again.
+
+        Args:
+            index: the member's.
+            model_id: the name of the group's model.
+            incarnation: the sender's.
+        """
+        return SyncEvent(
+            kind=EventKind.RESTARTED,
+            role=SyncRole.TRAINER,
+            model_id=model_id,
+            incarnation=incarnation,
+            worker=index,
+            reason=self.failure(index).reason,
+        )
 
     def require_one(self) -> None:
         """Raise the last failure, also if it was raised before, if all members have failed for good."""

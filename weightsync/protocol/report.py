@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError, warn_renamed
 from weightsync.options import WireDtype
@@ -287,7 +287,7 @@ class SyncReport:
         return {worker: self.outcomes[worker] for worker in self.failed}
 
     def _message(self, kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str] | None) -> str:
-        given = _ADVICE if advice is None else advice
+        given = ADVICE if advice is None else advice
         steps = {kind: given[kind] for kind in OutcomeKind if kind in kinds and kind in given}
         if advice is None and OutcomeKind.LOST in steps:
             steps[OutcomeKind.LOST] = self._advice_for_lost(steps[OutcomeKind.LOST])
@@ -361,7 +361,8 @@ def advice_for_lost(usual: str, fences: Sequence[int]) -> str:
 
 _LEFT = "Workers that said goodbye are no longer among the workers: add_worker() adds one again, on a new link."
 
-_ADVICE = {
+#: What the caller of a sender can do next about each kind of failure.
+ADVICE: Final[Mapping[OutcomeKind, str]] = {
     OutcomeKind.TIMED_OUT: "The update is still outstanding: wait_async() waits for it again, abandon() gives it up.",
     OutcomeKind.LOST: (
         "Lost workers remain among the workers: add_worker() reconnects one on a new link, remove_worker() removes it."

@@ -13,14 +13,13 @@ from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import ProtocolError
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.protocol._tables import RefusalKind, State
-from weightsync.protocol.messages import Ack, Refusal
+from weightsync.protocol._tables import State
 from weightsync.testing.ends import Ends
 from weightsync.testing.link_pair import End, EventKind, LinkPair
 from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle
-from weightsync.testing.payloads import Payloads
+from weightsync.testing.payloads import Payloads, ack_of, refusal_of
 from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link
 
@@ -290,14 +289,7 @@ class Bench:
                     Rule.PINNED, f"version {pending.update.version} changed between its arrival and its use"
                 )
             receiver.served = (pending.on_host(), pending.update.digest)
-            update = pending.update
-            answer = Ack(
-                model_id=update.model_id,
-                incarnation=update.incarnation,
-                version=update.version,
-                digest=update.digest,
-            )
-            self._decide(receiver, receiving.Applied(answer))
+            self._decide(receiver, receiving.Applied(ack_of(pending.update)))
 
     def refuse(self, worker: int) -> None:
         """Refuse a worker's pending update."""
@@ -305,14 +297,7 @@ class Bench:
         with self.step(f"worker {worker} refuses its pending update"):
             pending = receiver.driver.pending
             assert pending is not None
-            answer = Refusal(
-                model_id="policy",
-                incarnation=pending.update.incarnation,
-                version=pending.update.version,
-                kind=RefusalKind.REFUSED,
-                reason="it does not fit",
-                fence=receiver.driver.data.fence,
-            )
+            answer = refusal_of(pending.update, receiver.driver.data.fence)
             self._decide(receiver, receiving.Refused(answer))
 
     def _decide(self, receiver: Receiver, event: receiving.Applied | receiving.Refused) -> None:

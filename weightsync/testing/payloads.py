@@ -1,4 +1,7 @@
-"""Weights for the bench: bytes that name their version, in buffers that are overwritten once they are not pinned."""
+"""Weights for the bench: bytes that name their version, in buffers that are overwritten once they are not pinned.
+
+And the answers to the updates that carry them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Callable
 import torch
 
 from weightsync.engine.packer import Packed
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Refusal, Update
 from weightsync.testing.link_setup import LinkSetup
 from weightsync.transports.buffers import Buffer, Storage
 from weightsync.weights.reading import layout_of, read_weights
@@ -22,6 +27,23 @@ def pattern(nbytes: int, seed: int) -> bytes:
     """Bytes that show which seed made them and where in the payload they belong."""
     block = _PLACES.translate(bytes((seed * 37 + place) % 256 for place in range(256)))
     return (block * (nbytes // len(block) + 1))[:nbytes]
+
+
+def ack_of(update: Update) -> Ack:
+    """The ack of an update that was applied as it arrived."""
+    return Ack(model_id=update.model_id, incarnation=update.incarnation, version=update.version, digest=update.digest)
+
+
+def refusal_of(update: Update, fence: int) -> Refusal:
+    """The refusal of an update, by a receiver with this fence."""
+    return Refusal(
+        model_id=update.model_id,
+        incarnation=update.incarnation,
+        version=update.version,
+        kind=RefusalKind.REFUSED,
+        reason="it does not fit",
+        fence=fence,
+    )
 
 
 class Payloads:

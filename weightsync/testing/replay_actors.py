@@ -11,11 +11,11 @@ from weightsync.clock import Deadline, new_incarnation
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._actions import Action
-from weightsync.protocol._tables import RefusalKind, State
+from weightsync.protocol._tables import State
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.testing.link_pair import End
 from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.payloads import Payloads
+from weightsync.testing.payloads import Payloads, ack_of, refusal_of
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
 from weightsync.testing.replay_data import Configuration, Step
 from weightsync.testing.rules import Rule, RuleViolation
@@ -211,24 +211,13 @@ class ReplayActors:
         if not self.payloads.intact(pending.on_host(), update.digest):
             raise RuleViolation(Rule.PINNED, f"version {update.version} changed before it was applied")
         receiver.served = (pending.on_host(), update.digest)
-        answer = Ack(
-            model_id=update.model_id, incarnation=update.incarnation, version=update.version, digest=update.digest
-        )
-        self._decide(receiver, receiving.Applied(answer))
+        self._decide(receiver, receiving.Applied(ack_of(update)))
 
     def _decline(self, w: int) -> None:
         receiver = self.receivers[w]
         pending = receiver.driver.pending
         assert pending is not None
-        update = pending.update
-        answer = Refusal(
-            model_id=update.model_id,
-            incarnation=update.incarnation,
-            version=update.version,
-            kind=RefusalKind.REFUSED,
-            reason="it does not fit",
-            fence=receiver.driver.data.fence,
-        )
+        answer = refusal_of(pending.update, receiver.driver.data.fence)
         self._decide(receiver, receiving.Refused(answer))
 
     def _decide(self, receiver: ReceiverPlayer, event: receiving.Event) -> None:
