@@ -145,15 +145,20 @@ class FakeDevice:
             self._streams[lane] = _Stream()
         self._streams[lane].launch(kernel)
 
-    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    def new_pinned(self, nbytes: int) -> Tensor:
+        """Memory like any other."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
         """A kernel that copies tensor by tensor."""
         pairs = list(zip(into, tensors, strict=True))
 
         def kernel() -> None:
             with torch.inference_mode():
-                for target, source in pairs:
+                for index, (target, source) in enumerate(pairs):
+                    if index:
+                        self.between()
                     target.copy_(source)
-                    self.between()
 
         self.launch(kernel)
 

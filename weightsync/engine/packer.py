@@ -203,7 +203,7 @@ class Packer:
 def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, device: Device | None) -> None:
     layout, buffer, verify = packed.layout, packed.buffer, packed.verify
     if isinstance(buffer, DeviceBuffer):
-        write_slot(buffer, read, layout, readers)
+        write_slot(buffer, read, layout, readers, plan)
         return
     compared = verify is Verify.DIGEST or (verify is Verify.AUTO and not readers.all_share(buffer, layout.nbytes))
     if device is not None:
@@ -277,11 +277,16 @@ class DevicePools:
             pool.close()
 
 
-def write_slot(buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: Readers) -> None:
+def write_slot(
+    buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: Readers, known: object | None = None
+) -> None:
     """Copy weights into a slot and seal it, in order with the current stream; and to the host if a link needs that.
 
     What the layout has in another dtype is cast on the device. When this returns, the kernels that wrote the slot have
     ended.
+
+    Args:
+        known: the same object for as long as the weights have the same form: see `Device.copy`.
 
     Raises:
         LayoutError: a tensor, which the error names, cannot be copied.
@@ -290,7 +295,7 @@ def write_slot(buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: 
     memory = buffer.slot.memory
     assert isinstance(memory, DeviceMemory)
     try:
-        memory.write(weights, layout)
+        memory.write(weights, layout, known)
     except Exception:
         pack(weights, layout, buffer.stage())  # its error names the tensor
         raise

@@ -468,14 +468,18 @@ def _restore(module: str, slot: ExtraSlot, before: bytes) -> None:
 def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None) -> None:
     """Copy the chosen entries of a payload into the destination, and wait for the copy."""
     payload = staged.payload
+    if not chosen:
+        return
     if isinstance(payload, DeviceMemory):
-        if chosen:
-            found = payload.views(plan.layout)
-            payload.device.copy([plan.tensors[index] for index in chosen], [found[index] for index in chosen])
-            payload.device.finish()
+        found, into = payload.views(plan.layout), plan.tensors
+        if len(chosen) < len(into):
+            payload.device.copy([into[index] for index in chosen], [found[index] for index in chosen])
+        else:
+            payload.device.copy(into, found, plan.form)
+        payload.device.finish()
     elif len(plan.devices) == 1 and device_of(plan.tensors) is plan.devices[0]:
         scatter_onto(plan.devices[0], plan.layout, plan.tensors, chosen, staged.pinned or payload)
-    elif chosen:
+    else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
     for device in plan.devices:
         device.finish()

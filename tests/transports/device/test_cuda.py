@@ -14,16 +14,16 @@ from torch import Tensor
 from weightsync.weights.device import cuda
 from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
-from weightsync.weights.device.cuda import Bounce, CudaDevice, alike
+from weightsync.weights.device.cuda import Bounce, CudaDevice, groups_of
 from weightsync.weights.tensors import bits_of
 
 
 def copied(into: list[Tensor], tensors: list[Tensor]) -> int:
     """Copy as the device does; the number of groups."""
-    groups = list(alike(into, tensors))
+    groups = groups_of(into, tensors)
     with torch.inference_mode():
-        for targets, sources in groups:
-            torch._foreach_copy_(targets, sources)
+        for group in groups:
+            torch._foreach_copy_(*group.chosen(into, tensors))
     return len(groups)
 
 
@@ -37,8 +37,8 @@ def test_tensors_of_one_dtype_are_copied_in_one_group() -> None:
 def test_one_odd_tensor_does_not_make_all_others_slow() -> None:
     tensors = [torch.rand(3), torch.tensor(7), torch.rand(4, 3).t(), torch.rand(5)]
     into = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-    groups = list(alike(into, tensors))
-    assert sorted(len(targets) for targets, _ in groups) == [1, 1, 2]
+    groups = groups_of(into, tensors)
+    assert sorted(len(group.chosen(into, tensors)[0]) for group in groups) == [1, 1, 2]
     copied(into, tensors)
     assert all(map(torch.equal, into, tensors))
 
@@ -48,7 +48,8 @@ def test_one_odd_tensor_does_not_make_all_others_slow() -> None:
 def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
     dtype = getattr(torch, name)
     every = torch.arange(256, dtype=torch.uint8).repeat(2).view(dtype)  # signalling NaNs among them
-    ((targets, sources),) = alike([torch.zeros_like(every)], [every])
+    (group,) = groups_of([torch.zeros_like(every)], [every])
+    targets, sources = group.chosen([torch.zeros_like(every)], [every])
     assert not targets[0].dtype.is_floating_point
     assert not targets[0].dtype.is_complex
     into = torch.zeros(512, dtype=torch.uint8).view(dtype)

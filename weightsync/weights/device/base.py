@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -68,8 +69,16 @@ class Device(Protocol):
         Raises DeviceError: it cannot be opened; nothing is left open.
         """
 
-    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Queue a copy, tensor by tensor, behind what the current stream holds. It may continue after the call."""
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
+        """Queue a copy, tensor by tensor, behind what the current stream holds. It may continue after the call.
+
+        Args:
+            known: the same object for as long as both are of the same number, dtypes and strides, so that they need
+                not be looked at again. None: they are.
+        """
+
+    def new_pinned(self, nbytes: int) -> Tensor:
+        """New memory of the host, as uint8, which a few bytes cross from and to the device fast."""
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
         """Copy tensors to the host, behind what the current stream holds, and wait for that.
@@ -126,6 +135,7 @@ class DeviceMemory:
         self.device = device
         self.flat = flat
         self.fd = fd
+        self._sealed = flat[flat.numel() - SEAL_NBYTES :]
         self._views: tuple[Layout, list[Tensor]] | None = None
         #: What `weightsync.weights.target` keeps about parameters that view it.
         self.kept: object = None
@@ -140,20 +150,28 @@ class DeviceMemory:
         """The size of the largest payload, which may be more than was asked for."""
         return self.flat.numel() - SEAL_NBYTES
 
+    @cached_property
+    def _crossing(self) -> Tensor:
+        """Where the seal lies on the host while it crosses."""
+        return self.device.new_pinned(SEAL_NBYTES)
+
     @property
     def seal(self) -> bytes:
-        """The seal that lies in it now: a copy of 16 bytes to the host."""
-        return bytes(self.flat[self.nbytes :].tolist())
+        """The seal that lies in it now, read in order with the current stream."""
+        self.device.copy([self._crossing], [self._sealed])
+        self.device.finish()
+        return self._crossing.numpy().tobytes()
 
     def seal_with(self, seal: bytes) -> None:
-        """Write the seal, and wait for that copy."""
-        with torch.inference_mode():
-            self.flat[self.nbytes :].copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+        """Write the seal in order with the current stream, and wait until that has ended."""
+        self._crossing.numpy().data[:] = seal
+        self.device.copy([self._sealed], [self._crossing])
+        self.device.finish()
 
     def unseal(self) -> None:
         """Remove the seal, in order with the current stream."""
         with torch.inference_mode():
-            self.flat[self.nbytes :].zero_()
+            self._sealed.zero_()
 
     def remap(self) -> None:
         """Do nothing: a device has no pages of one process alone, so what a worker has written there stays."""
@@ -169,15 +187,17 @@ class DeviceMemory:
                 self._views, self.kept = (layout, views(layout, self.flat[: layout.nbytes])), None
         return self._views[1]
 
-    def write(self, weights: Weights, layout: Layout) -> None:
-        """Copy weights of a layout into it, in order with the current stream, and wait for the copy.
+    def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:
+        """Queue a copy of weights of a layout into it, behind what the current stream holds.
 
         Gaps between entries are 0, as in a payload on the host.
+
+        Args:
+            known: the same object for as long as the weights have the same form: see `Device.copy`.
         """
         if self._views is None or self._views[0] != layout:
             self.flat.zero_()
-        self.device.copy(self.views(layout), ordered(weights, layout))
-        self.device.finish()
+        self.device.copy(self.views(layout), ordered(weights, layout), known)
 
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host. What writes it must have ended."""

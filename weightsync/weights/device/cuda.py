@@ -10,10 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import starmap
-from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
         if name in DTYPES
     }
 )
-_DTYPE: Final = attrgetter("dtype")
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -133,6 +131,7 @@ class CudaDevice:
         #: Held while pieces cross: there is one staging area.
         self._crossing = threading.Lock()
         self._warned_unpinned = False
+        self._groups: WeakKeyDictionary[object, Sequence[Group]] = WeakKeyDictionary()
 
     @cached_property
     def identity(self) -> bytes:
@@ -182,11 +181,21 @@ class CudaDevice:
             mapping = _Mapping(self._driver, self._ordinal, address, nbytes)
             return torch.as_tensor(mapping, device=f"cuda:{self._ordinal}")
 
-    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
         """See `Device.copy`."""
+        groups = None if known is None else self._groups.get(known)
+        if groups is None:
+            groups = groups_of(into, tensors)
+            if known is not None:
+                self._groups[known] = groups
         with torch.inference_mode():
-            for targets, sources in alike(into, tensors):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+            for group in groups:
+                torch._foreach_copy_(*group.chosen(into, tensors), non_blocking=True)
+
+    def new_pinned(self, nbytes: int) -> Tensor:
+        """See `Device.new_pinned`."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     @cached_property
     def _beside(self) -> torch.cuda.Stream:
@@ -300,32 +309,39 @@ class CudaDevice:
         torch.cuda.synchronize(self._ordinal)
 
 
-def alike(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """The copies in groups that torch makes with few kernels: one dtype on each side, and all of them contiguous.
+class Group(NamedTuple):
+    """Copies that torch makes with few kernels: one dtype on each side, and all tensors contiguous or none.
 
-    What is neither goes together too, tensor by tensor. Copies without a cast are made bit for bit.
+    Copies without a cast are made bit for bit.
     """
-    groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    plain = all(map(Tensor.is_contiguous, into)) and all(map(Tensor.is_contiguous, tensors))
-    dtypes = set(map(_DTYPE, into)), set(map(_DTYPE, tensors))
-    if plain and len(dtypes[0]) == len(dtypes[1]) == 1:
-        groups[dtypes[0].pop(), dtypes[1].pop(), True] = list(into), list(tensors)
-    else:
-        for target, source in zip(into, tensors, strict=True):
-            key = target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous()
-            targets, sources = groups.setdefault(key, ([], []))
-            targets.append(target)
-            sources.append(source)
-    return starmap(_bitwise, ((*key, *pair) for key, pair in groups.items()))
+
+    #: Which of the tensors; None: all.
+    indices: Sequence[int] | None
+    #: As what their elements are copied; None: as what they are.
+    bits: torch.dtype | None
+
+    def chosen(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors to write, and those to read."""
+        return self._of(into), self._of(tensors)
+
+    def _of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        chosen = list(tensors) if self.indices is None else [tensors[index] for index in self.indices]
+        return chosen if self.bits is None else [each.view(self.bits) for each in chosen]
 
 
-def _bitwise(
-    to: torch.dtype, of: torch.dtype, plain: bool, targets: list[Tensor], sources: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    bits = _BITS.get(to) if to is of and plain else None
-    if bits is None or any(map(_is_lazy, (*targets, *sources))):
-        return targets, sources
-    return [each.view(bits) for each in targets], [each.view(bits) for each in sources]
+def groups_of(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Group]:
+    """How tensors are copied into as many others."""
+    found: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for index, (target, source) in enumerate(zip(into, tensors, strict=True)):
+        key = target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous()
+        found.setdefault(key, []).append(index)
+    groups = []
+    for (to, of, plain), indices in found.items():
+        bits = _BITS.get(to) if to is of and plain else None
+        if bits is not None and any(_is_lazy(into[index]) or _is_lazy(tensors[index]) for index in indices):
+            bits = None
+        groups.append(Group(None if len(found) == 1 else indices, bits))
+    return groups
 
 
 class CudaBackend:
