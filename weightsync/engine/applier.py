@@ -141,7 +141,8 @@ class Applier:
         stopwatch = Stopwatch()
         try:
             digest = self.verified(pending)
-            staged = target.stage(pending.layout, pending.payload, pending.update.extras)
+            in_slot = pending.slot is not None
+            staged = target.stage(pending.layout, pending.payload, pending.update.extras, in_slot)
             if isinstance(pending.slot, Mapping) and pending.slot.pinnable and target.device is not None:
                 register = partial(target.device.register, read_only=True)
                 staged = replace(staged, pinned=pending.slot.pinned(pending.layout.nbytes, register))

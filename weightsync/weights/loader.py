@@ -92,14 +92,16 @@ class LoaderTarget(AnyLayoutTarget):
         """
         raise _unreadable()
 
-    def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
+    def stage(
+        self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"", in_slot: bool = False
+    ) -> Staged:
         """Check that an update is complete, and that its names fit the mapping: see `Target.stage`.
 
         Raises:
             LayoutError: it has extra state; or the mapping names a tensor that is not there, or gives two one name.
             ProtocolError: payload or extras do not match the layout.
         """
-        staged = super().stage(layout, payload, extras)
+        staged = super().stage(layout, payload, extras, in_slot)
         renamed(layout, self.destination.name_map)
         return staged
 

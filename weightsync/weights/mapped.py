@@ -16,8 +16,7 @@ from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import Form, address_of, owning
 
-#: Views of a payload are kept if its tensors are smaller than this on average. Otherwise they are made each time, which
-#: costs less than to look for pages that this process has written through views that may still be referenced.
+#: Copies of payloads smaller than this are kept for the next versions, and what came inline is copied.
 KEPT_BELOW_NBYTES: Final = 256 << 10
 #: How many payloads to keep views of. Shared-memory slots are reused, so their views are too.
 KEPT_PAYLOADS: Final = 4
@@ -90,8 +89,13 @@ class MappedPayloads:
         #: By the payload's address and the digest of its layout.
         self._kept: OrderedDict[tuple[int, bytes], MappedPayload | None] = OrderedDict()
 
-    def of(self, layout: Layout, payload: memoryview | DeviceMemory) -> MappedPayload:
-        """The payload, viewed as tensors. If it is read-only or not aligned, the views are of a copy."""
+    def of(self, layout: Layout, payload: memoryview | DeviceMemory, in_slot: bool = False) -> MappedPayload:
+        """The payload, viewed as tensors. If it is read-only or not aligned, the views are of a copy.
+
+        Args:
+            in_slot: whether it lies in a slot, which later payloads will lie in too. Elsewhere nothing is kept of it:
+                views would keep memory from being used again.
+        """
         if isinstance(payload, DeviceMemory):
             views_there = payload.views(layout)
             if not isinstance(payload.kept, MappedPayload):
@@ -103,7 +107,7 @@ class MappedPayloads:
             # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
             # What came inline lies elsewhere each time: to copy it costs less than to view it anew.
             return self._copied(layout, address)
-        if layout.nbytes >= KEPT_BELOW_NBYTES * len(layout.entries):
+        if not in_slot:
             return MappedPayload(views(layout, owning(payload)))
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
         # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.

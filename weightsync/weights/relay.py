@@ -32,7 +32,9 @@ class AnyLayoutTarget(Target):
         """No devices: the tensors are needed on the host."""
         return b""
 
-    def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
+    def stage(
+        self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"", in_slot: bool = False
+    ) -> Staged:
         """Check that an update is complete: see `Target.stage`.
 
         Raises:
@@ -42,7 +44,7 @@ class AnyLayoutTarget(Target):
         decoded = self._decoded(layout, payload, extras)
         if decoded:
             raise LayoutError(self._REFUSAL.format(sorted(decoded)), unexpected=sorted(decoded))
-        return Staged(layout, payload, decoded, self._plan)
+        return Staged(layout, payload, decoded, self._plan, in_slot)
 
 
 class RelayTarget(AnyLayoutTarget):

@@ -150,6 +150,8 @@ class Staged:
     extras: dict[str, ExtraState]
     #: The plan of the destination that it was validated against.
     plan: DestinationPlan
+    #: Whether the payload lies in a slot, which later ones will lie in too.
+    in_slot: bool = False
     #: The payload's bytes in another mapping, which is pinned for copies to a device; None: there is none.
     pinned: memoryview | None = None
 
@@ -209,7 +211,9 @@ class Target:
         """The layout that updates must have."""
         return self.layout
 
-    def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
+    def stage(
+        self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"", in_slot: bool = False
+    ) -> Staged:
         """Validate an update against the destination as it was read last. Nothing is changed, even if this raises.
 
         That is read again if the update does not fit it, and once more by `swap`.
@@ -217,6 +221,8 @@ class Target:
         Args:
             payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or on a device at least of that size. It must
                 not be written before the swap, and in mode MAP never again.
+            extras: the encoded extra state.
+            in_slot: whether the payload lies in a slot, which later ones will lie in too.
 
         Raises:
             LayoutError: names, shapes, dtypes or modules with extra state differ from the destination's, or the
@@ -227,7 +233,7 @@ class Target:
         plan = self._plan
         if plan.layout is not layout and plan.layout != layout:
             plan = self._refreshed_plan()
-        return Staged(layout, payload, decoded, self._validated(plan, layout, payload))
+        return Staged(layout, payload, decoded, self._validated(plan, layout, payload), in_slot)
 
     def swap(self, staged: Staged) -> None:
         """Make a staged update live: first the extra state, which is restored if anything fails, then the tensors.
@@ -360,7 +366,7 @@ class Target:
         return self._point(plan, staged, undo)
 
     def _point(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload:
-        mapped = self._mapped.of(plan.layout, staged.payload)
+        mapped = self._mapped.of(plan.layout, staged.payload, staged.in_slot)
         if mapped.family is not plan.family:
             copied = [index for index in plan.copied() if index not in plan.mappable]
             mapped.prepare(plan.family, plan.mappable.values(), copied)

@@ -234,8 +234,13 @@ def test_without_that_wait_the_next_forward_reads_half_a_version(
         bench.serve(1.0, 2.0)
         bench.send(3.0)
         halfway = bench.hold_up()
-        for_the_seal = iter([device.finish])
-        monkeypatch.setattr(device, "finish", lambda: next(for_the_seal, lambda: None)())
+        waits = iter([device.finish])  # the first is for the seal
+
+        def finish() -> None:
+            for wait in waits:
+                return wait()
+
+        monkeypatch.setattr(device, "finish", finish)
         assert bench.receive()
         assert halfway.wait(PATIENCE)
         seen = bench.values()

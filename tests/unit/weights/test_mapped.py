@@ -137,17 +137,26 @@ def test_without_torchs_count_of_references_no_copy_is_used_again(
     assert len(set(map(id, copies))) == len(copies)
 
 
-def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads) -> None:
-    slots = [aligned(shared, 8 * SMALL) for _ in range(KEPT_PAYLOADS + 1)]
-    (layout,) = {written(slot, SMALL) for slot in slots}
-    once = payloads.of(layout, slots[0])
-    again = payloads.of(layout, slots[0])
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads, count: int) -> None:
+    slots = [aligned(shared, 8 * count) for _ in range(KEPT_PAYLOADS + 1)]
+    (layout,) = {written(slot, count) for slot in slots}
+    once = payloads.of(layout, slots[0], in_slot=True)
+    again = payloads.of(layout, slots[0], in_slot=True)
     assert again is not once
-    assert payloads.of(layout, slots[0]) is again
+    assert payloads.of(layout, slots[0], in_slot=True) is again
 
     for slot in slots[1:]:
-        payloads.of(layout, slot)
-    assert payloads.of(layout, slots[0]) is not again
+        payloads.of(layout, slot, in_slot=True)
+    assert payloads.of(layout, slots[0], in_slot=True) is not again
+
+
+def test_no_views_are_kept_of_what_is_no_slot(payloads: MappedPayloads) -> None:
+    memory = shared(8 * SMALL)
+    for _ in range(3):
+        payloads.of(written(memoryview(memory), SMALL), memoryview(memory))
+
+    memory.resize(len(memory))  # raises as long as something refers to it: so it is found to be free
 
 
 def refers_by_a_parameter(tensor: Tensor) -> Any:
@@ -162,9 +171,9 @@ def test_a_slot_is_referred_to_by_kept_views_alone_unless_somebody_else_could_wr
 ) -> None:
     slot = aligned(shared, 8 * SMALL)
     layout, lent = written(slot, SMALL), slot[:]
-    payloads.of(layout, lent)
+    payloads.of(layout, lent, in_slot=True)
     assert not payloads.only_keeps(lent), "no views are kept yet"
-    found = payloads.of(layout, lent)
+    found = payloads.of(layout, lent, in_slot=True)
     assert payloads.only_keeps(lent)
 
     kept = keep(found.views[0])
@@ -181,7 +190,7 @@ def test_without_torchs_count_of_references_anybody_may_write_to_a_slot(
     slot = aligned(shared, 8 * SMALL)
     layout = written(slot, SMALL)
     for _ in range(2):
-        payloads.of(layout, slot)
+        payloads.of(layout, slot, in_slot=True)
 
     assert not payloads.only_keeps(slot)
 
