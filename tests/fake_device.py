@@ -145,10 +145,6 @@ class FakeDevice:
             self._streams[lane] = _Stream()
         self._streams[lane].launch(kernel)
 
-    def new_pinned(self, nbytes: int) -> Tensor:
-        """Memory like any other."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
         """A kernel that copies tensor by tensor."""
         pairs = list(zip(into, tensors, strict=True))

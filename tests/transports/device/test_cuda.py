@@ -225,6 +225,38 @@ def test_a_graph_that_was_captured_before_is_found() -> None:
     del graph
 
 
+def test_the_search_for_graphs_asks_other_objects_nothing() -> None:
+    class Graph:
+        def capture_begin(self) -> None:
+            """Nothing."""
+
+    class Deprecated:
+        """Like an object of torch's that warns whenever it is used."""
+
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            raise AssertionError("it was asked for its class")
+
+    bystander = Deprecated()
+    assert not Captures(Graph).watch(Watcher())
+    del bystander
+
+
+def test_a_plan_of_copies_lasts_as_long_as_what_it_is_known_by() -> None:
+    class Form:
+        """Something that can be referred to weakly."""
+
+    device, form = CudaDevice(cast(Any, Driver()), 0), Form()
+    into, tensors = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    device.copy(into, tensors, form)
+    planned = device._groups[form]
+    device.copy(into, [torch.full((2,), 2.0), torch.full((3,), 2.0)], form)
+    assert device._groups[form] is planned
+    assert [each.tolist() for each in into] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+    del form
+    assert len(device._groups) == 0
+
+
 def test_a_capture_does_not_keep_its_watchers() -> None:
     class Graph:
         def capture_begin(self) -> None:

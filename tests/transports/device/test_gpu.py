@@ -287,6 +287,7 @@ def test_memory_that_is_pinned_crosses_whole_and_is_released() -> None:
     assert bytes(mapping.view[:100]) == bytes(source[:100].tolist())
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", sorted(ITEMSIZES))
 def test_every_bit_of_every_dtype_arrives(name: str) -> None:
     if not hasattr(torch, name):

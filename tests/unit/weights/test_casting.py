@@ -65,11 +65,12 @@ def test_wider_floats_are_cast_as_torch_casts_them_and_all_else_travels_as_it_is
         monkeypatch.setattr(packing, "_on_one_device", bool)
     weights, packer = mixed(), Packer(wire_dtype=wire_dtype)
     wider, dtype = WIDER[wire_dtype], wire_dtype.value
-    wanted = {
-        name: tensor.to(getattr(torch, dtype)) if str(tensor.dtype).removeprefix("torch.") in wider else tensor
-        for name, tensor in weights.items()
+    given = {n: t.cuda() for n, t in weights.items()} if device == "cuda" else weights
+    wanted = {  # cast where they are: on a GPU, the bits of a NaN differ from those that the CPU makes
+        name: (tensor.to(getattr(torch, dtype)) if str(tensor.dtype).removeprefix("torch.") in wider else tensor).cpu()
+        for name, tensor in given.items()
     }
-    packed = packer.pack({n: t.cuda() for n, t in weights.items()} if device == "cuda" else weights)
+    packed = packer.pack(given)
 
     sent = views(packed.layout, owning(packed.buffer.view))
     found = {entry.name: tensor for entry, tensor in zip(packed.layout.entries, sent, strict=True)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,9 +75,6 @@ class Device(Protocol):
             known: the same object for as long as both are of the same number, dtypes and strides, so that they need
                 not be looked at again. None: they are.
         """
-
-    def new_pinned(self, nbytes: int) -> Tensor:
-        """New memory of the host, as uint8, which a few bytes cross from and to the device fast."""
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
         """Copy tensors to the host, behind what the current stream holds, and wait for that.
@@ -150,23 +146,15 @@ class DeviceMemory:
         """The size of the largest payload, which may be more than was asked for."""
         return self.flat.numel() - SEAL_NBYTES
 
-    @cached_property
-    def _crossing(self) -> Tensor:
-        """Where the seal lies on the host while it crosses."""
-        return self.device.new_pinned(SEAL_NBYTES)
-
     @property
     def seal(self) -> bytes:
-        """The seal that lies in it now, read in order with the current stream."""
-        self.device.copy([self._crossing], [self._sealed])
-        self.device.finish()
-        return self._crossing.numpy().tobytes()
+        """The seal that lies in it now: a copy of 16 bytes to the host."""
+        return bytes(self._sealed.tolist())
 
     def seal_with(self, seal: bytes) -> None:
-        """Write the seal in order with the current stream, and wait until that has ended."""
-        self._crossing.numpy().data[:] = seal
-        self.device.copy([self._sealed], [self._crossing])
-        self.device.finish()
+        """Write the seal, and wait for that copy."""
+        with torch.inference_mode():
+            self._sealed.copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
 
     def unseal(self) -> None:
         """Remove the seal, in order with the current stream."""
@@ -188,7 +176,7 @@ class DeviceMemory:
         return self._views[1]
 
     def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:
-        """Queue a copy of weights of a layout into it, behind what the current stream holds.
+        """Copy weights of a layout into it, in order with the current stream, and wait for the copy.
 
         Gaps between entries are 0, as in a payload on the host.
 
@@ -198,6 +186,7 @@ class DeviceMemory:
         if self._views is None or self._views[0] != layout:
             self.flat.zero_()
         self.device.copy(self.views(layout), ordered(weights, layout), known)
+        self.device.finish()
 
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host. What writes it must have ended."""

@@ -192,11 +192,6 @@ class CudaDevice:
             for group in groups:
                 torch._foreach_copy_(*group.chosen(into, tensors), non_blocking=True)
 
-    def new_pinned(self, nbytes: int) -> Tensor:
-        """See `Device.new_pinned`."""
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
     @cached_property
     def _beside(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._ordinal)  # type: ignore[no-untyped-call]
