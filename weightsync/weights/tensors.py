@@ -220,8 +220,8 @@ def address_of(view: memoryview) -> int:
     return int(numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]) if view.nbytes else 0
 
 
-#: Releases the GIL, which an assignment to `Tensor.data` does not.
-_SET_DATA: Final = torch.ops.aten.set_data.default
+#: Releases the GIL, which an assignment to `Tensor.data` does not. Its ``_op`` is the same without a call of Python.
+_SET_DATA: Final[Any] = torch.ops.aten.set_data.default._op
 
 
 def set_data(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
