@@ -211,7 +211,7 @@ class WeightSyncScheme(Configured):
         side.selection = Selection(given["names"]) if "names" in given else None
         side.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
         sender = self.create_sender()
-        self._report_events(sender, None)
+        reports = self._report_events(sender, None)
         self.per_worker_weights = self.per_worker_weights or has_factories(context)
         side.given, self._context, side.worker_set = given, held(context), workers
         sender.set_context(context, model_id)
@@ -220,7 +220,10 @@ class WeightSyncScheme(Configured):
         if not self._lays_links_at_connect(given, context):
             sender.connect(fence=fence)
         sender.expected_workers = expected
-        side.sender = sender
+        with self._first_callback:
+            if not reports:  # unless a callback was registered meanwhile, this does nothing
+                self._report_events(sender, None)
+            side.sender = sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver and listen for the sender. Never waits for it.
@@ -246,12 +249,15 @@ class WeightSyncScheme(Configured):
         model = self._worker_model(given, context, model_id)
         self.applied_selection = Selection(given["names"]) if "names" in given else None
         receiver = self.create_receiver()
-        self._report_events(None, receiver)
+        reports = self._report_events(None, receiver)
         receiver.set_context(context, model_id)
         receiver.register_model(weights_of(model))
         receiver.register_worker_transport(endpoint)
         self._become_worker(given, context)
-        self._receiver_side.receiver = receiver
+        with self._first_callback:
+            if not reports:
+                self._report_events(None, receiver)
+            self._receiver_side.receiver = receiver
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver and listen for the sender: the second generation's name of `init_on_worker`.
@@ -554,12 +560,15 @@ class WeightSyncScheme(Configured):
         if self._events is not None:
             self._events.emit(event)
 
-    def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> None:
-        """Have a side report its events, if a callback is registered."""
-        if self._events is not None and sender is not None:
+    def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> bool:
+        """Have a side report its events, if a callback is registered; whether one is."""
+        if self._events is None:
+            return False
+        if sender is not None:
             sender.report_to(self._events)
-        if self._events is not None and receiver is not None:
+        if receiver is not None:
             receiver.report_to(self._events, lambda: self.worker_idx)
+        return True
 
     def close(self) -> None:
         """Close whichever sides were initialised. Closing twice is allowed."""

@@ -81,8 +81,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Make a sender that needs nothing; all other arguments are ignored."""
         if self.initialized_on_sender:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
-        sender = self._sender_side.sender = self.create_sender()
-        self._report_events(sender, None)
+        sender = self.create_sender()
+        with self._first_callback:
+            self._report_events(sender, None)
+            self._sender_side.sender = sender
         sender.set_context(None, model_id)
         sender.connect()
 
@@ -106,8 +108,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Make a receiver that needs nothing; a model is kept, all other arguments are ignored."""
         if self.initialized_on_receiver:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
-        receiver = self._receiver_side.receiver = self.create_receiver()
-        self._report_events(None, receiver)
+        receiver = self.create_receiver()
+        with self._first_callback:
+            self._report_events(None, receiver)
+            self._receiver_side.receiver = receiver
         receiver.set_context(None, model_id)
         if kwargs.get("model") is not None:
             receiver.register_model(weights_of(kwargs["model"]))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -30,6 +31,8 @@ from weightsync import (
     SyncPhase,
     SyncReport,
     SyncRole,
+    WeightReceiver,
+    WeightSender,
     WireDtype,
 )
 from weightsync.engine import events as module
@@ -448,3 +451,25 @@ def test_callbacks_that_two_threads_register_first_at_once_are_both_called(monke
             thread.join(PATIENCE)
         scheme.init_on_sender("policy", pipes=[], model=nn.Linear(1, 1))
     assert [[event.kind for event in each.until(1)] for each in listeners] == [[EventKind.CLOSED]] * 2
+
+
+@pytest.mark.parametrize("side", [WeightSender, WeightReceiver])
+def test_a_callback_that_is_registered_while_a_side_is_being_made_gets_its_events(
+    side: type[WeightSender | WeightReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, scheme, set_context = Listener(), MultiProcessWeightSyncScheme(), side.set_context
+
+    def register_first(made: Any, *arguments: Any) -> None:
+        thread = threading.Thread(target=scheme.on_event, args=(listener,))
+        thread.start()
+        thread.join(PATIENCE)
+        set_context(made, *arguments)
+
+    monkeypatch.setattr(side, "set_context", register_first)
+    ours, theirs = multiprocessing.Pipe()
+    with scheme, contextlib.closing(ours), contextlib.closing(theirs):
+        if side is WeightSender:
+            scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(1, 1))
+        else:
+            scheme.init_on_worker("policy", pipe=theirs, model=nn.Linear(1, 1))
+    assert [event.kind for event in listener.until(1)][-1] is EventKind.CLOSED
