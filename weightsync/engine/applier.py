@@ -27,10 +27,6 @@ from weightsync.weights.tree_digest import digest
 logger = logging.getLogger("weightsync")
 
 
-def _none() -> None:
-    """A reference to no slot."""
-
-
 class Applier:
     """Applies the pending version whole, or refuses it.
 
@@ -45,8 +41,8 @@ class Applier:
         self._served = served
         self._listening = listening
         #: The slot of the version served, and that of the version before, if it is not tidied up yet.
-        self._slot: Callable[[], Slot | None] = _none
-        self._left: Callable[[], Slot | None] = _none
+        self._slot: Callable[[], Slot | None] | None = None
+        self._left: Callable[[], Slot | None] | None = None
         #: Why the last refused version could not be applied; empty if none was refused.
         self.last_refusal = ""
         #: The error of the swap that left the model without a whole version, or None.
@@ -69,13 +65,14 @@ class Applier:
         applied = self.swap_staged(0.0) if self._served.staged is not None else None
         with self._driver.lock:
             if applied is None:
-                self._tidy()
+                if self._left is not None:
+                    self._tidy(self._left())
                 self._listening.check()
             return applied
 
-    def _tidy(self) -> None:
+    def _tidy(self, left: Slot | None) -> None:
         """There is nothing to apply: prepare the slot that the model has left for its next use."""
-        left, self._left = self._left(), _none
+        self._left = None
         if left is not None and self._served.target is not None:
             left.tidy(self._served.target.only_keeps)
 
@@ -85,12 +82,15 @@ class Applier:
         Raises:
             ConfigurationError, ModelPathError: no model is registered, or none was ever found at its path.
         """
-        try:
-            target = self._served.destination()
-        except (ConfigurationError, LayoutError, ModelPathError) as error:
-            if self._served.model is None or isinstance(self._served.model, str):
-                raise
-            return self._turn_down(error)
+        served = self._served
+        target = served.target if served.path is None else None
+        if target is None:
+            try:
+                target = served.destination()
+            except (ConfigurationError, LayoutError, ModelPathError) as error:
+                if served.model is None or isinstance(served.model, str):
+                    raise
+                return self._turn_down(error)
         return self.receive_and_apply(target)
 
     def _turn_down(self, error: WeightSyncError) -> bool | None:
@@ -119,10 +119,11 @@ class Applier:
         Returns:
             True: it went live. False: it was refused. None: another thread still serves, or nothing is staged.
         """
-        try:
-            self._served.follow_path()
-        except (ConfigurationError, LayoutError, ModelPathError) as error:
-            return self._turn_down(error)
+        if self._served.path is not None:
+            try:
+                self._served.follow_path()
+            except (ConfigurationError, LayoutError, ModelPathError) as error:
+                return self._turn_down(error)
         serving = self._served.serving
         if not serving.begin_swap(timeout):
             return None
@@ -186,9 +187,9 @@ class Applier:
         self._decided()
         return True
 
-    def _written(self, slot: Slot | None) -> Callable[[], Slot | None]:
+    def _written(self, slot: Slot | None) -> Callable[[], Slot | None] | None:
         """A reference to a slot in which parameters lie now, so that this process may write there."""
-        return _none if slot is None or self._served.apply_mode is Mode.COPY else ref(slot)
+        return None if slot is None or self._served.apply_mode is Mode.COPY else ref(slot)
 
     def _break_down(self, ready: Ready, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
         self.broken = broken = self._broken(ready.pending, error)
