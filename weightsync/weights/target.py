@@ -264,10 +264,10 @@ class Target:
             undo.all(error)
             raise
         try:
-            if mapped:
-                _copy_out(plan, staged, mapped.copied)
-            else:
+            if not mapped:
                 _copy_out(plan, staged, plan.copied(), self._pieces_of(plan))
+            elif mapped.copied:
+                _copy_out(plan, staged, mapped.copied)
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
