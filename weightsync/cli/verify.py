@@ -12,6 +12,7 @@ from rich.table import Table
 
 from weightsync.cli._app import Report, is_printed, write_report
 from weightsync.model import ToolMissingError, find_toolchain
+from weightsync.protocol.machine import Role
 from weightsync.verify import Followed, Judgement, Run, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
 from weightsync.verify import verify as judged
 
@@ -84,7 +85,7 @@ def results(verdict: Verdict) -> Table:
     table = Table("run", "senders", "receivers", "events", "verdict", box=None, pad_edge=False)
     rows = sorted(enumerate(verdict.runs, 1), key=lambda row: row[1].judgement is Judgement.CONFORMS)
     for number, run in rows[:_ROWS]:
-        counts = [sum(machine.role == role for machine in run.machines) for role in ("sender", "receiver")]
+        counts = [sum(machine.role == role for machine in run.machines) for role in Role]
         style = _STYLES[run.judgement]
         table.add_row(str(number), *map(str, counts), str(run.events), f"[{style}]{_run_verdict(run)}[/]")
     return table

@@ -12,7 +12,7 @@ from weightsync.engine.sender_driver import SenderDriver, Taking
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
-from weightsync.protocol.machine import Step
+from weightsync.protocol.machine import Role, Step
 from weightsync.protocol.messages import Message
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import Link, Received
@@ -39,7 +39,7 @@ class TracedSenderDriver(SenderDriver):
 
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
-        self._life: Life = records.born("sender", model_id)
+        self._life: Life = records.born(Role.SENDER, model_id)
         #: The report written last, until the next step: a caller that polls gets the same one again and again.
         self._last_report: SyncReport | None = None
 
@@ -95,7 +95,7 @@ class TracedReceiverDriver(ReceiverDriver):
 
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
-        self._life: Life = records.born("receiver", model_id)
+        self._life: Life = records.born(Role.RECEIVER, model_id)
 
     def tell(self, what: What, **said: object) -> None:
         """Record what happened."""

@@ -35,6 +35,7 @@ from typing import Any, Final
 from weightsync.clock import clock_id, now_ns
 from weightsync.errors import ConfigurationError
 from weightsync.protocol._tables import PROTOCOL_VERSION
+from weightsync.protocol.machine import Role
 
 logger = logging.getLogger("weightsync")
 
@@ -172,7 +173,7 @@ class Recorder:
         self._writing = False
         self._lives = itertools.count(1)
 
-    def born(self, role: str, model_id: str) -> Life:
+    def born(self, role: Role, model_id: str) -> Life:
         """A machine begins.
 
         Raises:
@@ -280,11 +281,11 @@ class Life:
     Args:
         recorder: writes them.
         name: the name of the machine, which no other has.
-        role: "sender" or "receiver".
+        role: what kind of machine it is.
         model_id: its model.
     """
 
-    def __init__(self, recorder: Recorder, name: str, role: str, model_id: str) -> None:
+    def __init__(self, recorder: Recorder, name: str, role: Role, model_id: str) -> None:
         self._recorder = recorder
         self._about = {"m": name, "role": role}
         self._numbers = itertools.count()

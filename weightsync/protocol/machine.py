@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from operator import attrgetter
 from typing import ClassVar, Final, Generic, TypeVar
 
@@ -62,6 +63,13 @@ def allowed_in(rows: Iterable[tuple[State, SenderInput | ReceiverInput]], state:
     return tuple(methods) if state is FINAL else (*methods, "poll")
 
 
+class Role(StrEnum):
+    """Which of the two kinds of machines one is, by the words that errors and traces use."""
+
+    SENDER = "sender"
+    RECEIVER = "receiver"
+
+
 def refusal(
     rows: Iterable[tuple[State, SenderInput | ReceiverInput]],
     state: State,
@@ -72,7 +80,7 @@ def refusal(
     steps: Steps = (),
 ) -> StateError:
     """Build the error for a call that a state does not allow."""
-    machine = "sender" if role is SenderInput else "receiver"
+    machine = Role.SENDER if role is SenderInput else Role.RECEIVER
     return StateError(machine, state.value, asked, allowed_in(rows, state, role), hint, steps=steps)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from weightsync.protocol.machine import Role
 from weightsync.testing.replay_data import Edge, Step, graphs
 
 BROKEN = "an earlier step broke a rule"
@@ -31,9 +32,7 @@ class Coverage:
 
     def by_role(self) -> Mapping[str, tuple[int, int]]:
         """For each role, how many edges were replayed, and how many there are."""
-        return {
-            role: (_count(self.taken & self.edges, role), _count(self.edges, role)) for role in ("sender", "receiver")
-        }
+        return {role: (_count(self.taken & self.edges, role), _count(self.edges, role)) for role in Role}
 
     def unreached(self) -> Mapping[str, str]:
         """The edges that were not replayed, in words, each with the reason."""

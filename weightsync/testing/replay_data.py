@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from weightsync.protocol._actions import Action
+from weightsync.protocol.machine import Role
 
 #: A node of a role's projection, its state first. See `weightsync.testing.projecting`.
 Node = Sequence[Any]
@@ -82,7 +83,7 @@ def _configuration(name: str, found: Mapping[str, Any], tables: Mapping[str, Any
         found["senders"],
         found["workers"],
         frozenset(found["links"]),
-        frozenset(Edge(role, *edge) for role in ("sender", "receiver") for edge in found[f"{role} edges"]),
+        frozenset(Edge(role, *edge) for role in Role for edge in found[f"{role} edges"]),
         [[_step(row, tables) for row in path] for path in found["paths"]],
     )
 
@@ -114,5 +115,5 @@ RECEIVERS_ACTIONS = frozenset(
 )
 
 
-def _role(label: Sequence[Any]) -> str:
-    return "receiver" if label[0] in RECEIVERS_ACTIONS else "sender"
+def _role(label: Sequence[Any]) -> Role:
+    return Role.RECEIVER if label[0] in RECEIVERS_ACTIONS else Role.SENDER

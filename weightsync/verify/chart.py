@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from weightsync.engine.recorder import What
+from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Bye, Message, Refusal
 from weightsync.verify.judging import Run
 from weightsync.verify.lines import Line
@@ -110,7 +111,7 @@ def chart_of(run: Run) -> Chart:
     """
     if not run.machines:
         raise ValueError("a chart needs a run with at least one machine")
-    machines = sorted(run.machines, key=lambda machine: (machine.role != "sender", machine.lines[0].time))
+    machines = sorted(run.machines, key=lambda machine: (machine.role is not Role.SENDER, machine.lines[0].time))
     lanes = {machine.name: number for number, machine in enumerate(machines)}
     start = min(machine.lines[0].time for machine in machines)
     rows = [row for machine in machines for row in _own_rows(machine, lanes[machine.name], start)]
@@ -121,8 +122,8 @@ def chart_of(run: Run) -> Chart:
 
 
 def _names(machines: Sequence[Machine]) -> Iterator[str]:
-    counts = {role: sum(machine.role == role for machine in machines) for role in ("sender", "receiver")}
-    seen = {"sender": 0, "receiver": 0}
+    counts = {role: sum(machine.role == role for machine in machines) for role in Role}
+    seen = dict.fromkeys(Role, 0)
     for machine in machines:
         number = f" {seen[machine.role]}" if counts[machine.role] > 1 else ""
         seen[machine.role] += 1

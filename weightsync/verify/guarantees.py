@@ -10,6 +10,7 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.codec import slot_digest
+from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Ack, Update
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.verify.lines import Finding
@@ -23,7 +24,7 @@ _COUNTS = (SenderInput.REPLY, SenderInput.SETTLED, SenderInput.CAUGHT_UP)
 def breaches(network: Network) -> Iterator[Finding]:
     """For each machine, the first moment at which a guarantee does not hold."""
     for machine in network.machines:
-        found = _of_sender(network, machine) if machine.role == "sender" else _of_receiver(machine)
+        found = _of_sender(network, machine) if machine.role is Role.SENDER else _of_receiver(machine)
         yield from _first(found)
         yield from _first(_closed_is_final(machine))
 

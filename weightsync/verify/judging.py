@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.engine.recorder import What
+from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Ack, Bye, Refusal
 from weightsync.protocol.report import Evidence
 from weightsync.verify.guarantees import breaches
@@ -164,7 +165,7 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
     for (clock, name), events in lines.items():
         role = events[0].fields.get("role")
         model_id = str(events[-1].fields.get("model"))  # a machine is born before it is told its model's name
-        machine = Machine(name, role if role in HALVES else "sender", model_id, clock, events)
+        machine = Machine(name, Role(role) if role in HALVES else Role.SENDER, model_id, clock, events)
         machine.ended = ended[events[-1].path]
         replay(machine)
         machines.append(machine)

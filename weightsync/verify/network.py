@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from weightsync.engine.recorder import What, plain
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery
+from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.verify.lines import Finding, Line
@@ -66,7 +67,7 @@ class Network:
             for moment in machine.of(What.LINK, What.SENT, What.CLOSED):
                 self._given(machine, moment)
         for machine in self.machines:
-            if machine.role == "receiver":
+            if machine.role is Role.RECEIVER:
                 self._join(machine)
 
     def _given(self, machine: Machine, moment: Moment) -> None:
@@ -77,7 +78,7 @@ class Network:
         message = moment.message
         if message is None:
             fields = moment.line.fields
-            if machine.role == "receiver":
+            if machine.role is Role.RECEIVER:
                 return  # it sent the reason, or nothing
             message = Bye(model_id=machine.model_id, incarnation=fields["incarnation"])
         self.sent[place].append(SentMessage(moment.line, machine.clock, message, _key(message)))
@@ -150,11 +151,11 @@ class Network:
     def _origins(self, machine: Machine, moment: Moment, message: Message) -> list[Place]:
         """The ends of links that it may have come from; none: its sender is not recorded."""
         place = (machine.name, moment.link)
-        if machine.role == "sender":
+        if machine.role is Role.SENDER:
             known = self.hello_receivers[place]
             if message.incarnation == machine.incarnation or not known:
                 return known
-            return [*known, *(end for end in self.sent if end not in known and self._is(end, "receiver"))]
+            return [*known, *(end for end in self.sent if end not in known and self._is(end, Role.RECEIVER))]
         sender = self._sender(message.incarnation, moment)
         if sender is None:
             return []
@@ -171,8 +172,8 @@ class Network:
         """Whether a peer's recording had ended by then, so that it may have sent this unseen."""
         return any(self.by_name[name].is_unseen(machine.clock, moment.line.time) for name, _ in ends)
 
-    def _is(self, end: Place, role: str) -> bool:
-        return self.by_name[end[0]].role == role
+    def _is(self, end: Place, role: Role) -> bool:
+        return self.by_name[end[0]].role is role
 
     def _match(self, ends: Sequence[Place], message: Message, now: tuple[str, int]) -> tuple[Place, int] | None:
         """Where it was sent: preferably a message that was sent by now and has not arrived yet."""
@@ -204,7 +205,7 @@ class Network:
         delivery, before = self.delivery[place], newest.get(end, -1)
         assert moment.message is not None
         # A message about another sender's versions may come from any of its workers' ends.
-        of_another_sender = machine.role == "sender" and moment.message.incarnation != machine.incarnation
+        of_another_sender = machine.role is Role.SENDER and moment.message.incarnation != machine.incarnation
         if not of_another_sender:
             newest[end] = max(before, at)
         if of_another_sender or delivery.reorders:
@@ -222,7 +223,7 @@ class Network:
         message = sent.message
         if sent.taken or isinstance(message, Bye):
             return False
-        if machine.role == "sender":
+        if machine.role is Role.SENDER:
             return message.incarnation == machine.incarnation
         received = (moment.message for moment in self.by_name[end[0]].of(What.RECEIVED) if moment.link == end[1])
         return not any(

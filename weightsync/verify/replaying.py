@@ -18,6 +18,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import INITIAL, Delivery, State
+from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Message
 from weightsync.protocol.report import Outcome, OutcomeKind
 from weightsync.verify.lines import Finding, Line
@@ -37,8 +38,8 @@ class Half:
 
 
 HALVES = {
-    "sender": Half(sending.step, sending.SenderData, sending.Event),
-    "receiver": Half(receiving.step, receiving.ReceiverData, receiving.Event),
+    Role.SENDER: Half(sending.step, sending.SenderData, sending.Event),
+    Role.RECEIVER: Half(receiving.step, receiving.ReceiverData, receiving.Event),
 }
 
 
@@ -67,7 +68,7 @@ class Machine:
     """One machine as recorded."""
 
     name: str
-    role: str
+    role: Role
     model_id: str
     clock: str
     lines: Sequence[Line]
@@ -240,9 +241,13 @@ def _require_fields(line: Line) -> None:
             raise ValueError(f"its {name} is {line.fields.get(name)!r}")
     if line.what is What.LINK and line.fields["delivery"] not in Delivery.__members__:
         raise ValueError(f"there is no delivery {line.fields['delivery']}")
-    if line.what is What.CLOSED and line.fields["role"] == "sender" and type(line.fields.get("incarnation")) is not int:
+    if (
+        line.what is What.CLOSED
+        and line.fields["role"] == Role.SENDER
+        and type(line.fields.get("incarnation")) is not int
+    ):
         raise ValueError("it has no incarnation")
-    if line.what is What.LINK and line.fields["role"] == "sender" and type(line.fields.get("worker")) is not int:
+    if line.what is What.LINK and line.fields["role"] == Role.SENDER and type(line.fields.get("worker")) is not int:
         raise ValueError("it has no worker")
 
 

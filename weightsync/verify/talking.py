@@ -9,6 +9,7 @@ from weightsync.engine.recorder import What
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery, State
+from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update
 from weightsync.verify.lines import Finding
 from weightsync.verify.replaying import Machine, Moment
@@ -335,7 +336,7 @@ _MESSAGES = {receiving.HelloArrived: Hello, receiving.UpdateArrived: Update, rec
 
 def listen(machine: Machine) -> Finding | None:
     """The first line at which a machine sends or takes a message that it may not, if there is one."""
-    talk: Talk = SenderTalk() if machine.role == "sender" else ReceiverTalk()
+    talk: Talk = SenderTalk() if machine.role is Role.SENDER else ReceiverTalk()
     for moment in machine.moments:
         try:
             talk.take(moment)

@@ -7,6 +7,7 @@ from typing import Any
 
 from weightsync.engine.recorder import What
 from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, State
+from weightsync.protocol.machine import Role
 from weightsync.verify.lines import Finding, Line
 
 _SHORT = 24
@@ -74,9 +75,9 @@ def state_name(recorded: Any) -> str:
     return State[recorded].value if recorded in State.__members__ else repr(recorded)
 
 
-def possible(role: str, state: State) -> str:
+def possible(role: Role, state: State) -> str:
     """The inputs that have a row in a state."""
-    rows = SENDER_ROWS if role == "sender" else RECEIVER_ROWS
+    rows = SENDER_ROWS if role is Role.SENDER else RECEIVER_ROWS
     named = [f"{input.value} -> {to.value}" for (source, input), to in rows.items() if source is state]
     return f"rows of a {role} in {state.value}: {', '.join(named)}"
 
