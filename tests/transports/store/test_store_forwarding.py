@@ -95,6 +95,23 @@ def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(fo
     assert why_not(routed(forwarder.address)) is Why.ENDED  # two were announced
 
 
+@pytest.mark.usefixtures("patient")
+def test_what_is_passed_on_within_this_host_has_a_congestion_control_that_suits_it(
+    forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, hasten = list[bytes](), forwarding.hasten
+
+    def recorded(sock: socket.socket) -> None:
+        hasten(sock)
+        chosen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0"))
+
+    monkeypatch.setattr(forwarding, "hasten", recorded)
+    forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
+
+    assert fetched(routed(forwarder.address))[0] == PAYLOAD
+    assert chosen == [b"reno"]
+
+
 def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
     feed = Feed(memoryview(PAYLOAD))
     feed.reach(20)

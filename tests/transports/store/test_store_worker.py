@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,3 +195,69 @@ def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their
     for store_message in left:
         store_message.done()
     assert given_back == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------- connections
+
+
+class Forbidden(socket.socket):
+    """A connection of a process that may not choose a congestion control."""
+
+    def setsockopt(self, level: int, option: int, *value: Any) -> None:
+        if (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        super().setsockopt(level, option, *value)
+
+
+def control(sock: socket.socket) -> bytes:
+    """The congestion control of a connection."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., tuple[socket.socket, socket.socket]]]:
+    """Both ends of a connection to 127.0.0.1 from an address."""
+    with contextlib.ExitStack() as stack:
+
+        def made(source: str, kind: type[socket.socket] = socket.socket) -> tuple[socket.socket, socket.socket]:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            sock = stack.enter_context(kind(socket.AF_INET, socket.SOCK_STREAM))
+            sock.bind((source, 0))
+            sock.connect(listener.getsockname())
+            return sock, stack.enter_context(listener.accept()[0])
+
+        yield made
+
+
+def test_both_ends_of_a_connection_within_one_host_have_a_congestion_control_that_suits_it(
+    connect: Callable[..., tuple[socket.socket, socket.socket]],
+) -> None:
+    ends = connect("127.0.0.1")
+    for end in ends:
+        Stream(end)
+
+    assert [control(end) for end in ends] == [b"reno", b"reno"]
+
+
+def test_a_connection_between_two_addresses_keeps_the_congestion_control_of_the_system(
+    connect: Callable[..., tuple[socket.socket, socket.socket]],
+) -> None:
+    ends = connect("127.0.0.2")
+    before = [control(end) for end in ends]
+    for end in ends:
+        Stream(end)
+
+    assert [control(end) for end in ends] == before
+
+
+def test_a_connection_serves_where_no_congestion_control_may_be_chosen(
+    connect: Callable[..., tuple[socket.socket, socket.socket]],
+) -> None:
+    writer, reader = (Stream(end) for end in connect("127.0.0.1", Forbidden))
+    room = bytearray(len(SMALL))
+
+    writer.write(b"a message", SMALL, lambda: None)
+
+    assert reader.read() == b"a message"
+    reader.read_into(memoryview(room))
+    assert room == SMALL

@@ -15,6 +15,7 @@ from typing import Final
 from weightsync.errors import TransportError
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.store.routes import TOKEN_NBYTES
+from weightsync.transports.store.stream import hasten
 from weightsync.transports.store.worker_threads import start
 
 LENGTH: Final = struct.Struct("!I")
@@ -189,7 +190,7 @@ class _Child:
                 feed = self._forwarder.feed(self._token())
                 if feed is not None:
                     self._socket.settimeout(_PULSE)
-                    self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    hasten(self._socket)
                     self._pass_on(feed)
         finally:
             self.end()
