@@ -92,6 +92,19 @@ def test_a_call_that_fails_is_reported_at_once_after_earlier_messages(laid: Any,
     assert raised.value is error or raised.value.__cause__ is error
 
 
+def test_no_answer_is_taken_from_behind_a_call_that_has_failed(laid: Any) -> None:
+    link, call_client = laid
+    for version in (1, 2, 3):
+        link.send(update(version))
+    call_client.calls[0].set_result([ack(1)])
+    call_client.calls[2].set_result([ack(3)])
+    call_client.calls[1].set_exception(TransportError("the actor died"))
+
+    assert versions(link) == [1]
+    with pytest.raises(TransportError, match="the actor died"):
+        link.receive()
+
+
 @pytest.mark.parametrize("last", [0, 2])
 def test_the_other_ends_close_is_reported_after_all_that_it_sent(laid: Any, last: int) -> None:
     link, call_client = laid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -72,6 +71,8 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._call_client = call_client
         self._calls: list[Answers] = []
         self._failed: TransportError | ProtocolError | None = None
+        #: That the other end has closed the link, if it has.
+        self._given_up: GivenUp | None = None
 
     @property
     def remark(self) -> str:
@@ -121,16 +122,17 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     def receive(self) -> list[Received]:
         """The answers of the finished calls, in the order in which the calls were begun: see `Link.receive`.
 
-        A failed call is reported at once, even if others are still in flight, since they may never end. That the other
-        end has closed the link is reported once all calls have ended, since earlier answers may still arrive.
+        An answer is taken once those of all calls before it were. A failed call is reported at once, even if others are
+        still in flight, since they may never end; answers of calls behind it are lost with the link, for what that call
+        would have brought is missing before them. That the other end has closed the link is reported once all calls
+        have ended, since earlier answers may still arrive.
         """
         self._require_open()
         self._waker.clear()
         # Read before the calls are checked: what the peer sent before its death is then certainly there.
         death = self._death()
-        over = self._finished_calls()
-        received = [Received(message) for call in over if _answered(call) for message in call.result()]
-        if self._failed is None and (failed := self._failure_of(over)) is not None:
+        received = [Received(message) for message in self._answers()]
+        if self._failed is None and (failed := self._failure()) is not None:
             self._failed = self._with_ending(failed)
         if self._failed is None and death:
             self._failed = TransportError(f"{self._peer} has ended: {death}.")
@@ -141,21 +143,26 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
             self._waker.fire()
         return received
 
-    def _finished_calls(self) -> list[Answers]:
-        """The finished calls up to the first one in flight or failed; all finished calls if the link has failed."""
-        over = [call for call in self._calls if call.done()]
-        errors = [error for call in over if (error := _error_of(call)) is not None]
-        if len(over) < len(self._calls) and all(isinstance(error, GivenUp) for error in errors):
-            over = list(itertools.takewhile(_answered, self._calls))
-        self._calls = [call for call in self._calls if call not in over]
-        return over
+    def _answers(self) -> list[Message]:
+        """The messages of the finished calls, up to the first that is in flight or has failed."""
+        messages: list[Message] = []
+        while self._calls and self._calls[0].done():
+            error = _error_of(self._calls[0])
+            if error is None:
+                messages += self._calls[0].result()
+            elif isinstance(error, GivenUp):  # it brings nothing; a later one may bring the other end's last messages
+                self._given_up = self._given_up or error
+            else:
+                break
+            del self._calls[0]
+        return messages
 
-    def _failure_of(self, over: list[Answers]) -> TransportError | ProtocolError | None:
+    def _failure(self) -> TransportError | ProtocolError | None:
         """Why the link has failed: the first error that says more than that the other end has closed it."""
-        errors = [error for call in over if (error := _error_of(call)) is not None]
-        if not errors:
-            return None
-        error = next((each for each in errors if not isinstance(each, GivenUp)), errors[0])
+        errors = (_error_of(call) for call in self._calls if call.done())
+        error = next((each for each in errors if each is not None and not isinstance(each, GivenUp)), None)
+        if error is None:
+            return None if self._calls else self._given_up
         if isinstance(error, TransportError | ProtocolError):
             return error
         failed = TransportError(f"A call to {self._peer} failed: {error}")
@@ -181,10 +188,6 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
 
 def _error_of(call: Answers) -> BaseException | None:
     return CancelledError("it was cancelled") if call.cancelled() else call.exception()
-
-
-def _answered(call: Answers) -> bool:
-    return call.done() and _error_of(call) is None
 
 
 class BlockingLink(CallLink):
