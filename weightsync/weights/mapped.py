@@ -20,6 +20,9 @@ from weightsync.weights.tensors import Form, address_of, owning
 KEPT_BELOW_NBYTES: Final = 256 << 10
 #: How many payloads to keep views of. Shared-memory slots are reused, so their views are too.
 KEPT_PAYLOADS: Final = 4
+#: The same for payloads of this size or more: of the memory that the trainer no longer uses, none is to be kept.
+LARGE_NBYTES: Final = 64 << 20
+KEPT_LARGE: Final = 2
 #: How many copies of payloads to keep: one is live, the next version is copied into the other.
 KEPT_COPIES: Final = 2
 
@@ -115,7 +118,7 @@ class MappedPayloads:
         again = key in self._kept
         found = self._kept.pop(key, None) or MappedPayload(views(layout, owning(payload)), payload)
         self._kept[key] = found if again else None
-        if len(self._kept) > KEPT_PAYLOADS:
+        while len(self._kept) > (KEPT_PAYLOADS if layout.nbytes < LARGE_NBYTES else KEPT_LARGE):
             self._kept.popitem(last=False)
         return found
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weightsync.weights import mapped
 from weightsync.weights.layout import ALIGNMENT, Layout
-from weightsync.weights.mapped import KEPT_BELOW_NBYTES, KEPT_COPIES, KEPT_PAYLOADS, MappedPayloads
+from weightsync.weights.mapped import KEPT_BELOW_NBYTES, KEPT_COPIES, KEPT_LARGE, KEPT_PAYLOADS, MappedPayloads
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.tensors import address_of
@@ -149,6 +149,19 @@ def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads, 
     for slot in slots[1:]:
         payloads.of(layout, slot, in_slot=True)
     assert payloads.of(layout, slots[0], in_slot=True) is not again
+
+
+def test_of_large_slots_two_are_kept(payloads: MappedPayloads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "LARGE_NBYTES", 8 * SMALL)
+    slots = [shared(8 * SMALL) for _ in range(KEPT_LARGE + 1)]
+    (layout,) = {written(memoryview(slot), SMALL) for slot in slots}
+    for slot in slots:
+        for _ in range(2):
+            payloads.of(layout, memoryview(slot), in_slot=True)
+
+    slots[0].close()  # BufferError, if anybody still held it
+    with pytest.raises(BufferError):
+        slots[1].close()
 
 
 def test_no_views_are_kept_of_what_is_no_slot(payloads: MappedPayloads) -> None:
