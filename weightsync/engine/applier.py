@@ -82,15 +82,12 @@ class Applier:
         Raises:
             ConfigurationError, ModelPathError: no model is registered, or none was ever found at its path.
         """
-        served = self._served
-        target = served.target if served.path is None else None
-        if target is None:
-            try:
-                target = served.destination()
-            except (ConfigurationError, LayoutError, ModelPathError) as error:
-                if served.model is None or isinstance(served.model, str):
-                    raise
-                return self._turn_down(error)
+        try:
+            target = self._served.destination()
+        except (ConfigurationError, LayoutError, ModelPathError) as error:
+            if self._served.model is None or isinstance(self._served.model, str):
+                raise
+            return self._turn_down(error)
         return self.receive_and_apply(target)
 
     def _turn_down(self, error: WeightSyncError) -> bool | None:
@@ -119,11 +116,10 @@ class Applier:
         Returns:
             True: it went live. False: it was refused. None: another thread still serves, or nothing is staged.
         """
-        if self._served.path is not None:
-            try:
-                self._served.follow_path()
-            except (ConfigurationError, LayoutError, ModelPathError) as error:
-                return self._turn_down(error)
+        try:
+            self._served.follow_path()
+        except (ConfigurationError, LayoutError, ModelPathError) as error:
+            return self._turn_down(error)
         serving = self._served.serving
         if not serving.begin_swap(timeout):
             return None

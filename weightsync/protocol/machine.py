@@ -64,7 +64,7 @@ def allowed_in(rows: Iterable[tuple[State, SenderInput | ReceiverInput]], state:
 
 
 class Role(StrEnum):
-    """Which of the two kinds of machines one is, by the words that errors and traces use."""
+    """The two kinds of machines, and the sides of a scheme that run them, by the words that errors and traces use."""
 
     SENDER = "sender"
     RECEIVER = "receiver"

@@ -9,8 +9,9 @@ from weightsync.clock import Deadline
 from weightsync.engine.background import Background, RelayCall
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import AckTimeoutError, ConfigurationError, StateError, WeightSyncError
+from weightsync.protocol.machine import Role
 from weightsync.schemes.relay import is_torchrls, relay_call
-from weightsync.schemes.rendezvous import Rendezvous, Side
+from weightsync.schemes.rendezvous import Rendezvous
 from weightsync.weights.loader import Loader
 from weightsync.weights.strategy import WeightStrategy
 
@@ -19,7 +20,7 @@ class ReceiverSide:
     """The worker's side of one scheme. It is initialised once."""
 
     def __init__(self) -> None:
-        self.rendezvous = Rendezvous(Side.RECEIVER)
+        self.rendezvous = Rendezvous(Role.RECEIVER)
         self.receiver: WeightReceiver | None = None
         #: This worker's id, or None if it was not given.
         self.worker_idx: int | None = None

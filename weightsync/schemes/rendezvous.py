@@ -9,15 +9,9 @@ from typing import Final
 
 from weightsync.engine.copies import Participant
 from weightsync.errors import StateError
+from weightsync.protocol.machine import Role
 
 _ONCE: Final = "A scheme connects once, for one trainer or collector: make a new scheme for another."
-
-
-class Side(enum.Enum):
-    """The two sides of a scheme, by the words that errors use."""
-
-    SENDER = "sender"
-    RECEIVER = "receiver"
 
 
 class ConnectState(enum.Enum):
@@ -31,7 +25,7 @@ class ConnectState(enum.Enum):
 class Rendezvous:
     """One side of a scheme connects once; if that fails it may try again."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Role) -> None:
         self._side = side
         self._state = ConnectState.NOT_CONNECTED
 

@@ -12,8 +12,9 @@ from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import StateError
 from weightsync.options import OnFailure
 from weightsync.protocol._tables import State
+from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.rendezvous import Rendezvous, Side
+from weightsync.schemes.rendezvous import Rendezvous
 from weightsync.schemes.worker_set import Groups, WorkerSet, groups_of, is_per_worker, per_worker, send_to_groups
 from weightsync.weights.selection import Selection
 
@@ -44,7 +45,7 @@ class SenderSide:
 
     def __init__(self, scheme: Sending) -> None:
         self._scheme = scheme
-        self.rendezvous = Rendezvous(Side.SENDER)
+        self.rendezvous = Rendezvous(Role.SENDER)
         self.sender: WeightSender | None = None
         #: What the scheme's own `send` sends by; None until it connects.
         self.sends: SequentialSends | None = None
