@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from weakref import ref
+
+from msgspec.structs import replace
 
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening

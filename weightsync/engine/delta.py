@@ -6,8 +6,9 @@ that have acked the version before. A worker keeps the packed bytes of the versi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from weightsync.protocol.messages import BaseRef, Update
 from weightsync.transports.buffers import Buffer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
+from msgspec import Struct
 from torch import Tensor
 
 from weightsync.engine.delta import Travelling
@@ -61,8 +61,7 @@ class _Nobody:
 nobody = _Nobody()
 
 
-@dataclass(slots=True)
-class Packed:
+class Packed(Struct):
     """One version's weights as they are sent."""
 
     layout: Layout

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from weightsync.engine.delta import HeldBase
 from weightsync.engine.driver import Driver, close, flush, mishandled, read, watch
@@ -15,7 +17,6 @@ from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
-from weightsync.protocol.values import made_often
 from weightsync.transports.base import Link, Outlet, Received, Steady
 from weightsync.transports.device import CarriesDevices, Slot
 from weightsync.transports.process import own_host, own_identity
@@ -25,9 +26,7 @@ from weightsync.weights.layout import Layout
 logger = logging.getLogger("weightsync")
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(Struct, frozen=True):
     """The version that has arrived and is not applied yet."""
 
     update: Update

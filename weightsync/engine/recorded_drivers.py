@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.recorder import Life, Recorder, What, recorder

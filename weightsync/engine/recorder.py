@@ -15,7 +15,6 @@ found. A machine's line names the machine (``m``, ``role``, ``model``), counts i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import errno
 import functools
@@ -29,8 +28,11 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import NODEFAULT, Struct, structs
 
 from weightsync.clock import clock_id, now_ns
 from weightsync.errors import ConfigurationError
@@ -47,7 +49,6 @@ FORMAT: Final = 4
 PATTERN: Final = "trace-*.jsonl"
 #: Bytes longer than this (layouts, extra state) are recorded by their digest.
 _LONG = 64
-_MISSING: Final = object()
 
 
 class What(enum.Enum):
@@ -98,7 +99,7 @@ def plain(value: object) -> Any:
             return [plain(each) for each in value]
     kind: type[Any] = type(value)
     fields = ((name, getattr(value, name), default) for name, default in _fields(kind))
-    shown = {name: plain(held) for name, held, default in fields if default is _MISSING or held != default}
+    shown = {name: plain(held) for name, held, default in fields if default is NODEFAULT or held != default}
     return {"is": kind.__name__, **shown}
 
 
@@ -106,18 +107,16 @@ _known: dict[type, tuple[tuple[str, object], ...]] = {}
 
 
 def _fields(kind: type[Any]) -> tuple[tuple[str, object], ...]:
-    """Names and defaults of a dataclass's fields."""
+    """Names and defaults of a value's fields."""
     if kind not in _known:
-        if not dataclasses.is_dataclass(kind):
+        if not issubclass(kind, Struct):
             raise TypeError(f"{kind} is recorded nowhere: it is no value of the protocol")
-        _known[kind] = tuple((each.name, _default(each)) for each in dataclasses.fields(kind))
+        _known[kind] = tuple((each.name, _default(each)) for each in structs.fields(kind))
     return _known[kind]
 
 
-def _default(field: dataclasses.Field[Any]) -> object:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else _MISSING
+def _default(field: structs.FieldInfo) -> object:
+    return field.default if field.default_factory is NODEFAULT else field.default_factory()
 
 
 def seal(line: Mapping[str, Any], before: int) -> tuple[str, int]:
@@ -132,7 +131,7 @@ def seal(line: Mapping[str, Any], before: int) -> tuple[str, int]:
     return f'{body[:-1]},"c":"{checksum:08x}"}}\n', checksum
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Mark:
     """A place in a file between two lines."""
 

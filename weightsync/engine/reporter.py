@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import attrgetter
+
+from msgspec.structs import replace
 
 from weightsync.clock import Stopwatch
 from weightsync.engine.delta import Travelling
@@ -166,7 +167,7 @@ class Reporter:
         self._unreported = {}
         for worker, outcome in outcomes.items():
             entry = workers.get(worker)
-            if entry is None or entry.open or not outcome.remote_traceback:
+            if entry is None or not outcome.remote_traceback or entry.open:
                 continue
             link, first = self._reported.get(worker, (None, version))
             if link != entry.link:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct
 
 from weightsync.engine.delta import Travelling, travelling
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, mishandled, read, watch
@@ -41,7 +43,7 @@ _WORKER: Final = attrgetter("worker")
 logger = logging.getLogger("weightsync")
 
 
-class Said(NamedTuple):
+class Said(Struct, frozen=True):
     """An update as it was sent."""
 
     update: Update
@@ -190,7 +192,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         # Where updates may be reordered or lost, each carries its layout.
         layout_known = lane.orders and lane.known_layout == packed.layout.digest
         # Asked now: what its worker can map may have changed when its ack arrives.
-        shared = lane.shares(packed.buffer, packed.layout.nbytes)
+        shared = packed.buffer.mappable and lane.shares(packed.buffer, packed.layout.nbytes)
         said = self._said
         if said is None or (said.update.version, said.layout_known, said.shared) != (version, layout_known, shared):
             # One message for all workers that get the same: a link may keep how it is encoded.
@@ -414,7 +416,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""
         for lane in tuple(self._links.values()):  # noqa: SIM110 - each step of a generator is one more call
-            if not lane.shares(payload, nbytes):
+            if not (payload.mappable and lane.shares(payload, nbytes)):
                 return False
         return True
 

@@ -7,9 +7,10 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
+
+from msgspec import Struct
 
 from weightsync.clock import Deadline
 from weightsync.engine.copies import SchemeServices
@@ -17,7 +18,6 @@ from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
-from weightsync.protocol.values import made_often
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_live
@@ -174,9 +174,7 @@ def calling_frame() -> FrameType:
     return sys._getframe(2)
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """A version that has been verified and staged, and only has to be swapped in."""
 
     pending: Pending

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
+
+from msgspec import Struct
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import SchemeServices, require_worker_id
@@ -19,7 +21,7 @@ from weightsync.transports.wakeup import AwaitedProcess
 STARTS: Final = 0.5
 
 
-class SendTargets(NamedTuple):
+class SendTargets(Struct, frozen=True):
     """The workers that a send is for."""
 
     #: Worker ids; None: all.
@@ -73,7 +75,7 @@ class Workers:
                 if deadline.passed:
                     self._time_out(sorted(expected))
                 shield.deliver()
-                self._driver.wait(nap_until(deadline, self._driver), seen)
+                self._driver.wait(until_look(deadline.nap) if self._driver.awaited else deadline.nap, seen)
         self._require_all_up()
 
     def _time_out(self, expected: list[int]) -> NoReturn:
@@ -110,9 +112,6 @@ class Workers:
         return self._services.user_messages(self.endpoints[worker_id])
 
 
-def nap_until(deadline: Deadline, driver: SenderDriver) -> float | None:
-    """Seconds to sleep: until the deadline, or the next check of processes that have not started; None: no limit."""
-    nap = deadline.nap
-    if not driver.awaited:
-        return nap
+def until_look(nap: float | None) -> float:
+    """Seconds to sleep while processes have not started: until the next check of them, and no longer than ``nap``."""
     return STARTS if nap is None else min(nap, STARTS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender import WeightSender

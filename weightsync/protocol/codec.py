@@ -30,9 +30,10 @@ import re
 import struct
 from collections.abc import Callable
 from math import isfinite
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
+from msgspec import Struct
 
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
@@ -69,7 +70,7 @@ COVERED: Final = struct.Struct("!BBBBIQ16sQ16s")
 Readable = bytes | bytearray | memoryview
 
 
-class Head(NamedTuple):
+class Head(Struct, frozen=True):
     """A header, not yet checked against its body."""
 
     magic: bytes
@@ -100,8 +101,7 @@ def peek(data: Readable) -> Head:
     if len(data) < HEADER_NBYTES:
         _require_ours(data)
         raise malformed(f"A frame ends after {len(data)} of its header's {HEADER_NBYTES} bytes", data)
-    # `Head(...)` and `Head._make(...)` are calls of Python, and this is done for each message.
-    head = tuple.__new__(Head, _HEADER.unpack_from(data))
+    head = Head(*_HEADER.unpack_from(data))
     if head.magic != MAGIC or head.protocol != PROTOCOL_VERSION or head.zero:
         _require_ours(data)
         raise malformed("A header is malformed", data)

@@ -11,16 +11,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from typing import ClassVar, Final, Generic, TypeVar
 
 import transitions
+from msgspec import Struct
 
 from weightsync.errors import StateError
 from weightsync.protocol._tables import FINAL, INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
-from weightsync.protocol.values import made_often
 
 #: The last steps of a machine: (input, state before, state after), oldest first.
 Steps = tuple[tuple[str, str, str], ...]
@@ -89,9 +88,7 @@ Data = TypeVar("Data")
 Effect = TypeVar("Effect")
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Step(Generic[Input, Data, Effect]):
+class Step(Struct, Generic[Input, Data, Effect], frozen=True):
     """The result of an event. If ``input`` is None, the event was late and no row was looked up."""
 
     input: Input | None

@@ -1,4 +1,4 @@
-"""The messages of the protocol: frozen dataclasses that travel between one sender and one receiver.
+"""The messages of the protocol: frozen structs that travel between one sender and one receiver.
 
 Each carries its ``model_id`` (several models may share a connection) and the sender's ``incarnation``. ``version`` 0
 means "none yet" or, in a refusal, the handshake itself. The fields are those of ``spec/protocol.toml``.
@@ -7,15 +7,14 @@ means "none yet" or, in a refusal, the handshake itself. The fields are those of
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.report import Evidence, SyncReport
-from weightsync.protocol.values import made_often
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(Struct, frozen=True, kw_only=True):
     """The handshake, in both directions."""
 
     model_id: str
@@ -39,9 +38,7 @@ class Hello:
     devices: bytes = b""
 
 
-@made_often
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotRef:
+class SlotRef(Struct, frozen=True, kw_only=True):
     """The shared memory that holds a payload, by its number on this link, and what is sealed in it.
 
     It is a segment of the host's, or memory of a device.
@@ -56,8 +53,7 @@ class SlotRef:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseRef:
+class BaseRef(Struct, frozen=True, kw_only=True):
     """The version whose payload an update's payload is a delta against, as its worker acked it."""
 
     #: 0: the payload is whole, and is kept: a delta against it may follow.
@@ -76,9 +72,7 @@ class WeightsForm(enum.Enum):
     TENSORDICT = "tensordict"
 
 
-@made_often
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(Struct, frozen=True, kw_only=True):
     """One version sent to one worker. Its payload follows inline, or lies in a shared-memory slot."""
 
     model_id: str
@@ -103,9 +97,7 @@ class Update:
     base: BaseRef | None = None
 
 
-@made_often
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
+class Ack(Struct, frozen=True, kw_only=True):
     """The receiver has applied the version completely."""
 
     model_id: str
@@ -122,8 +114,7 @@ class Ack:
     nested: SyncReport | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(Struct, frozen=True, kw_only=True):
     """The receiver did not apply the version, or, if version is 0, refused the handshake."""
 
     model_id: str
@@ -138,8 +129,7 @@ class Refusal:
     evidence: Evidence = Evidence.ANSWER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoBase:
+class NoBase(Struct, frozen=True, kw_only=True):
     """The receiver does not hold the base of a delta: the sender sends the version whole. It does not answer the
     update."""
 
@@ -157,8 +147,7 @@ class Ending(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bye:
+class Bye(Struct, frozen=True, kw_only=True):
     """The end of the link."""
 
     model_id: str

@@ -7,7 +7,8 @@ of a restarted trainer is newer than every version it sent before the restart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from weightsync.errors import ProtocolError
 from weightsync.protocol import machine
@@ -15,22 +16,18 @@ from weightsync.protocol._tables import RECEIVER_ROWS, ReceiverInput, RefusalKin
 from weightsync.protocol.machine import method_of, next_state, refusal
 from weightsync.protocol.messages import Ack, Refusal
 from weightsync.protocol.report import SyncReport
-from weightsync.protocol.values import made_often
 
 #: (incarnation, version)
 Key = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Deferred:
+class Deferred(Struct, frozen=True):
     """An answer that waits until its version has been forwarded."""
 
     ack: Ack
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class ReceiverData:
+class ReceiverData(Struct, frozen=True):
     """Everything a receiver stores besides its state."""
 
     #: The current link, over which the last handshake was completed; None without one.
@@ -46,8 +43,7 @@ class ReceiverData:
     served: Key | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HelloArrived:
+class HelloArrived(Struct, frozen=True):
     """A handshake. ``misfit`` says why it must be refused (layout, protocol); empty if it is acceptable."""
 
     link: int
@@ -55,9 +51,7 @@ class HelloArrived:
     misfit: str = ""
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class UpdateArrived:
+class UpdateArrived(Struct, frozen=True):
     """A version has arrived completely."""
 
     link: int
@@ -65,75 +59,64 @@ class UpdateArrived:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(Struct, frozen=True):
     """The pending version is live; ``answer`` goes to the sender."""
 
     answer: Ack
 
 
-@dataclass(frozen=True, slots=True)
-class Defer:
+class Defer(Struct, frozen=True):
     """The pending version is live, and is forwarded before ``answer`` goes to the sender."""
 
     answer: Ack
 
 
-@dataclass(frozen=True, slots=True)
-class SendAck:
+class SendAck(Struct, frozen=True):
     """The deferred answer may be sent; ``nested`` is the report of the workers that the version was forwarded to."""
 
     nested: SyncReport | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """The pending version did not fit, and nothing was changed; ``answer`` goes to the sender."""
 
     answer: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(Struct, frozen=True):
     """The swap failed half way and could not be undone; ``reason`` goes to the sender."""
 
     reason: str = ""
     remote_traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Invalidate:
+class Invalidate(Struct, frozen=True):
     """The user wrote other weights into the model: it no longer serves a version."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(Struct, frozen=True):
     """The answer to the version decided last was sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkDown:
+class LinkDown(Struct, frozen=True):
     """A link is down. ``failure`` says what failed at our end; empty if the other end closed it or died."""
 
     link: int
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+class Goodbye(Struct, frozen=True):
     """A sender's goodbye over a link, and the incarnation in it."""
 
     link: int
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Struct, frozen=True):
     """The user closes the receiver."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """The receiver is closed because something failed, such as the ``with`` block that used it."""
 
     reason: str
@@ -157,15 +140,13 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Greet:
+class Greet(Struct, frozen=True):
     """Answer the handshake with our own Hello."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(Struct, frozen=True):
     """Refuse the handshake, with the reason and the fence."""
 
     link: int
@@ -174,8 +155,7 @@ class Reject:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Disown:
+class Disown(Struct, frozen=True):
     """Refuse everything that follows over a link: FENCED or FAILED, with the reason."""
 
     link: int
@@ -185,8 +165,7 @@ class Disown:
     remote_traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Struct, frozen=True):
     """Refuse a version that was never applied."""
 
     link: int
@@ -194,23 +173,20 @@ class Tell:
     kind: RefusalKind
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """Send the answer to a decided version. In awaiting_ack, `Answered` or `LinkDown` follows."""
 
     link: int
     answer: Ack | Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class CloseLink:
+class CloseLink(Struct, frozen=True):
     """Close the link without a message."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Struct, frozen=True):
     """Say goodbye over the link, and close it."""
 
     link: int
@@ -219,10 +195,8 @@ class Leave:
 Effect = Greet | Reject | Disown | Tell | Reply | CloseLink | Leave
 
 
-class Step(machine.Step[ReceiverInput, ReceiverData, Effect]):
+class Step(machine.Step[ReceiverInput, ReceiverData, Effect], frozen=True):
     """The result of an event of the receiver."""
-
-    __slots__ = ()
 
 
 def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
@@ -385,7 +359,7 @@ def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tup
             ack = data.answer.ack
             return replace(data, pending=key, answer=ack), (Reply(event.link, ack),)
         case _:
-            return ReceiverData(data.link, data.fence, data.decided, data.answer, key, data.served), ()
+            return replace(data, pending=key), ()
 
 
 def _decide(data: ReceiverData, event: Applied | Defer | SendAck | Refused) -> tuple[ReceiverData, tuple[Effect, ...]]:
@@ -401,7 +375,7 @@ def _decide(data: ReceiverData, event: Applied | Defer | SendAck | Refused) -> t
 
 
 def _serving(data: ReceiverData, answer: Ack | Deferred) -> ReceiverData:
-    return ReceiverData(data.link, data.fence, data.pending, answer, None, data.pending)
+    return replace(data, decided=data.pending, answer=answer, pending=None, served=data.pending)
 
 
 def _send_ack(data: ReceiverData, nested: SyncReport | None) -> tuple[ReceiverData, tuple[Effect, ...]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError, warn_renamed
 from weightsync.options import WireDtype
-from weightsync.protocol.values import made_often
 
 
 class OutcomeKind(enum.Enum):
@@ -45,9 +46,7 @@ class Evidence(enum.Enum):
 FINE = frozenset({OutcomeKind.APPLIED, OutcomeKind.PENDING, OutcomeKind.SKIPPED})
 
 
-@made_often
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Struct, frozen=True, kw_only=True):
     """The result of one version on one worker."""
 
     kind: OutcomeKind
@@ -98,9 +97,7 @@ class Outcome:
         return self.kind in FINE and (self.nested is None or not self.nested.failed)
 
 
-@made_often
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
+class SyncReport(Struct, frozen=True, kw_only=True):
     """The result of one send, with one outcome per worker.
 
     It reads like a mapping to the outcomes: ``report[0].kind``, ``for worker_id in report``.

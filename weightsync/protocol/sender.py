@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
 from weightsync.protocol import machine
@@ -18,7 +20,6 @@ from weightsync.protocol.by_worker import drop, put
 from weightsync.protocol.machine import next_state
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Outcome, OutcomeKind, advice_for_lost
-from weightsync.protocol.values import made_often
 
 
 class LinkState(enum.Enum):
@@ -38,9 +39,7 @@ class LinkState(enum.Enum):
 OPEN: Final = (LinkState.UP, LinkState.EXPECTED)
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One of the workers."""
 
     #: The number of its newest link; one sender never uses a number twice.
@@ -65,9 +64,7 @@ class Entry:
         return self.link_state in OPEN
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Outstanding:
+class Outstanding(Struct, frozen=True):
     """The version being sent: which workers owe an answer, over which link, and the outcomes of the others."""
 
     version: int
@@ -75,9 +72,7 @@ class Outstanding:
     outcomes: Mapping[int, Outcome]
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class SenderData:
+class SenderData(Struct, frozen=True):
     """Everything a sender stores besides its state."""
 
     #: 0 until CONNECT.
@@ -98,76 +93,64 @@ class SenderData:
     late: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(Struct, frozen=True):
     """The user opened the links, under this incarnation."""
 
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """The user sends to ``targets`` (None: to all) and blocks."""
 
     targets: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class SendAsync:
+class SendAsync(Struct, frozen=True):
     """The user sends to ``targets`` (None: to all) and continues."""
 
     targets: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """The user waits for the outstanding update."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(Struct, frozen=True):
     """The wait for ``version`` timed out."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
+class Interrupted(Struct, frozen=True):
     """An exception ended the wait for ``version``."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(Struct, frozen=True):
     """The user gives up the outstanding update."""
 
     reason: str = "given up by the caller"
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """A worker joins on a new link. If its old link is still open, that is lost first: see `joining`."""
 
     worker: int
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(Struct, frozen=True):
     """The user removes a worker. Its link is lost first: see `removal`."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Struct, frozen=True):
     """The user closes the sender."""
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """A message from ``worker`` over ``link``."""
 
     worker: int
@@ -175,8 +158,7 @@ class Answer:
     message: Hello | Ack | Refusal | Bye
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(Struct, frozen=True):
     """A link died or was given up."""
 
     worker: int
@@ -187,8 +169,7 @@ class LinkLost:
 Event = Connect | Send | SendAsync | Wait | Deadline | Interrupted | Abandon | Join | Remove | Close | Answer | LinkLost
 
 
-@dataclass(frozen=True, slots=True)
-class Greet:
+class Greet(Struct, frozen=True):
     """Send a Hello over the link, followed by version ``due`` if that is not 0."""
 
     worker: int
@@ -196,9 +177,7 @@ class Greet:
     due: int
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(Struct, frozen=True):
     """Send the version over the link."""
 
     worker: int
@@ -206,24 +185,21 @@ class Dispatch:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class CloseLink:
+class CloseLink(Struct, frozen=True):
     """Close the link."""
 
     worker: int
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Farewell:
+class Farewell(Struct, frozen=True):
     """A worker said goodbye and was removed: report why to the user."""
 
     worker: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Conclude:
+class Conclude(Struct, frozen=True):
     """The outstanding update has ended: report its outcomes to the caller that asks or waits."""
 
     outstanding: Outstanding
@@ -375,10 +351,8 @@ def _by_worker(reasons: Mapping[int, str]) -> str:
     return "; ".join(f"worker {worker}: {reason.rstrip('.')}" for worker, reason in reasons.items())
 
 
-class Step(machine.Step[SenderInput, SenderData, Effect]):
+class Step(machine.Step[SenderInput, SenderData, Effect], frozen=True):
     """The result of an event of the sender."""
-
-    __slots__ = ()
 
 
 def step(state: State, data: SenderData, event: Event) -> Step:
@@ -397,8 +371,7 @@ def step(state: State, data: SenderData, event: Event) -> Step:
     after, effects = _advance(named, data, event)
     if named in _ENDS and after.outstanding is not None:
         effects = (*effects, Conclude(after.outstanding, after.not_caught_up, after.left))
-        known = after.incarnation, after.version, after.due_all, after.workers
-        after = SenderData(*known, None, {}, {}, after.stale, after.late)
+        after = replace(after, outstanding=None, not_caught_up={}, left={})
     return Step(named, to, after, effects)
 
 
@@ -438,9 +411,7 @@ def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[Sender
     outcomes: dict[int, Outcome] = {}
     effects: list[Effect] = []
     for worker, e in targets_of(data, targets).items():
-        workers[worker] = Entry(
-            e.link, e.link_state, e.reason, e.remote_traceback, e.fence, e.served, version, e.catching
-        )
+        workers[worker] = replace(e, due=version)
         if e.link_state in OPEN:
             owed[worker] = e.link
             effects.append(Dispatch(worker, e.link, version))
@@ -448,8 +419,8 @@ def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[Sender
             outcomes[worker] = ended(e)
     due_all = version if targets is None else data.due_all
     outstanding = Outstanding(version, owed, outcomes)
-    kept = data.not_caught_up, data.left, data.stale, data.late
-    return SenderData(data.incarnation, version, due_all, workers, outstanding, *kept), tuple(effects)
+    after = replace(data, version=version, due_all=due_all, workers=workers, outstanding=outstanding)
+    return after, tuple(effects)
 
 
 def ended(entry: Entry) -> Outcome:
@@ -493,7 +464,7 @@ def _settled(outstanding: Outstanding | None, worker: int, link: int, outcome: O
     if outstanding is None or outstanding.owed.get(worker) != link:
         return outstanding
     outcomes = put(outstanding.outcomes, worker, outcome)
-    return Outstanding(outstanding.version, drop(outstanding.owed, worker), outcomes)
+    return replace(outstanding, owed=drop(outstanding.owed, worker), outcomes=outcomes)
 
 
 def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
@@ -507,15 +478,14 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
         return replace(data, workers=put(data.workers, worker, replace(e, link_state=LinkState.UP))), ()
     served = message.version if isinstance(message, Ack) else e.served
     catching = 0 if message.version >= e.catching else e.catching
-    entry = Entry(e.link, LinkState.UP, e.reason, e.remote_traceback, e.fence, served, e.due, catching)
+    entry = replace(e, link_state=LinkState.UP, served=served, catching=catching)
     workers, outcome, not_caught_up = put(data.workers, worker, entry), _outcome(message), data.not_caught_up
     outstanding = data.outstanding
     if named is not SenderInput.CAUGHT_UP:
         outstanding = _settled(outstanding, worker, link, outcome)
     elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
         not_caught_up = put(not_caught_up, worker, outcome)
-    known = data.incarnation, data.version, data.due_all
-    return SenderData(*known, workers, outstanding, not_caught_up, data.left, data.stale, data.late), ()
+    return replace(data, workers=workers, outstanding=outstanding, not_caught_up=not_caught_up), ()
 
 
 def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[SenderData, tuple[Effect, ...]]:

@@ -10,12 +10,12 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 
 from weightsync.clock import Deadline, Timeout

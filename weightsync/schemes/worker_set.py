@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn
+from msgspec.structs import replace
 from tensordict import TensorDictBase
 
 from weightsync.clock import Deadline

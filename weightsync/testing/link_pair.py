@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import xxhash
+from msgspec.structs import replace
 
 from weightsync.clock import Stopwatch
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError

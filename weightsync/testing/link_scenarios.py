@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Hello, Refusal, WeightsForm

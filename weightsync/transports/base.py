@@ -9,23 +9,21 @@ import select
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
 from typing import Final, Generic, Protocol, TypeVar
 
+from msgspec import Struct
+
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
-from weightsync.protocol.values import made_often
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.device import OnDevice, Slot
 from weightsync.transports.process import forget_after_fork
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Struct, frozen=True):
     """A whole message with its payload."""
 
     message: Message

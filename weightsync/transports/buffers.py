@@ -401,6 +401,8 @@ class Buffer:
             self.segment = Segment(nbytes)
         else:
             self._heap = memoryview(anonymous(nbytes))[:nbytes]
+        #: Whether other processes may map it.
+        self.mappable = self.segment is not None
         #: Who may still be reading it: a token for each.
         self.pins: set[Hashable] = set()
         #: Whether it must never be written again.

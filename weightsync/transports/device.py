@@ -116,7 +116,7 @@ class DeviceBuffer(Buffer):
 
     def __init__(self, memory: OnDevice) -> None:
         super().__init__(0)
-        self.nbytes = memory.nbytes
+        self.nbytes, self.mappable = memory.nbytes, True
         self.slot = DeviceSlot(memory)
         self._host: Buffer | None = None
         self._staged = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import types
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct
 
 from weightsync.engine.recorder import What, plain
 from weightsync.errors import WeightSyncError
@@ -268,7 +269,7 @@ def decoded(kind: Any, recorded: Any) -> Any:
         return _tuple(typing.get_args(kind)[0], recorded)
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(typing.get_args(kind)[1], recorded)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+    if isinstance(kind, type) and issubclass(kind, Struct):
         return _record(kind, recorded)
     return _scalar(kind, recorded)
 

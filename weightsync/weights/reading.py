@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from msgspec import Struct, field
 from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictParams
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.protocol.values import made_often
 from weightsync.weights.extra_state import ExtraState, has_own_state_dict, refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
@@ -31,9 +31,7 @@ class ExtraSlot:
     set: Callable[[ExtraState], object]
 
 
-@made_often
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(Struct, frozen=True):
     """The weights of a source: its tensors, not copied, by flat dotted name, and access to its extra state."""
 
     tensors: dict[str, Tensor]

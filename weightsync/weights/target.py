@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import is_
 from typing import Final
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from weightsync.errors import ProtocolError, WeightSyncError
-from weightsync.protocol.values import made_often
 from weightsync.weights import destination_checks as checks
 from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory
@@ -40,9 +40,7 @@ _CAPTURED: Final = (
 )
 
 
-@made_often
-@dataclass(frozen=True, slots=True, eq=False)
-class DestinationPlan:
+class DestinationPlan(Struct, frozen=True, eq=False):
     """The tensors of a destination, and how a swap changes them.
 
     Attributes:
@@ -79,9 +77,7 @@ class DestinationPlan:
 
     def moved(self, form: Form, mapped: MappedPayload | None = None) -> DestinationPlan:
         """The plan once parameters have other memory, of this form: that of ``mapped``, or their own."""
-        kept = self.weights, self.layout, self.tensors
-        sharing, parameters = self.sharing, self.parameters
-        return DestinationPlan(*kept, form, sharing, self.mappable, parameters, self.devices, mapped, self.family)
+        return replace(self, form=form, mapped=mapped)
 
 
 def plan_for(
@@ -140,9 +136,7 @@ class SwapBroken(WeightSyncError):
     """A swap failed half way and could not be undone: the destination holds a mix of two versions."""
 
 
-@made_often
-@dataclass(frozen=True, slots=True, eq=False)
-class Staged:
+class Staged(Struct, frozen=True, eq=False):
     """A validated update that is not live yet. It keeps its payload alive."""
 
     layout: Layout

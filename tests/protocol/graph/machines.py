@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from modelcheck.second.words import Message, Out, Word
+from msgspec.structs import replace as changed
 from network import (
     Frozen,
     Interned,
@@ -71,13 +72,13 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
 
 def _compared(data: sending.SenderData) -> sending.SenderData:
     """The data without what is only reported to people: counters, reasons, who did not catch up."""
-    workers = {w: replace(entry, reason="", remote_traceback="") for w, entry in sorted(data.workers.items())}
+    workers = {w: changed(entry, reason="", remote_traceback="") for w, entry in sorted(data.workers.items())}
     outstanding = data.outstanding
     if outstanding is not None:
         outcomes = {w: Outcome(kind=outcome.kind) for w, outcome in sorted(outstanding.outcomes.items())}
-        outstanding = replace(outstanding, owed=Frozen(sorted(outstanding.owed.items())), outcomes=Frozen(outcomes))
+        outstanding = changed(outstanding, owed=Frozen(sorted(outstanding.owed.items())), outcomes=Frozen(outcomes))
     dropped = {"not_caught_up": Frozen(), "left": Frozen(), "stale": 0, "late": 0}
-    return replace(data, workers=Frozen(workers), outstanding=outstanding, **dropped)
+    return changed(data, workers=Frozen(workers), outstanding=outstanding, **dropped)
 
 
 def _noted(outstanding: sending.Outstanding, did: frozenset[int], workers: int) -> Out:

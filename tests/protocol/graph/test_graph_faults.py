@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
 from configurations import CONFIGURATIONS
 from graph_support import explored
+from msgspec.structs import replace
 from search import difference, search
 
 from weightsync.protocol import receiver as receiving

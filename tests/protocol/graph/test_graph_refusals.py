@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from configurations import SMALL
 from graph_support import ASKED, explored
+from msgspec.structs import replace
 from refusing import closed_beside, due_of_receiver, due_of_sender, receiver_events, sender_events
 
 from weightsync import MultiProcessWeightSyncScheme

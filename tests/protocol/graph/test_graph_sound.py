@@ -16,6 +16,7 @@ from modelcheck.second.deliveries import DELIVERIES
 from modelcheck.second.invariants import INVARIANTS
 from modelcheck.second.liveness import ENDINGS
 from modelcheck.second.steps import STEPS
+from msgspec.structs import replace as changed
 from search import search
 
 from weightsync.protocol import receiver as receiving
@@ -88,32 +89,32 @@ def _patched(half, function, change):
 
 def _fence_falls(advance, named, data, event):
     after, effects = advance(named, data, event)
-    return (replace(after, fence=0) if isinstance(event, receiving.LinkDown) else after), effects
+    return (changed(after, fence=0) if isinstance(event, receiving.LinkDown) else after), effects
 
 
 def _refusals_forgotten(advance, named, data, event):
     after, effects = advance(named, data, event)
-    return (replace(after, decided=data.decided) if isinstance(event, receiving.Refused) else after), effects
+    return (changed(after, decided=data.decided) if isinstance(event, receiving.Refused) else after), effects
 
 
 def _served_though_refused(advance, named, data, event):
     after, effects = advance(named, data, event)
-    return (replace(after, served=data.pending) if isinstance(event, receiving.Refused) else after), effects
+    return (changed(after, served=data.pending) if isinstance(event, receiving.Refused) else after), effects
 
 
 def _applied_though_only_half(advance, named, data, event):
     after, effects = advance(named, data, event)
-    return (replace(after, served=data.served) if isinstance(event, receiving.Applied) else after), effects
+    return (changed(after, served=data.served) if isinstance(event, receiving.Applied) else after), effects
 
 
 def _version_used_again(advance, named, data, event):
     after, effects = advance(named, data, event)
-    return (replace(after, version=data.version - 1) if isinstance(event, sending.Abandon) else after), effects
+    return (changed(after, version=data.version - 1) if isinstance(event, sending.Abandon) else after), effects
 
 
 def _joiner_gets_nothing(join, data, worker, link):
     after, effects = join(data, worker, link)
-    return after, tuple(replace(each, due=0) if isinstance(each, sending.Greet) else each for each in effects)
+    return after, tuple(changed(each, due=0) if isinstance(each, sending.Greet) else each for each in effects)
 
 
 def _everybody_is_sent_to(dispatch, data, targets):
@@ -123,12 +124,12 @@ def _everybody_is_sent_to(dispatch, data, targets):
 
 
 def _lost_counts_as_abandoned(lost, entry):
-    return replace(lost(entry), kind=sending.OutcomeKind.ABANDONED)
+    return changed(lost(entry), kind=sending.OutcomeKind.ABANDONED)
 
 
 def _closing_forgets_to_settle(advance, named, data, event):
     after, effects = advance(named, data, event)
-    return (replace(after, outstanding=data.outstanding) if isinstance(event, sending.Close) else after), effects
+    return (changed(after, outstanding=data.outstanding) if isinstance(event, sending.Close) else after), effects
 
 
 FAULTS = {

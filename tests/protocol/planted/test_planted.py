@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import checks
 import pytest
+from msgspec.structs import replace
 
 from weightsync.engine.applier import Applier
 from weightsync.engine.receiver_driver import ReceiverDriver

@@ -6,9 +6,9 @@ import random
 import sys
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import by_worker, sender
@@ -79,7 +79,7 @@ def test_an_answer_takes_as_many_calls_with_a_thousand_workers_as_with_a_hundred
     few, hundred, many = calls_an_answer(10), calls_an_answer(100), calls_an_answer(MANY)
 
     assert many <= 1.1 * hundred
-    assert many <= 2.2 * few
+    assert many <= few + 20  # what a tree costs more than a dict, three changes of it
 
 
 def test_an_answer_copies_no_more_with_a_thousand_workers_than_with_a_few_dozen() -> None:

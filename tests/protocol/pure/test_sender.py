@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import sender as pure

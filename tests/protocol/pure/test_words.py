@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, ProtocolError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import receiver, sender

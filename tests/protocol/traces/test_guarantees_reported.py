@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 from recorded import recorded
 
 from weightsync.engine.recorder import What
@@ -94,21 +95,21 @@ def leaves(version: int, worker: int) -> Wanted:
 
 
 def after(**data: Any) -> dict[str, Callable[[Moment], Any]]:
-    return {"after": lambda moment: replace(moment.after, **data)}
+    return {"after": lambda moment: changed(moment.after, **data)}
 
 
 def answer(**what: Any) -> dict[str, Callable[[Moment], Any]]:
     """The answer that is applied is otherwise."""
-    return {"event": lambda moment: replace(moment.event, answer=replace(moment.event.answer, **what))}
+    return {"event": lambda moment: changed(moment.event, answer=changed(moment.event.answer, **what))}
 
 
 def heard(**what: Any) -> dict[str, Callable[[Moment], Any]]:
     """The ack that counts is otherwise."""
-    return {"event": lambda moment: replace(moment.event, message=replace(moment.event.message, **what))}
+    return {"event": lambda moment: changed(moment.event, message=changed(moment.event.message, **what))}
 
 
 def said(**what: Any) -> dict[str, Callable[[Moment], Any]]:
-    return {"message": lambda moment: replace(moment.message, **what)}
+    return {"message": lambda moment: changed(moment.message, **what)}
 
 
 def effect(kind: type, make: Callable[[Any], Any]) -> dict[str, Callable[[Moment], Any]]:
@@ -116,7 +117,7 @@ def effect(kind: type, make: Callable[[Any], Any]) -> dict[str, Callable[[Moment
 
     def other(moment: Moment) -> Any:
         assert moment.step is not None
-        return replace(moment.step, effects=[make(e) if isinstance(e, kind) else e for e in moment.step.effects])
+        return changed(moment.step, effects=[make(e) if isinstance(e, kind) else e for e in moment.step.effects])
 
     return {"step": other}
 
@@ -126,11 +127,11 @@ def asks(kind: type) -> Wanted:
 
 
 def concluded(**what: Any) -> dict[str, Callable[[Moment], Any]]:
-    return effect(sending.Conclude, lambda each: replace(each, outstanding=replace(each.outstanding, **what)))
+    return effect(sending.Conclude, lambda each: changed(each, outstanding=changed(each.outstanding, **what)))
 
 
 def greets(due: int) -> dict[str, Callable[[Moment], Any]]:
-    return effect(sending.Greet, lambda each: replace(each, due=due))
+    return effect(sending.Greet, lambda each: changed(each, due=due))
 
 
 def arrives(moment: Moment) -> bool:
@@ -158,27 +159,27 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
     "G4 ServingIsMonotone: version 0 is served after": (
         "receiver",
         APPLIED,
-        {"after": lambda moment: replace(moment.after, served=(moment.after.served[0], 0))},
+        {"after": lambda moment: changed(moment.after, served=(moment.after.served[0], 0))},
     ),
     "G4 ServingIsMonotone: version 2 is served after": (
         "receiver",
         APPLIED,
-        {"after": lambda moment: replace(moment.after, fence=moment.after.served[0] + 1)},
+        {"after": lambda moment: changed(moment.after, fence=moment.after.served[0] + 1)},
     ),
     "G5 OneOutstanding: a version is dispatched while": (
         "sender",
         SENDS,
-        {"before": lambda moment: replace(moment.before, outstanding=moment.after.outstanding)},
+        {"before": lambda moment: changed(moment.before, outstanding=moment.after.outstanding)},
     ),
     "G5 OneOutstanding: a version is dispatched": (
         "sender",
         SENDS,
-        {"before": lambda moment: replace(moment.before, version=3)},
+        {"before": lambda moment: changed(moment.before, version=3)},
     ),
     "G6 RefusalKeepsServing: a refusal changes": (
         "receiver",
         takes(receiving.Refused),
-        {"before": lambda moment: replace(moment.before, served=(1, 1))},
+        {"before": lambda moment: changed(moment.before, served=(1, 1))},
     ),
     "G6 RefusalKeepsServing: the served version changes, but nothing": ("receiver", arrives, after(served=(LATE, 9))),
     "G7 OnlyTargetsChange: version 3 is sent to [1], which is no target of it": (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from missing import java_and_tlc
+from msgspec.structs import replace as changed
 from recorded import Cast, judged, model, recorded
 
 import weightsync
@@ -123,7 +124,7 @@ def _joiners_are_due_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lazy(data: Any, worker: int, link: int) -> Any:
         after, effects = before(data, worker, link)
-        return replace(after, workers={**after.workers, worker: replace(after.workers[worker], catching=0)}), effects
+        return changed(after, workers={**after.workers, worker: changed(after.workers[worker], catching=0)}), effects
 
     monkeypatch.setattr(sending, "_join", lazy)
 

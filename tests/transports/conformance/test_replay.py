@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_links import local_pair
+from msgspec.structs import replace
 
 from weightsync import StateError
 from weightsync.engine.sender_driver import SenderDriver

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_links import LocalLink, local_pair
+from msgspec.structs import replace
 
 import weightsync.testing
 from weightsync import ConfigurationError, TransportError

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from fake_device import FakeDevice, fake_device
 from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, large, serve, serve_until_gone
+from msgspec.structs import replace
 from test_kernels import mapped, policy
 from torch import nn
 

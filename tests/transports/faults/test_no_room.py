@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exhausted import descriptors_left
 from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, large, receive, serve, shows
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, SharedMemWeightSyncScheme

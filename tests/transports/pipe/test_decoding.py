@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from decoders import DECODERS, carrying, sealed
 from edits import edited, edits, inputs
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
 from weightsync.keys import SharedKey

@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import socket
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from weightsync import ProtocolError
 from weightsync.protocol import codec

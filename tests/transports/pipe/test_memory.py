@@ -9,13 +9,13 @@ import gc
 import mmap
 import os
 import stat
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from msgspec.structs import replace
 from pools import statistics
 from torch import Tensor
 

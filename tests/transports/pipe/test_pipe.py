@@ -11,12 +11,12 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import wire_strategies as strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from pools import statistics
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError

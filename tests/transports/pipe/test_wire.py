@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import replace
 
 import pytest
 import wire_strategies as strategies
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol import codec, report_codec

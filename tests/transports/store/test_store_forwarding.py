@@ -178,7 +178,7 @@ def test_a_child_that_takes_nothing_is_given_up_and_a_slow_one_is_not(monkeypatc
     payload = bytes(16 * forwarding.PIECE_NBYTES)
     try:
         forwarder.offer(TOKEN, 2, memoryview(payload)).reach(len(payload))
-        with connection(forwarder, small) as deaf, connection(forwarder, small) as slow:
+        with connection(forwarder, small) as deaf, connection(forwarder) as slow:
             for each in (deaf, slow):
                 each.sendall(TOKEN)
             until(lambda: len(forwarder._children) == 2)

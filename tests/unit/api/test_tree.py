@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from weightsync import errors
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport

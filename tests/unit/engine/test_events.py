@@ -412,8 +412,8 @@ def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> Non
     plain = report.to_dict()
 
     assert json.loads(json.dumps(plain)) == plain
-    assert plain.keys() == {*SyncReport.__dataclass_fields__, "ok"}
-    assert plain["outcomes"]["0"].keys() == set(Outcome.__dataclass_fields__)
+    assert plain.keys() == {*SyncReport.__struct_fields__, "ok"}
+    assert plain["outcomes"]["0"].keys() == set(Outcome.__struct_fields__)
     assert (plain["ok"], plain["incarnation"], plain["wire_dtype"]) == (False, 2**90, "bfloat16")
     assert plain["outcomes"]["1"] == {**Outcome(kind=OutcomeKind.LOST).to_dict(), "reason": "it died"}
     assert (plain["superseded"], plain["left"]) == ({"0": [2, 3]}, {"5": "it was closed"})

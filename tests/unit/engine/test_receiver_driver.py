@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from scripted import Scripted
 
 from weightsync import ProtocolError, StateError, TransportError

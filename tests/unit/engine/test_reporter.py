@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from scripted import EPOCH, Fleet, Scripted, Telling, ack, hello, packed, refusal
 
 from weightsync import RefusedError, TransportError, WorkerLostError

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import xxhash
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol import codec

@@ -7,13 +7,13 @@ import copy
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, filled, large, small
 from local_links import LocalLink, local_pair
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync import (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fleet import Pair, small
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync import (

@@ -8,10 +8,10 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
+from msgspec.structs import replace
 from tensordict import TensorDictBase
 from torch import nn
 

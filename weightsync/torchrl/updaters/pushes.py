@@ -6,8 +6,9 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from weightsync.clock import Deadline
 from weightsync.engine.sender import WeightSender

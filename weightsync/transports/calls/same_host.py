@@ -12,8 +12,9 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, NamedTuple, Self
+
+from msgspec.structs import replace
 
 from weightsync.errors import TransportError
 from weightsync.protocol import codec

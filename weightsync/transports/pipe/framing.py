@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from msgspec import Struct
+
 from weightsync.errors import ProtocolError
 from weightsync.protocol import codec
 from weightsync.protocol.codec import MAGIC, Readable
@@ -106,7 +108,7 @@ _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i")
 _NO_DESCRIPTOR: Final = "The descriptor of the peer's shared memory could not be taken: Too many open files."
 
 
-class Frame(NamedTuple):
+class Frame(Struct, frozen=True):
     """A complete weightsync frame."""
 
     message: Message
@@ -275,7 +277,7 @@ class Inflow:
         message = codec.decode_with(head, frame[:control])
         payload = memoryview(bytearray(frame[control:])) if head.payload_nbytes else None
         claimed = self._claim(head, message, frame) if head.descriptors else _UNCLAIMED
-        return tuple.__new__(Frame, (message, payload, *claimed))
+        return Frame(message, payload, *claimed)
 
     def _begin(self) -> bool:
         """Start on the frame at the head of the chunk, once enough of it is there to identify it."""

@@ -86,7 +86,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
             self._channel.write(self._peer, Outgoing(framed(message)))
         elif payload is None:
             raise _without(message)
-        elif self.shares(payload, message.nbytes):
+        elif payload.mappable and self.shares(payload, message.nbytes):
             self._send_shared(message, payload)
         else:
             self._send_inline(message, payload)
