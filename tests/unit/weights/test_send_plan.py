@@ -18,13 +18,6 @@ from weightsync.weights.reading import Weights, read_weights
 from weightsync.weights.tensors import Form, borrowed
 
 
-@pytest.fixture(params=[0, packing.FEW], ids=["small ones in one call", "few small ones one by one"], autouse=True)
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Up to how many small tensors are moved one by one."""
-    monkeypatch.setattr(packing, "FEW", request.param)
-    return int(request.param)
-
-
 class Model(nn.Module):
     """Tensors of a few bytes and of more than are moved one by one, in several dtypes."""
 
@@ -146,13 +139,13 @@ def test_memory_that_was_shrunk_is_not_read_even_where_it_was() -> None:
         packer.pack(model)
 
 
-def test_small_tensors_are_joined_once_they_have_stayed_where_they_were(few: int) -> None:
+def test_small_tensors_are_joined_once_they_have_stayed_where_they_were() -> None:
     model = Model()
     packer = planned(model)
     pieces = packer._plan._pieces  # type: ignore[union-attr]
     moves = [step.move for step in pieces._steps]
 
-    assert sorted(map(len, pieces._joined.values())) == ([] if few else [1, 9])
+    assert sorted(len(memories) for _, memories in pieces._runs.values()) == [1, 9]
     assert moves.count(Move.JOINED) == 2  # of float32 and of int64
     assert moves.count(Move.BYTES) == 1
     assert moves.count(Move.BY_TORCH) == 1  # of bool
