@@ -87,6 +87,10 @@ def tied(model: Model) -> None:
     model.small[0] = nn.Parameter(model.large.data[0, :1])
 
 
+def resized(model: Model) -> None:
+    model.count.resize_(5)
+
+
 def renamed(model: Model) -> None:
     model.other = model.square
     del model.square
@@ -98,7 +102,7 @@ def gone(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [values, moved, reshaped, transposed, cast, negated, replaced, tied, renamed, gone],
+    [values, moved, reshaped, transposed, cast, negated, replaced, tied, resized, renamed, gone],
     ids=lambda each: each.__name__,
 )
 def test_whatever_changes_between_two_sends_is_sent_as_it_is(change: Callable[[Model], None]) -> None:
@@ -113,6 +117,20 @@ def test_whatever_changes_between_two_sends_is_sent_as_it_is(change: Callable[[M
         assert found.keys() == state.keys()
         assert all(found[name].dtype == state[name].dtype for name in state)
         assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_parameters_that_are_tied_and_untied_between_two_sends_are_sent_as_they_are() -> None:
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
+    packer = planned(model)
+    own = model["b"].weight
+    for weight in (model["a"].weight, own):
+        model["b"].weight = weight
+        with torch.no_grad():
+            model["a"].weight.add_(1)
+        for _ in range(3):
+            found = sent(packer, model)
+            assert torch.equal(found["a.weight"], model["a"].weight)
+            assert torch.equal(found["b.weight"], weight)
 
 
 def test_memory_that_was_freed_is_not_read() -> None:
