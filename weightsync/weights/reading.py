@@ -145,10 +145,10 @@ def _read_module(
     module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module], usual: dict[type, bool]
 ) -> None:
     # state_dict() takes ten times as long, and named_parameters() omits tied names.
-    kind, tensors = type(module), into.tensors
-    is_usual = usual.get(kind)
+    kind: Any = type(module)
+    tensors, is_usual = into.tensors, usual.get(kind)
     if is_usual is None:
-        is_usual = usual[kind] = _is_usual(kind)
+        is_usual = usual[kind] = kind.get_extra_state is _GET_EXTRA_STATE and _is_usual(kind)
     # To look up each attribute in the module would take longer than all of the rest.
     own = module.__dict__ if is_usual else _read_unusual(module, prefix, into, peculiar)
     for name, parameter in own["_parameters"].items():
@@ -171,7 +171,7 @@ def _read_module(
 
 def _read_unusual(module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module]) -> Mapping[str, Any]:
     """Read what is unusual about a module; returns its attributes."""
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
+    if type(module).get_extra_state is not _GET_EXTRA_STATE:
         into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
     if overrides_state_dict(type(module)):  # type: ignore[arg-type]
         peculiar[prefix[:-1]] = module
@@ -181,14 +181,15 @@ def _read_unusual(module: nn.Module, prefix: str, into: Weights, peculiar: dict[
 #: The attributes of a module that say what its state is, and its methods that an instance may replace.
 _ATTRIBUTES = frozenset({"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", *STATE_DICT_HOOKS})
 _STATE_DICT, _SAVE = "state_dict", "_save_to_state_dict"
+_GET_EXTRA_STATE = nn.Module.get_extra_state
 
 
+@lru_cache(maxsize=1024)
 def _is_usual(kind: type[nn.Module]) -> bool:
-    """Whether modules of a kind have no extra state and the usual state dict, and their own dict has all attributes."""
-    if kind.get_extra_state is not nn.Module.get_extra_state or overrides_state_dict(kind):  # type: ignore[arg-type]
-        return False
+    """Whether modules of a kind have the usual state dict, and their own dict has all of their attributes."""
     given = any(map(_ATTRIBUTES.intersection, map(vars, kind.__mro__)))
-    return kind.__getattribute__ is object.__getattribute__ and not given
+    found = kind.__getattribute__ is object.__getattribute__ and not given
+    return found and not overrides_state_dict(kind)  # type: ignore[arg-type]
 
 
 def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None:
