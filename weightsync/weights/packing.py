@@ -15,7 +15,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from itertools import compress, repeat
 from operator import attrgetter, getitem, setitem
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from weightsync.weights.tensors import (
     why_uncopied,
 )
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
-from weightsync.weights.tree_digest import LEAST, ChunkHashes, Part, StreamedDigest, digest, in_threads, shares
+from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, digest, in_threads, shares
 
 #: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
@@ -47,6 +47,9 @@ CHUNK = 64 << 20
 LARGE: Final = 32 << 10
 
 _DEVICE: Final = attrgetter("device")
+#: ``into[place] = source`` and ``source[place]`` of memoryviews. To call `memmove` by ctypes takes three times as long.
+_put: Final[Any] = setitem
+_get: Final[Any] = getitem
 #: Called with the bytes of a buffer that have just been written.
 Behind = Callable[[int, int], None]
 
@@ -205,8 +208,9 @@ class Pieces:
         self._moved = [index for index in range(len(layout.entries)) if index in chosen]
         #: Of each run of small tensors: where in the run each lies, and its memory.
         self._runs = {step.first: self._run(step) for step in steps if step.move is Move.JOINED}
+        # What is copied with the GIL is no work for another thread.
         unlocked = sum(step.end - step.start for step in steps if step.move is not Move.JOINED)
-        self._parts = _parts(layout, chosen, max(1, min(torch.get_num_threads(), unlocked // LEAST)))
+        self._parts = _parts(layout, chosen, len(shares(unlocked, DIGEST_CHUNK, torch.get_num_threads())))
 
     def fill(self, tensors: list[Tensor], base: int, behind: Behind | None) -> None:
         """Copy all tensors into the buffer at `base`; call ``behind`` with each range of bytes once it is written."""
@@ -229,9 +233,7 @@ class Pieces:
         moved = [tensors[index] for index in self._moved if index in wanted]
         try:
             torch.autograd.graph.increment_version(moved)
-        except (
-            RuntimeError
-        ):  # one of them was made in inference mode and has no version; to be counted twice is no harm
+        except RuntimeError:  # one was made in inference mode, and has no version; it is no harm to count others twice
             torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
 
     def _is_alone(self, step: Step) -> bool:
@@ -275,7 +277,7 @@ class Pieces:
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
         if step.move is Move.JOINED:
             run = memory_at(base + step.start, step.end - step.start)
-            deque(map(setitem, repeat(run), *self._runs[step.first]), maxlen=0)
+            deque(map(_put, repeat(run), *self._runs[step.first]), maxlen=0)
             return
         into = kept_views(self._layout, base)[step.first : step.last]
         _copy(self._layout, step.first, into, tensors[step.first : step.last])
@@ -285,8 +287,8 @@ class Pieces:
             run = memory_at(base + step.start, step.end - step.start)
             places, memories = self._runs[step.first]
             chosen = list(map(wanted.__contains__, range(step.first, step.last)))
-            found = map(getitem, repeat(run), compress(places, chosen))
-            deque(map(setitem, compress(memories, chosen), repeat(slice(None)), found), maxlen=0)
+            sources = map(_get, repeat(run), compress(places, chosen))
+            deque(map(_put, compress(memories, chosen), repeat(slice(None)), sources), maxlen=0)
             return
         found = kept_views(self._layout, base)
         indices = [index for index in range(step.first, step.last) if index in wanted]
