@@ -145,6 +145,31 @@ def test_small_tensors_are_copied_out_as_planned_whether_autograd_counts_their_v
         assert tensor.is_inference() or (tensor._version > 0) == (index in chosen)
 
 
+def test_the_others_versions_are_counted_where_torch_refuses_a_tensor_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = torch.autograd.graph.increment_version
+
+    def refusing(tensors: list[Tensor]) -> None:
+        if any(tensor.is_inference() for tensor in tensors):
+            raise RuntimeError("Inference tensors do not track version counter.")
+        count(tensors)
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", refusing)
+    weights = read_weights({"a": torch.ones(4), "b": torch.ones(4)})
+    layout = layout_of(weights)
+    payload = bytearray(layout.nbytes)
+    pack(weights, layout, memoryview(payload))
+    into = [torch.zeros(4), torch.zeros(4)]
+    with torch.inference_mode():
+        into[0] = torch.zeros(4)
+
+    scatter(layout, into, [0, 1], address_of(memoryview(payload)), Pieces(layout, movable(layout, into, least=0)))
+
+    assert [tensor.tolist() for tensor in into] == [[1.0] * 4] * 2
+    assert into[1]._version == 1
+
+
 def test_a_graph_over_weights_that_were_copied_over_cannot_be_used_any_more() -> None:
     model = nn.Linear(256, 256)
     loss = (model(model(torch.ones(256))) ** 2).sum()
