@@ -224,19 +224,13 @@ _STATE_DICT = nn.Module.state_dict
 _SAVE = nn.Module._save_to_state_dict
 
 
-def has_own_state_dict(module: nn.Module) -> bool:
-    """Whether a module customises its part of the state dict, by an override or by a hook."""
-    # Called for each module whenever a model is read. (mypy mistakes the class for an instance, which may lack a hash.)
-    if _overrides(type(module)):  # type: ignore[arg-type]
-        return True
-    if module._state_dict_hooks or module._state_dict_pre_hooks:
-        return True
-    own = module.__dict__
-    return "state_dict" in own or "_save_to_state_dict" in own
+#: The attributes of a module with the hooks that may customise its state dict.
+STATE_DICT_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 
 
 @lru_cache(maxsize=1024)
-def _overrides(kind: type[Any]) -> bool:
+def overrides_state_dict(kind: type[Any]) -> bool:
+    """Whether modules of a kind customise their part of the state dict."""
     replaced = kind._save_to_state_dict is not _SAVE or kind.state_dict is not _STATE_DICT
     return replaced or issubclass(kind, torch.jit.ScriptModule)
 

@@ -1,7 +1,7 @@
 """Packing weights into the flat buffer of a layout, and unpacking them. No models, only bytes.
 
-On the CPU, `Pieces` copies in large pieces, on as many threads as torch may use. The views that small tensors are
-copied into are cached by the buffer's address. They borrow the memory (see `weightsync.weights.tensors.borrowed`), so
+On the CPU, `Pieces` copies in large pieces, on as many threads as torch may use. The views that torch copies small
+tensors into are cached by the buffer's address. They borrow the memory (see `weightsync.weights.tensors.borrowed`), so
 the cache keeps no buffer alive. Tensors on a device are gathered there into large chunks, and each chunk is
 transferred once.
 """
@@ -9,11 +9,13 @@ transferred once.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
-from operator import attrgetter
-from typing import Final, NamedTuple
+from itertools import compress, repeat
+from operator import attrgetter, getitem, setitem
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from weightsync.weights.tensors import (
     Form,
     address_of,
     borrowed,
+    memory_at,
     why_uncopied,
 )
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
@@ -39,18 +42,14 @@ from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, di
 
 #: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
-#: Tensors of this size are moved one by one as bytes, whatever their dtype. Smaller ones are copied many at a time
-#: by torch, which uses no threads of its own for them.
+#: Tensors of this size are moved without the GIL, on several threads. Of smaller ones many are moved with it, by one
+#: thread: to release it and wait for it again would take longer than the copy.
 LARGE: Final = 32 << 10
-#: Runs of up to this many small tensors are moved one by one nevertheless: torch's first call after other work takes as
-#: long as many moves.
-FEW: Final = 32
 
 _DEVICE: Final = attrgetter("device")
-#: `memmove` that holds the GIL: for a few bytes, to release it and wait for it again would take longer than the copy.
-_move: Final = ctypes.PyDLL(None).memmove
-_move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move.restype = None
+#: ``into[place] = source`` and ``source[place]`` of memoryviews. To call `memmove` by ctypes takes three times as long.
+_put: Final[Any] = setitem
+_get: Final[Any] = getitem
 #: Called with the bytes of a buffer that have just been written.
 Behind = Callable[[int, int], None]
 
@@ -125,7 +124,7 @@ class Move(Enum):
 
     #: One large tensor, as bytes.
     BYTES = "bytes"
-    #: A run of small tensors, as bytes, in one call if they are many. They are moved so if that was planned.
+    #: A run of small tensors, as bytes. They are moved so if that was planned.
     JOINED = "joined"
     #: One tensor or a run of them, by torch: what is no plain memory, is cast, or is a bool, which arrives as 0 or 1.
     BY_TORCH = "by torch"
@@ -205,11 +204,13 @@ class Pieces:
         #: The large tensors that only torch can copy: it uses its own threads.
         self._alone = [step for step in steps if self._is_alone(step)]
         self._steps = [step for step in steps if not self._is_alone(step)]
-        #: Those that are moved one by one, in either direction.
-        self._single = [index for step in steps if _is_moved(step) for index in range(step.first, step.last)]
-        #: For each run of many small tensors, their bytes; made at the first use.
-        self._joined: dict[int, list[Tensor]] = {}
-        self._parts = _parts(layout, chosen, torch.get_num_threads())
+        #: The tensors whose bytes are moved.
+        self._moved = [index for index in range(len(layout.entries)) if index in chosen]
+        #: Of each run of small tensors: where in the run each lies, and its memory.
+        self._runs = {step.first: self._run(step) for step in steps if step.move is Move.JOINED}
+        # What is copied with the GIL is no work for another thread.
+        unlocked = sum(step.end - step.start for step in steps if step.move is not Move.JOINED)
+        self._parts = _parts(layout, chosen, len(shares(unlocked, DIGEST_CHUNK, torch.get_num_threads())))
 
     def fill(self, tensors: list[Tensor], base: int, behind: Behind | None) -> None:
         """Copy all tensors into the buffer at `base`; call ``behind`` with each range of bytes once it is written."""
@@ -229,8 +230,11 @@ class Pieces:
             self._empty_part(tensors, base, wanted, *self._parts[0])
         else:
             in_threads(partial(self._empty_part, tensors, base, wanted), self._parts)
-        moved = [tensors[index] for index in self._single if index in wanted]
-        torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
+        moved = [tensors[index] for index in self._moved if index in wanted]
+        try:
+            torch.autograd.graph.increment_version(moved)
+        except RuntimeError:  # one was made in inference mode, and has no version; it is no harm to count others twice
+            torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
 
     def _is_alone(self, step: Step) -> bool:
         entry = self._layout.entries[step.first]
@@ -264,34 +268,27 @@ class Pieces:
                 if low < high:
                     ctypes.memmove(self._places[step.first] - step.start + low, base + low, high - low)
 
+    def _run(self, step: Step) -> tuple[list[slice], list[memoryview]]:
+        indices = range(step.first, step.last)
+        entries = self._layout.entries[step.first : step.last]
+        places = [slice(each.offset - step.start, each.offset - step.start + each.nbytes) for each in entries]
+        return places, [memory_at(self._places[i], each.nbytes) for i, each in zip(indices, entries, strict=True)]
+
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
-        if _is_moved(step):
-            for index in range(step.first, step.last):
-                entry = self._layout.entries[index]
-                _move(base + entry.offset, self._places[index], entry.nbytes)
-            return
         if step.move is Move.JOINED:
-            # Bytes without gradients: they are written in any mode.
-            torch.cat(self._joined_in(step), out=borrowed(base + step.start, step.end - step.start))
+            run = memory_at(base + step.start, step.end - step.start)
+            deque(map(_put, repeat(run), *self._runs[step.first]), maxlen=0)
             return
         into = kept_views(self._layout, base)[step.first : step.last]
         _copy(self._layout, step.first, into, tensors[step.first : step.last])
 
-    def _joined_in(self, step: Step) -> list[Tensor]:
-        """The bytes of the tensors of a run."""
-        found = self._joined.get(step.first)
-        if found is None:
-            sizes = [entry.nbytes for entry in self._layout.entries[step.first : step.last]]
-            found = [borrowed(self._places[index], nbytes) for index, nbytes in enumerate(sizes, step.first)]
-            self._joined[step.first] = found
-        return found
-
     def _empty_run(self, tensors: list[Tensor], base: int, wanted: frozenset[int], step: Step) -> None:
-        if _is_moved(step):
-            for index in range(step.first, step.last):
-                if index in wanted:
-                    entry = self._layout.entries[index]
-                    _move(self._places[index], base + entry.offset, entry.nbytes)
+        if step.move is Move.JOINED:
+            run = memory_at(base + step.start, step.end - step.start)
+            places, memories = self._runs[step.first]
+            chosen = list(map(wanted.__contains__, range(step.first, step.last)))
+            sources = map(_get, repeat(run), compress(places, chosen))
+            deque(map(_put, compress(memories, chosen), repeat(slice(None)), sources), maxlen=0)
             return
         found = kept_views(self._layout, base)
         indices = [index for index in range(step.first, step.last) if index in wanted]
@@ -299,11 +296,6 @@ class Pieces:
             return
         with torch.inference_mode():
             torch._foreach_copy_([tensors[index] for index in indices], [found[index] for index in indices])
-
-
-def _is_moved(step: Step) -> bool:
-    """Whether the tensors of a step are moved one by one: a large one, or a few small ones."""
-    return step.move is not Move.BY_TORCH and step.last - step.first <= FEW
 
 
 def _is_movable(tensor: Tensor, dtype: str) -> bool:

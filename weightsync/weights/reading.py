@@ -15,7 +15,13 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictPara
 from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.weights.extra_state import ExtraState, has_own_state_dict, refuse_fsdp, refuse_hidden_state
+from weightsync.weights.extra_state import (
+    STATE_DICT_HOOKS,
+    ExtraState,
+    overrides_state_dict,
+    refuse_fsdp,
+    refuse_hidden_state,
+)
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
 
@@ -106,7 +112,7 @@ def read_unchecked(source: object) -> tuple[Weights, dict[str, nn.Module]]:
     try:
         if is_module(type(source)):  # type: ignore[arg-type]
             assert isinstance(source, nn.Module)
-            _read_module(source, "", weights, peculiar)
+            _read_module(source, "", weights, peculiar, {})
         else:
             _read_other(source, weights)
     except RecursionError:
@@ -133,26 +139,55 @@ def _read_other(source: object, weights: Weights) -> None:
         )
 
 
-def _read_module(module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module]) -> None:
+def _read_module(
+    module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module], usual: dict[type, bool]
+) -> None:
     # state_dict() takes ten times as long, and named_parameters() omits tied names.
-    tensors = into.tensors
-    for name, parameter in module._parameters.items():
+    kind: Any = type(module)
+    tensors, is_usual = into.tensors, usual.get(kind)
+    if is_usual is None:
+        is_usual = usual[kind] = kind.get_extra_state is _GET_EXTRA_STATE and _is_usual(kind)
+    # To look up each attribute in the module would take longer than all of the rest.
+    own = module.__dict__ if is_usual else _read_unusual(module, prefix, into, peculiar)
+    for name, parameter in own["_parameters"].items():
         if parameter is not None:
             tensors[prefix + name] = parameter
-    if module._buffers:
-        transient = module._non_persistent_buffers_set
-        for name, buffer in module._buffers.items():
+    if own["_buffers"]:
+        transient = own["_non_persistent_buffers_set"]
+        for name, buffer in own["_buffers"].items():
             if buffer is not None and name not in transient:
                 tensors[prefix + name] = buffer
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
-        into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
-    if has_own_state_dict(module):
+    if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or _STATE_DICT in own or _SAVE in own:
         peculiar[prefix[:-1]] = module
-    for name, child in module._modules.items():
-        if type(child) is TensorDictParams:
-            _read_tensordict(child, f"{prefix}{name}.", into)
-        elif child is not None:
-            _read_module(child, f"{prefix}{name}.", into, peculiar)
+    if own["_modules"]:
+        for name, child in own["_modules"].items():
+            if type(child) is TensorDictParams:
+                _read_tensordict(child, f"{prefix}{name}.", into)
+            elif child is not None:
+                _read_module(child, f"{prefix}{name}.", into, peculiar, usual)
+
+
+def _read_unusual(module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module]) -> Mapping[str, Any]:
+    """Read what is unusual about a module; returns its attributes."""
+    if type(module).get_extra_state is not _GET_EXTRA_STATE:
+        into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
+    if overrides_state_dict(type(module)):  # type: ignore[arg-type]
+        peculiar[prefix[:-1]] = module
+    return {**vars(module), **{name: getattr(module, name, None) for name in _ATTRIBUTES}}
+
+
+#: The attributes of a module that say what its state is, and its methods that an instance may replace.
+_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", *STATE_DICT_HOOKS})
+_STATE_DICT, _SAVE = "state_dict", "_save_to_state_dict"
+_GET_EXTRA_STATE = nn.Module.get_extra_state
+
+
+@lru_cache(maxsize=1024)
+def _is_usual(kind: type[nn.Module]) -> bool:
+    """Whether modules of a kind have the usual state dict, and their own dict has all of their attributes."""
+    given = any(map(_ATTRIBUTES.intersection, map(vars, kind.__mro__)))
+    found = kind.__getattribute__ is object.__getattribute__ and not given
+    return found and not overrides_state_dict(kind)  # type: ignore[arg-type]
 
 
 def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None:

@@ -212,6 +212,19 @@ def borrowed(address: int, nbytes: int) -> Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
+_VIEW: Final = ctypes.pythonapi.PyMemoryView_FromMemory
+_VIEW.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_VIEW.restype = ctypes.py_object
+#: The flag of a view that can be written, `PyBUF_WRITE` in C.
+_WRITABLE: Final = 0x200
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """The bytes at `address`, valid only while the caller holds that memory, and writable if it is."""
+    found: memoryview = _VIEW(address, nbytes, _WRITABLE) if nbytes else memoryview(bytearray())
+    return found
+
+
 def address_of(view: memoryview) -> int:
     """The address of a contiguous `view`, read-only or not; 0 if it is empty."""
     if view.nbytes and not view.readonly:

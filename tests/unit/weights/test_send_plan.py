@@ -18,13 +18,6 @@ from weightsync.weights.reading import Weights, read_weights
 from weightsync.weights.tensors import Form, borrowed
 
 
-@pytest.fixture(params=[0, packing.FEW], ids=["small ones in one call", "few small ones one by one"], autouse=True)
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Up to how many small tensors are moved one by one."""
-    monkeypatch.setattr(packing, "FEW", request.param)
-    return int(request.param)
-
-
 class Model(nn.Module):
     """Tensors of a few bytes and of more than are moved one by one, in several dtypes."""
 
@@ -94,6 +87,10 @@ def tied(model: Model) -> None:
     model.small[0] = nn.Parameter(model.large.data[0, :1])
 
 
+def resized(model: Model) -> None:
+    model.count.resize_(5)
+
+
 def renamed(model: Model) -> None:
     model.other = model.square
     del model.square
@@ -105,7 +102,7 @@ def gone(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [values, moved, reshaped, transposed, cast, negated, replaced, tied, renamed, gone],
+    [values, moved, reshaped, transposed, cast, negated, replaced, tied, resized, renamed, gone],
     ids=lambda each: each.__name__,
 )
 def test_whatever_changes_between_two_sends_is_sent_as_it_is(change: Callable[[Model], None]) -> None:
@@ -120,6 +117,20 @@ def test_whatever_changes_between_two_sends_is_sent_as_it_is(change: Callable[[M
         assert found.keys() == state.keys()
         assert all(found[name].dtype == state[name].dtype for name in state)
         assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_parameters_that_are_tied_and_untied_between_two_sends_are_sent_as_they_are() -> None:
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
+    packer = planned(model)
+    own = model["b"].weight
+    for weight in (model["a"].weight, own):
+        model["b"].weight = weight
+        with torch.no_grad():
+            model["a"].weight.add_(1)
+        for _ in range(3):
+            found = sent(packer, model)
+            assert torch.equal(found["a.weight"], model["a"].weight)
+            assert torch.equal(found["b.weight"], weight)
 
 
 def test_memory_that_was_freed_is_not_read() -> None:
@@ -146,13 +157,13 @@ def test_memory_that_was_shrunk_is_not_read_even_where_it_was() -> None:
         packer.pack(model)
 
 
-def test_small_tensors_are_joined_once_they_have_stayed_where_they_were(few: int) -> None:
+def test_small_tensors_are_joined_once_they_have_stayed_where_they_were() -> None:
     model = Model()
     packer = planned(model)
     pieces = packer._plan._pieces  # type: ignore[union-attr]
     moves = [step.move for step in pieces._steps]
 
-    assert sorted(map(len, pieces._joined.values())) == ([] if few else [1, 9])
+    assert sorted(len(memories) for _, memories in pieces._runs.values()) == [1, 9]
     assert moves.count(Move.JOINED) == 2  # of float32 and of int64
     assert moves.count(Move.BYTES) == 1
     assert moves.count(Move.BY_TORCH) == 1  # of bool

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
+from weightsync import LayoutError
 from weightsync.weights.mapped import KEPT_PAYLOADS
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
@@ -63,6 +64,66 @@ def test_a_policy_is_served_whole(mode: Mode, seed: int) -> None:
     assert worker.body[1].num_batches_tracked == source.body[1].num_batches_tracked
     assert all(parameter.requires_grad for parameter in worker.parameters())
     worker.body(torch.randn(4, 3)).sum().backward()
+
+
+def moved(model: nn.Linear) -> None:
+    model.weight.data = model.weight.data.clone()
+
+
+def replaced(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def transposed(model: nn.Linear) -> None:
+    model.weight.data = model.weight.data.t()
+
+
+def tied(model: nn.Linear) -> None:
+    model.bias = nn.Parameter(model.weight.data[0])
+
+
+def cast(model: nn.Linear) -> None:
+    model.weight.data = model.weight.data.view(torch.int32).view(torch.float32).double()
+
+
+def reshaped(model: nn.Linear) -> None:
+    model.weight.data = model.weight.data.view(2, 8)
+
+
+@modes
+@pytest.mark.parametrize("change", [moved, replaced, transposed], ids=lambda each: each.__name__)
+def test_a_destination_that_has_changed_since_the_last_version_gets_the_next_one_whole(
+    mode: Mode, change: Callable[[nn.Linear], None]
+) -> None:
+    worker = nn.Linear(4, 4)
+    target = Target(worker, mode)
+    for _ in range(2):
+        target.swap(target.stage(*packed(nn.Linear(4, 4))))
+        source = nn.Linear(4, 4)
+        staged = target.stage(*packed(source))
+        change(worker)
+        target.swap(staged)
+
+        assert snapshot(worker) == snapshot(source)
+
+
+@modes
+@pytest.mark.parametrize("change", [tied, cast, reshaped], ids=lambda each: each.__name__)
+def test_a_destination_that_a_staged_version_no_longer_fits_refuses_it(
+    mode: Mode, change: Callable[[nn.Linear], None]
+) -> None:
+    layout, payload, extras = packed(nn.Linear(4, 4))
+    worker = nn.Linear(4, 4)
+    target = Target(worker, mode)
+    target.swap(target.stage(layout, payload, extras))
+    staged = target.stage(layout, payload, extras)
+    change(worker)
+    before = snapshot(worker)
+
+    with pytest.raises(LayoutError):
+        target.swap(staged)
+
+    assert snapshot(worker) == before
 
 
 @modes

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor, nn
 
 from weightsync.weights import packing, tree_digest
-from weightsync.weights.packing import digest_of, movable, pack, pack_digested, scatter
+from weightsync.weights.packing import Pieces, digest_of, movable, pack, pack_digested, scatter
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, bits_of
 from weightsync.weights.tree_digest import CHUNK, ChunkHashes, StreamedDigest, digest, in_threads, shares
@@ -123,6 +123,51 @@ def test_tensors_are_copied_out_whole_on_any_number_of_threads_and_autograd_noti
         written = index in chosen
         assert torch.equal(bits_of(tensor), bits_of(expected) * written), layout.entries[index].name
         assert (tensor._version > versions[index]) == written
+
+
+def test_small_tensors_are_copied_out_as_planned_whether_autograd_counts_their_versions_or_not(used: int) -> None:
+    weights = read_weights({name: tensor for name, tensor in mixed().items() if "small" in name})
+    layout = layout_of(weights)
+    payload = bytearray(layout.nbytes)
+    pack(weights, layout, memoryview(payload))
+    source = ordered(weights, layout)
+    into = [torch.zeros_like(tensor) for tensor in source]
+    with torch.inference_mode():
+        into[7] = torch.zeros_like(source[7])
+    chosen = [index for index in range(len(into)) if index % 5]
+    pieces = Pieces(layout, movable(layout, into, least=0))
+
+    scatter(layout, into, chosen, address_of(memoryview(payload)), pieces)
+
+    assert len(pieces._parts) == 1 <= used  # however many threads there are
+    for index, (tensor, expected) in enumerate(zip(into, source, strict=True)):
+        assert torch.equal(tensor, expected * (index in chosen))
+        assert tensor.is_inference() or (tensor._version > 0) == (index in chosen)
+
+
+def test_the_others_versions_are_counted_where_torch_refuses_a_tensor_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = torch.autograd.graph.increment_version
+
+    def refusing(tensors: list[Tensor]) -> None:
+        if any(tensor.is_inference() for tensor in tensors):
+            raise RuntimeError("Inference tensors do not track version counter.")
+        count(tensors)
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", refusing)
+    weights = read_weights({"a": torch.ones(4), "b": torch.ones(4)})
+    layout = layout_of(weights)
+    payload = bytearray(layout.nbytes)
+    pack(weights, layout, memoryview(payload))
+    into = [torch.zeros(4), torch.zeros(4)]
+    with torch.inference_mode():
+        into[0] = torch.zeros(4)
+
+    scatter(layout, into, [0, 1], address_of(memoryview(payload)), Pieces(layout, movable(layout, into, least=0)))
+
+    assert [tensor.tolist() for tensor in into] == [[1.0] * 4] * 2
+    assert into[1]._version == 1
 
 
 def test_a_graph_over_weights_that_were_copied_over_cannot_be_used_any_more() -> None:

@@ -41,6 +41,38 @@ def test_other_modules_are_read_as_their_state_dicts_are(module: nn.Module) -> N
     assert read_weights(module).tensors.keys() == expected
 
 
+class Elsewhere(nn.Linear):
+    """A module whose class says where its buffers are."""
+
+    _buffers = property(lambda self: {"scale": self.scale}, lambda *_: None)  # type: ignore[assignment]
+    scale = torch.ones(3)
+
+
+def test_a_module_whose_class_gives_an_attribute_of_its_own_is_read_like_any_other() -> None:
+    model = nn.Sequential(Elsewhere(2, 3), nn.Linear(3, 1))
+
+    assert read_weights(model).tensors.keys() == model.state_dict().keys() >= {"0.scale"}
+
+
+def test_what_becomes_of_a_class_or_a_module_after_it_was_read_is_noticed() -> None:
+    class Late(nn.Linear):
+        pass
+
+    model = nn.Sequential(Late(2, 3), nn.Linear(3, 1))
+    assert not read_weights(model).slots
+    Late.get_extra_state = lambda self: self.bias.sum().item()  # type: ignore[method-assign]
+    Late.set_extra_state = lambda *_: None  # type: ignore[method-assign]
+    assert read_weights(model).slots.keys() == {"0"}
+
+    def whole(destination: dict[str, Tensor], **_: object) -> dict[str, Tensor]:
+        destination["1.hidden"] = torch.ones(1)
+        return destination
+
+    model[1].state_dict = whole  # type: ignore[assignment, method-assign]
+    with pytest.raises(LayoutError, match=r"1\.hidden"):
+        read_weights(model)
+
+
 def test_parameters_of_a_tensordict_inside_a_module_keep_their_names() -> None:
     module = nn.Module()
     module.inner = TensorDictParams(TensorDict({"w": torch.ones(2), "n": {"b": torch.zeros(3)}}))
