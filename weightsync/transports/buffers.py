@@ -16,17 +16,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import itertools
 import mmap
 import os
-import threading
 from collections.abc import Callable, Hashable
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
-from weakref import WeakKeyDictionary
 from weakref import ref as weakref
 
 import numpy
@@ -34,37 +31,6 @@ import numpy
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Ack, Message, Refusal, Update
 from weightsync.transports.process import forget_after_fork
-
-
-class _Computed:
-    """The digest of what one buffer held last."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.key: tuple[int, int] | None = None
-        self.digest = b""
-
-
-_lock = threading.Lock()
-_known: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
-
-
-def digest_of(payload: memoryview) -> bytes:
-    """The SHA-256 of a payload."""
-    return hashlib.sha256(payload).digest()
-
-
-def sent_digest(update: Update, payload: Buffer) -> bytes:
-    """The SHA-256 of an update's payload, while its buffer is pinned. Later callers wait for the first."""
-    with _lock:
-        computed = _known.setdefault(payload, _Computed())
-    with computed.lock:
-        key = update.incarnation, update.version
-        if computed.key != key:
-            computed.digest = digest_of(payload.view[: update.nbytes])
-            computed.key = key
-        return computed.digest
-
 
 _Key = tuple[int, int]
 
