@@ -433,7 +433,7 @@ def _populate(made: mmap.mmap) -> None:
         made.madvise(mmap.MADV_HUGEPAGE)
     with contextlib.suppress(OSError):
         for start in range(0, len(made), _PIECE_NBYTES):
-            made.madvise(_MADV_POPULATE_WRITE, start, min(_PIECE_NBYTES, len(made) - start))
+            made.madvise(_MADV_POPULATE_WRITE, start, _PIECE_NBYTES)  # the last piece ends with the mapping
 
 
 _NBYTES: Final = attrgetter("nbytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -250,7 +251,23 @@ def test_a_kernel_without_the_advice_still_allocates_all_memory(monkeypatch: pyt
     assert os.fstat(segment.fd).st_blocks * 512 >= NBYTES
 
 
-def test_pages_are_populated_in_pieces_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_PIECE_NBYTES", 8 * 4096)
+class Advised(mmap.mmap):
+    """A mapping that notes what the kernel is asked."""
 
-    assert pages_mapped(Segment(20 * 4096))
+    asked: list[tuple[int, ...]]
+
+    def madvise(self, *given: int) -> None:
+        self.asked.append(given)
+        super().madvise(*given)
+
+
+def test_pages_are_populated_in_pieces_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = 8 * mmap.PAGESIZE
+    monkeypatch.setattr(buffers, "_PIECE_NBYTES", piece)
+    mapping = Advised(-1, 20 * mmap.PAGESIZE)
+    mapping.asked = []
+    buffers._populate(mapping)
+
+    populated = [(buffers._MADV_POPULATE_WRITE, start, piece) for start in (0, piece, 2 * piece)]
+    assert mapping.asked == [(mmap.MADV_HUGEPAGE,), *populated]
+    assert pages_mapped(Segment(20 * mmap.PAGESIZE))
