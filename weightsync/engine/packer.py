@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from weightsync.engine.delta import Travelling
 from weightsync.engine.driver import Shield
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.errors import ConfigurationError, LayoutError, TransportError
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.codec import MAX_BODY_NBYTES
 from weightsync.protocol.messages import SlotRef, WeightsForm
@@ -140,6 +141,17 @@ class Packer:
         if plan is None or not plan.fits(read):
             plan = self._plan = SendPlan(read, plan, self.wire_dtype)
         return plan.sent
+
+    def reserve(self) -> None:
+        """Make the slots for weights of the layout that was asked for last, as far as there is memory.
+
+        None for weights on a device, where workers may open slots, or in several places. `pack` makes what is missing.
+        """
+        plan = self._plan
+        if plan is None or plan.place is None or plan.place.type in backends:
+            return
+        with self._lock, contextlib.suppress(TransportError):
+            self._pool.reserve(plan.sent.nbytes)
 
     def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.

@@ -86,7 +86,7 @@ class WeightSender(Participant):
     _register_worker = register_worker
 
     def connect(self, fence: int | None = None, *, weights: Any = None) -> None:
-        """Create the links; each holds our Hello for its worker. Never waits for a worker.
+        """Create the links; each holds our Hello for its worker. Then make the slots. Never waits for a worker.
 
         Args:
             fence: the incarnation to rise above, which the `WorkerLostError` of a fenced sender carries.
@@ -96,14 +96,14 @@ class WeightSender(Participant):
             StateError: the links were laid already, or the sender is closed.
             ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
         """
-        above = 0 if fence is None else require_fence(fence)
-        incarnation = new_incarnation(above)
+        incarnation = new_incarnation(0 if fence is None else require_fence(fence))
         self._driver.require(SenderInput.CONNECT)
         layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
         with Shield(self._driver.waker.fire), self._driver.lock:
             if self._driver.layout is None:
                 self._driver.layout = layout
             self._driver.take(pure.Connect(incarnation))
+        self._packer.reserve()  # while the workers start
 
     def _known_layout(self) -> Layout | None:
         """The layout that the handshake carries if no other weights are named, or None."""

@@ -16,17 +16,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import itertools
 import mmap
 import os
-import threading
 from collections.abc import Callable, Hashable
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
-from weakref import WeakKeyDictionary
 from weakref import ref as weakref
 
 import numpy
@@ -34,37 +31,6 @@ import numpy
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Ack, Message, Refusal, Update
 from weightsync.transports.process import forget_after_fork
-
-
-class _Computed:
-    """The digest of what one buffer held last."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.key: tuple[int, int] | None = None
-        self.digest = b""
-
-
-_lock = threading.Lock()
-_known: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
-
-
-def digest_of(payload: memoryview) -> bytes:
-    """The SHA-256 of a payload."""
-    return hashlib.sha256(payload).digest()
-
-
-def sent_digest(update: Update, payload: Buffer) -> bytes:
-    """The SHA-256 of an update's payload, while its buffer is pinned. Later callers wait for the first."""
-    with _lock:
-        computed = _known.setdefault(payload, _Computed())
-    with computed.lock:
-        key = update.incarnation, update.version
-        if computed.key != key:
-            computed.digest = digest_of(payload.view[: update.nbytes])
-            computed.key = key
-        return computed.digest
-
 
 _Key = tuple[int, int]
 
@@ -144,7 +110,10 @@ SEAL_NBYTES: Final = 16
 _UNSEALED: Final = bytes(SEAL_NBYTES)
 #: Maps the pages of a mapping for reading, without a fault for each (Linux 5.14).
 _MADV_POPULATE_READ: Final = 22
+#: Allocates and maps the pages of a mapping (Linux 5.14).
 _MADV_POPULATE_WRITE: Final = 23
+#: How much is populated at a time: meanwhile no other thread of this process runs Python.
+_PIECE_NBYTES: Final = 64 * 1024 * 1024
 #: The size of a segment whose pages are mapped again, whether or not this process has written some.
 FEW_PAGES_NBYTES: Final = 256 * 1024
 _PAGEMAP: Final = "/proc/self/pagemap"
@@ -199,9 +168,12 @@ class Segment:
         self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # The kernel makes it readable by everybody who may look into this process's descriptors.
         os.fchmod(self.fd, 0o600)
-        # Allocate it now: a lack of memory is an error here, not a SIGBUS at the first write.
-        os.posix_fallocate(self.fd, 0, self.nbytes + SEAL_NBYTES)
-        shared = mmap.mmap(self.fd, self.nbytes + SEAL_NBYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        os.ftruncate(self.fd, self.nbytes + SEAL_NBYTES)
+        shared = mmap.mmap(self.fd, self.nbytes + SEAL_NBYTES, flags=mmap.MAP_SHARED)
+        # Mapped first: only to pages of a mapping does the advice apply that asks for huge ones.
+        _populate(shared)
+        # Allocate what is missing: a lack of memory is an error here, not a SIGBUS at the first write.
+        os.posix_fallocate(self.fd, 0, len(shared))
         self._view = memoryview(shared)
         # A process that receives the descriptor can neither resize the memory nor map it for writing.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
@@ -453,10 +425,17 @@ def anonymous(nbytes: int) -> mmap.mmap:
         heap = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise NoRoom(f"No memory for a payload of {nbytes} bytes: {error}.") from error
-    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-        with contextlib.suppress(OSError):
-            heap.madvise(advice)
+    _populate(heap)
     return heap
+
+
+def _populate(made: mmap.mmap) -> None:
+    """Allocate and map the pages of a new mapping, huge ones where the kernel gives them. Does what the kernel can."""
+    with contextlib.suppress(OSError):
+        made.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):
+        for start in range(0, len(made), _PIECE_NBYTES):
+            made.madvise(_MADV_POPULATE_WRITE, start, _PIECE_NBYTES)  # the last piece ends with the mapping
 
 
 _NBYTES: Final = attrgetter("nbytes")
@@ -496,6 +475,17 @@ class Pool:
         self._buffers = [*held, chosen, *fitting[1 : 1 + SPARE_BUFFERS]]
         chosen.unseal()
         return chosen
+
+    def reserve(self, nbytes: int) -> None:
+        """Make now the buffers that a steady run alternates between, unless they are too small for segments.
+
+        Raises:
+            TransportError: there is not enough memory for all of them. The pool keeps those that were made.
+        """
+        if nbytes < INLINE_BELOW_NBYTES:
+            return
+        while len(self._buffers) < 1 + SPARE_BUFFERS:
+            self._buffers.append(self._make(nbytes))
 
     def close(self) -> None:
         """Drop all buffers. Each is freed when it is no longer mapped."""

@@ -25,12 +25,13 @@ import struct
 import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol, Self
+from weakref import WeakKeyDictionary
 
 from weightsync.errors import AuthenticationError
 from weightsync.keys import VARIABLE, SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, Message, Update
-from weightsync.transports.buffers import Buffer, sent_digest
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
 
@@ -90,6 +91,36 @@ class Identity(NamedTuple):
     worker: str
     #: The sender's challenge: drawn at random, and never used again.
     name: str
+
+
+class _Computed:
+    """The digest of what one buffer held last."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.key: tuple[int, int] | None = None
+        self.digest = b""
+
+
+_lock = threading.Lock()
+_known: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
+
+
+def digest_of(payload: memoryview) -> bytes:
+    """The SHA-256 of a payload."""
+    return hashlib.sha256(payload).digest()
+
+
+def sent_digest(update: Update, payload: Buffer) -> bytes:
+    """The SHA-256 of an update's payload, while its buffer is pinned. Later callers wait for the first."""
+    with _lock:
+        computed = _known.setdefault(payload, _Computed())
+    with computed.lock:
+        key = update.incarnation, update.version
+        if computed.key != key:
+            computed.digest = digest_of(payload.view[: update.nbytes])
+            computed.key = key
+        return computed.digest
 
 
 def new_name() -> str:

@@ -82,6 +82,7 @@ OWN = {
     ),
     "weightsync.engine.packer": (
         "tests/unit/engine/test_packer.py",
+        "tests/unit/engine/test_slots_at_connect.py",
         "tests/unit/engine/test_payload.py",
         "tests/unit/schemes/test_weights_of_another_model.py",
         "tests/unit/schemes/test_wire_dtype.py",
@@ -142,6 +143,7 @@ OWN = {
     "weightsync.transports.process": ("tests/transports/pipe/test_process_watch.py",),
     "weightsync.transports.buffers": (
         "tests/unit/engine/test_segments.py",
+        "tests/unit/engine/test_slots_at_connect.py",
         "tests/transports/pipe/test_memory.py",
         "tests/transports/device/test_host.py",
     ),

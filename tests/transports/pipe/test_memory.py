@@ -360,19 +360,6 @@ class Pools(RuleBasedStateMachine):
 TestPools = Pools.TestCase
 
 
-def test_a_payload_is_digested_once_for_all_links_and_anew_for_each_version(monkeypatch):
-    digested = []
-    monkeypatch.setattr(buffers, "digest_of", lambda payload: digested.append(bytes(payload)) or b"%d" % len(digested))
-    first, second = Buffer(4), Buffer(4)
-    first.view[:] = second.view[:] = b"abcd"
-    sent = replace(update(1), nbytes=3)
-
-    assert [buffers.sent_digest(each, first) for each in (sent, sent, update(2), sent)] == [b"1", b"1", b"2", b"3"]
-    assert [buffers.sent_digest(sent, second) for _ in range(2)] == [b"4", b"4"]
-    assert buffers.sent_digest(update(1, incarnation=2), second) == b"5"
-    assert digested == [b"abc", b"abcd", b"abc", b"abc", b"abcd"]
-
-
 def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
     pool = Pool(Storage.HEAP)
     made = [pool.acquire(size) for size in (300, 100, 200)]

@@ -9,6 +9,9 @@ import pytest
 
 from weightsync import AuthenticationError, ConfigurationError, DistributedWeightSyncScheme
 from weightsync.keys import SharedKey
+from weightsync.protocol.messages import Update
+from weightsync.transports import sealing
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.sealing import (
     Identity,
     Kind,
@@ -190,3 +193,19 @@ def test_the_environment_gives_the_key_that_was_not_given(monkeypatch: pytest.Mo
 def test_secrets_of_different_purposes_and_parts_differ() -> None:
     found = {KEY.derived("a", "bc"), KEY.derived("ab", "c"), KEY.derived("a", "b", "c"), KEY.derived("a", b"bc", b"")}
     assert len(found) == 4
+
+
+def test_a_payload_is_digested_once_for_all_links_and_anew_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[bytes] = []
+    monkeypatch.setattr(sealing, "digest_of", lambda payload: digested.append(bytes(payload)) or b"%d" % len(digested))
+    first, second = Buffer(4), Buffer(4)
+    first.view[:] = second.view[:] = b"abcd"
+
+    def digest(buffer: Buffer, version: int = 1, incarnation: int = 1) -> bytes:
+        update = Update(model_id="m", incarnation=incarnation, version=version, layout_digest=b"", nbytes=3)
+        return sealing.sent_digest(update, buffer)
+
+    assert [digest(first), digest(first), digest(first, 2), digest(first)] == [b"1", b"1", b"2", b"3"]
+    assert [digest(second) for _ in range(2)] == [b"4", b"4"]
+    assert digest(second, incarnation=2) == b"5"
+    assert digested == [b"abc"] * 5

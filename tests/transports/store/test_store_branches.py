@@ -9,7 +9,8 @@ import xxhash
 
 from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Ack, Update
-from weightsync.transports.buffers import Buffer, digest_of
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.sealing import digest_of
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.mailbox import INLINE_NBYTES, StoreMessage
 from weightsync.transports.store.routes import Ask, Listening, Routed, Supply, Why, route_in

@@ -12,9 +12,16 @@ from typing import Final
 
 from weightsync.errors import AuthenticationError
 from weightsync.keys import SharedKey
-from weightsync.transports.buffers import digest_of
 from weightsync.transports.calls.server_link import Frames, Parcel
-from weightsync.transports.sealing import TURNED_AWAY, Identity, Reason, WorkerSeal, is_envelope, refusal
+from weightsync.transports.sealing import (
+    TURNED_AWAY,
+    Identity,
+    Reason,
+    WorkerSeal,
+    digest_of,
+    is_envelope,
+    refusal,
+)
 
 logger = logging.getLogger("weightsync")
 

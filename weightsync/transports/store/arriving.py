@@ -16,9 +16,10 @@ from weightsync.errors import AuthenticationError, TransportError
 from weightsync.protocol.codec import malformed
 from weightsync.protocol.messages import Update
 from weightsync.transports.base import Received
-from weightsync.transports.buffers import NoRoom, digest_of
+from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe.framing import ReceiveBuffers
 from weightsync.transports.process import own_host
+from weightsync.transports.sealing import digest_of
 from weightsync.transports.store.fanout import Branch
 from weightsync.transports.store.fetching import NotFetched, fetch
 from weightsync.transports.store.forwarding import Feed, Forwarder

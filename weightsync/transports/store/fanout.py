@@ -21,7 +21,8 @@ import xxhash
 from weightsync.protocol.codec import malformed
 from weightsync.protocol.messages import Ack, Message, NoBase, Refusal, Update
 from weightsync.transports.base import Gathering
-from weightsync.transports.buffers import Buffer, sent_digest
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.sealing import sent_digest
 from weightsync.transports.store.mailbox import INLINE_NBYTES, StoreMessage
 from weightsync.transports.store.routes import TOKEN_NBYTES, Ask, Listen, Listening, Routed, Supply, Why
 from weightsync.transports.store.tree import Node, tree_of

@@ -10,7 +10,8 @@ from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Refusal, Update
 from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Received, Remarks
-from weightsync.transports.buffers import Buffer, sent_digest
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.sealing import sent_digest
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
