@@ -216,7 +216,8 @@ def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, devic
     if isinstance(buffer, DeviceBuffer):
         write_slot(buffer, read, layout, readers, plan)
         return
-    compared = verify is Verify.DIGEST or (verify is Verify.AUTO and not readers.all_share(buffer, layout.nbytes))
+    shared = buffer.mappable and verify is Verify.AUTO and readers.all_share(buffer, layout.nbytes)
+    compared = verify is Verify.DIGEST or (verify is Verify.AUTO and not shared)
     if device is not None:
         if buffer.segment is not None:
             buffer.segment.pin(partial(device.register, read_only=False))

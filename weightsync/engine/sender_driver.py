@@ -416,7 +416,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""
         for lane in tuple(self._links.values()):  # noqa: SIM110 - each step of a generator is one more call
-            if not (payload.mappable and lane.shares(payload, nbytes)):
+            if not lane.shares(payload, nbytes):
                 return False
         return True
 

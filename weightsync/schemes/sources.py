@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -101,7 +102,14 @@ def weights_of(model: Any) -> Any:
 
 def is_weightless(model: Any) -> bool:
     """Whether this is a policy without weights: a callable object that is neither a module nor a class."""
-    return callable(model) and not isinstance(model, nn.Module | TensorDictBase | Mapping | type)
+    return is_weightless_kind(type(model))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def is_weightless_kind(kind: type) -> bool:
+    """Whether objects of a type are policies without weights: see `is_weightless`."""
+    has_weights = issubclass(kind, nn.Module | TensorDictBase | Mapping | type)
+    return not has_weights and issubclass(kind, Callable)  # type: ignore[arg-type]
 
 
 def registered(
@@ -112,7 +120,8 @@ def registered(
         found = source(given, context, model_id)
         if found is None or found is MISSING or (unfit is not None and unfit(found)):
             continue
-        return {} if is_weightless(found) and found is not given.get("weights") else found
+        weightless = is_weightless_kind(type(found))  # type: ignore[arg-type]
+        return {} if weightless and found is not given.get("weights") else found
     return None
 
 

@@ -29,7 +29,7 @@ from weakref import ref as weakref
 import numpy
 
 from weightsync.errors import TransportError
-from weightsync.protocol.messages import Ack, Message, Refusal, Update
+from weightsync.protocol.messages import Ack, Message, Refusal, SlotRef, Update
 from weightsync.transports.process import forget_after_fork
 
 _Key = tuple[int, int]
@@ -202,6 +202,11 @@ class Segment:
         if self._seal == _UNSEALED:
             self.seal_with(os.urandom(SEAL_NBYTES))
         return self._seal
+
+    @property
+    def ref(self) -> SlotRef:
+        """What an update says of it, once it is filled. Raises TransportError: in a forked child."""
+        return SlotRef(segment=self.number, seal=self.sealed())
 
     def seal_with(self, seal: bytes) -> None:
         """Give it the seal of the memory whose contents it has."""
@@ -473,7 +478,8 @@ class Pool:
         fitting.sort(key=_NBYTES)
         chosen = fitting[0] if fitting else self._make(nbytes)
         self._buffers = [*held, chosen, *fitting[1 : 1 + SPARE_BUFFERS]]
-        chosen.unseal()
+        if chosen.mappable:
+            chosen.unseal()
         return chosen
 
     def reserve(self, nbytes: int) -> None:

@@ -280,14 +280,20 @@ def _refuse_invisible_state(peculiar: Mapping[str, nn.Module]) -> None:
         raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
 
 
+@lru_cache(maxsize=1024)
+def is_fsdp(kind: type) -> bool:
+    """Whether `torch.distributed.fsdp.fully_shard` has made this type of module."""
+    made: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return issubclass(kind, made)
+
+
 def refuse_fsdp(peculiar: Mapping[str, nn.Module]) -> None:
     """Refuse modules that `torch.distributed.fsdp.fully_shard` has wrapped.
 
     Between two forward passes their parameters may be whole, but need not be those that the optimizer has changed.
     """
-    wrapped: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for name, module in peculiar.items():
-        if isinstance(module, wrapped):
+        if is_fsdp(type(module)):  # type: ignore[arg-type]
             why = (
                 "is wrapped by fully_shard(): this rank holds only its shards. To send the model, call "
                 "weightsync.send_sharded() on every rank; a worker's model must hold plain tensors"

@@ -18,6 +18,7 @@ from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.extra_state import (
     STATE_DICT_HOOKS,
     ExtraState,
+    is_fsdp,
     overrides_state_dict,
     refuse_fsdp,
     refuse_hidden_state,
@@ -87,9 +88,8 @@ def _kind_may_merge(kind: type[nn.Module]) -> bool:
 def read_live(source: object) -> Weights:
     """Read a source without ever merging it. This is what a receiver overwrites."""
     weights, peculiar = read_unchecked(source)
-    if isinstance(source, nn.Module):
+    if isinstance(source, nn.Module) and (peculiar or is_fsdp(type(source))):  # type: ignore[arg-type]
         refuse_fsdp({"": source, **peculiar})
-    if peculiar:
         _refuse_peculiar(source, weights, peculiar)
     return weights
 

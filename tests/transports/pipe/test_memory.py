@@ -15,7 +15,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
-from msgspec.structs import replace
 from pools import statistics
 from torch import Tensor
 

@@ -24,7 +24,7 @@ from weightsync.protocol import codec
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pool, Storage
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pool, Segment, Storage
 from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing, _FramedUpdates
 from weightsync.transports.pipe.link import PipeLink
 
@@ -739,14 +739,15 @@ def test_a_remark_is_kept_and_what_follows_it_arrives(laid):
 
 
 def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():
-    updates, message = _FramedUpdates(), update(1, 3)
-    assert updates.known(message) is None
-    control = updates.make(message)
+    updates, message, segment = _FramedUpdates(), update(1, 3), Segment(8)
+    inline, named = updates.control(message), updates.control(message, segment)
 
-    assert updates.known(message) is control
-    assert updates.known(message, 0, 1) is None
-    assert updates.known(message, 1) is None
-    assert updates.known(update(1, 3)) is None
+    assert codec.decode(inline[len(PREAMBLE) :]) == message
+    assert codec.decode(named[len(PREAMBLE) :]) == replace(message, slot=segment.ref)
+    assert updates.control(message, segment) is named
+    for others in ((message, segment, 1), (message, Segment(8)), (update(1, 3), segment)):
+        assert updates.control(*others) is not named
+        assert updates.control(message, segment) == named
 
 
 def test_a_frame_has_a_short_length_unless_it_is_too_long_for_one_and_no_empty_piece():

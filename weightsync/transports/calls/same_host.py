@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
-from weightsync.protocol.messages import Ack, Hello, Message, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Mapping, NoRoom, Pins, Segment
 from weightsync.transports.pipe.link import MAX_SEGMENTS
@@ -111,8 +111,7 @@ class SharedPayloads:
             if payload is None or payload.segment is None or decided != (payload, True):
                 return update, None
             self._pins.hold(update, payload)
-            slot = SlotRef(segment=payload.segment.number, seal=payload.segment.sealed())
-            return replace(update, slot=slot), Place.of(payload.segment)
+            return replace(update, slot=payload.segment.ref), Place.of(payload.segment)
 
     def without_mark(self, frames: Sequence[bytes]) -> Sequence[bytes]:
         """The frames of a call's result, without the worker's remark that it reaches our memory."""

@@ -25,8 +25,9 @@ from msgspec import Struct
 from weightsync.errors import ProtocolError
 from weightsync.protocol import codec
 from weightsync.protocol.codec import MAGIC, Readable
-from weightsync.protocol.messages import Message, SlotRef, Update
-from weightsync.transports.buffers import NoRoom, anonymous
+from weightsync.protocol.messages import Message, Update
+from weightsync.transports.buffers import NoRoom, Segment, anonymous
+from weightsync.transports.device import DeviceSlot
 
 #: GLOBAL weightsync.errors.raw_pipe, EMPTY_TUPLE, REDUCE, STOP.
 PREAMBLE: Final = b"cweightsync.errors\nraw_pipe\n)R."
@@ -48,26 +49,16 @@ class _FramedUpdates:
     def __init__(self) -> None:
         self._last: tuple[Update, int, int, bytes] | None = None
 
-    def known(self, update: Update, number: int = 0, descriptors: int = 0) -> bytes | None:
-        """The cached control frame, if this was the last update encoded; otherwise None.
+    def control(self, update: Update, slot: Segment | DeviceSlot | None = None, descriptors: int = 0) -> bytes:
+        """An update's control part as it is sent over a pipe. If this was the last update, it is not encoded again.
 
         Args:
-            number: the number of the slot that holds its payload, and holds no other payload while this version is
-                sent; 0: the payload follows inline.
+            slot: where its payload lies, and no other while this version is sent; None if it follows inline.
         """
-        last = self._last
+        number, last = 0 if slot is None else slot.number, self._last
         if last is not None and last[0] is update and last[1] == number and last[2] == descriptors:
             return last[3]
-        return None
-
-    def make(self, update: Update, slot: SlotRef | None = None, descriptors: int = 0) -> bytes:
-        """An update's control part as it is sent over a pipe.
-
-        Args:
-            slot: where its payload lies; None if it follows inline.
-        """
-        control = PREAMBLE + codec.encode(update, descriptors, slot)
-        number = 0 if slot is None else slot.segment
+        control = PREAMBLE + codec.encode(update, descriptors, None if slot is None else slot.ref)
         self._last = (update, number, descriptors, control) if len(control) <= _KEPT_NBYTES else None
         return control
 

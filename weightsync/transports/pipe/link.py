@@ -84,8 +84,8 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
             raise self._no_longer()
         if not isinstance(message, Update) or not message.nbytes:
             self._channel.write(self._peer, Outgoing(framed(message)))
-        elif payload is None:
-            raise _without(message)
+        elif payload is None or payload.nbytes < message.nbytes:
+            raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
         elif payload.mappable and self.shares(payload, message.nbytes):
             self._send_shared(message, payload)
         else:
@@ -104,13 +104,9 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         return payload.slot.memory.identity in self.reached
 
     def _send_inline(self, message: Update, payload: Buffer) -> None:
-        control = framed_updates.known(message)
-        if control is None:
-            _require_whole(message, payload)
-            control = framed_updates.make(message)
         token = object()
         done = partial(payload.pins.discard, token)
-        frame = Outgoing(control, payload.view[: message.nbytes], done=done)
+        frame = Outgoing(framed_updates.control(message), payload.view[: message.nbytes], done=done)
         payload.pins.add(token)
         self._pins.hold(message, None)
         self._channel.write(self._peer, frame)
@@ -120,10 +116,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         slot: Segment | DeviceSlot | None = payload.slot if on_device else payload.segment  # type: ignore[attr-defined]
         assert slot is not None
         descriptors = self._named.missing(slot)
-        control = framed_updates.known(message, slot.number, len(descriptors))
-        if control is None:
-            _require_whole(message, payload)
-            control = framed_updates.make(message, _ref_of(slot), len(descriptors))
+        control = framed_updates.control(message, slot, len(descriptors))
         frame = Outgoing(control, descriptors=descriptors, keep=payload)
         self._named.name(slot, message)
         # Held even if the link turns out to be dead: an earlier frame may have shared the same version.
@@ -256,19 +249,6 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
 
     def _no_longer(self) -> TransportError:
         return TransportError(f"The link to {self._peer} is closed.")
-
-
-def _require_whole(message: Update, payload: Buffer) -> None:
-    if payload.nbytes < message.nbytes:
-        raise _without(message)
-
-
-def _without(message: Update) -> ConfigurationError:
-    return ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
-
-
-def _ref_of(slot: Segment | DeviceSlot) -> SlotRef:
-    return slot.ref if isinstance(slot, DeviceSlot) else SlotRef(segment=slot.number, seal=slot.sealed())
 
 
 #: Two alternate in a steady run; a third is there for a worker that is behind.
