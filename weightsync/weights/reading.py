@@ -173,7 +173,7 @@ def _read_unusual(module: nn.Module, prefix: str, into: Weights, peculiar: dict[
         into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
     if overrides_state_dict(type(module)):  # type: ignore[arg-type]
         peculiar[prefix[:-1]] = module
-    return {**vars(module), **{name: getattr(module, name, None) for name in _ATTRIBUTES}}
+    return {**vars(module), **{name: getattr(module, name) for name in _ATTRIBUTES}}
 
 
 #: The attributes of a module that say what its state is, and its methods that an instance may replace.

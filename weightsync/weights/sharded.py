@@ -5,8 +5,7 @@ No message is exchanged here but by `DTensor.full_tensor`, which every rank of a
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from weightsync.errors import LayoutError
+from weightsync.weights.extra_state import is_fsdp
 from weightsync.weights.layout import quoted
 from weightsync.weights.reading import Weights, read_shards
 from weightsync.weights.tensors import DTYPE_NAMES, is_dtensor, why_unsupported
@@ -74,7 +74,7 @@ def is_sharded(source: object) -> bool:
 
     Nothing is imported: who made a DTensor has imported what makes them.
     """
-    if isinstance(source, nn.Module) and any(isinstance(module, _wrapped_by_fsdp()) for module in source.modules()):
+    if isinstance(source, nn.Module) and any(map(is_fsdp, map(type, source.modules()))):
         return True
     return any(isinstance(each, Tensor) and is_dtensor(each) for each in _values(source))
 
@@ -90,15 +90,11 @@ def _values(source: object) -> Iterator[object]:
             yield from _values(value) if isinstance(value, Mapping) else (value,)
 
 
-def _wrapped_by_fsdp() -> Any:
-    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-
-
 def _resharded(source: object) -> object:
     """The source, whose parameters are shards again: those that a forward pass made whole may be older."""
-    wrapped = _wrapped_by_fsdp()
-    for module in source.modules() if isinstance(source, nn.Module) else ():
-        if isinstance(module, wrapped):
+    modules: Iterable[Any] = source.modules() if isinstance(source, nn.Module) else ()
+    for module in modules:
+        if is_fsdp(type(module)):  # type: ignore[arg-type]
             module.reshard()
     return source
 
