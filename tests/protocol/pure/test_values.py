@@ -1,0 +1,35 @@
+"""The values of the protocol never change: what a step was given stays as it was, and two threads may read it."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from msgspec import Struct
+
+from weightsync.protocol import codec, machine, messages, receiver, report, sender
+
+VALUES = sorted(
+    {
+        kind
+        for module in (codec, machine, messages, receiver, report, sender)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Struct) and kind is not Struct
+    },
+    key=lambda kind: (kind.__module__, kind.__name__),
+)
+
+
+@pytest.mark.parametrize("kind", VALUES, ids=lambda kind: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
+def test_a_value_cannot_be_changed(kind: type[Struct]) -> None:
+    assert kind.__struct_config__.frozen
+
+
+def test_a_report_that_was_pickled_is_equal_and_has_defaults_of_its_own() -> None:
+    outcome = report.Outcome(kind=report.OutcomeKind.APPLIED)
+    first, second = (report.SyncReport(model_id="m", version=1, incarnation=1, outcomes={0: outcome}) for _ in "ab")
+
+    assert pickle.loads(pickle.dumps(first)) == first == second
+    assert first.left is not second.left
+    with pytest.raises(AttributeError):
+        first.version = 2  # type: ignore[misc]
