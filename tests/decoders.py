@@ -18,7 +18,7 @@ from weightsync.errors import AuthenticationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, BaseRef, Bye, Hello, NoBase, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Hello, NoBase, Part, Refusal, SlotRef, Update
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.protocol.report_codec import encode_report
 from weightsync.transports.buffers import Segment
@@ -164,6 +164,9 @@ _SEEDS = [
     codec.encode(Bye(model_id="m", incarnation=1, reason="done")),
     codec.encode(NoBase(model_id="m", incarnation=1, version=2)),
     codec.encode(Update(model_id="m", incarnation=1, version=2, layout_digest=b"", base=_BASE)),
+    codec.encode(Update(model_id="m", incarnation=1, version=2, layout_digest=b"", nbytes=5, payload_id=b"1" * 16)),
+    codec.encode(Part(model_id="m", incarnation=1, payload_id=b"1" * 16, nbytes=5, start=1, end=4)) + b"abc",
+    codec.encode(Part(model_id="m", incarnation=1, payload_id=b"1" * 16, nbytes=5, start=1, end=4, segment=1)),
 ]
 
 

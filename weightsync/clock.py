@@ -68,8 +68,9 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     if timeout is None or ((type(timeout) is float or type(timeout) is int) and 0 <= timeout <= _LONGEST):
         return timeout
     default = isinstance(timeout, Timeout)
-    value: object = os.environ.get(ENVIRONMENT) if default else timeout
-    if value is None:
+    try:
+        value: object = os.environ[ENVIRONMENT] if default else timeout
+    except KeyError:
         return SECONDS * START_FACTOR if timeout is Timeout.START else SECONDS
     number = float("nan")
     if (default or isinstance(value, SupportsFloat)) and not isinstance(value, bool):

@@ -49,6 +49,14 @@ class Verify(Option):
     #: Layout and length, and the seal of a slot in shared memory.
     LAYOUT = "layout"
 
+    def compares(self, shared: bool) -> bool:
+        """Whether the digest of weights is compared.
+
+        Args:
+            shared: whether they lie in memory that trainer and worker share.
+        """
+        return self is Verify.DIGEST or (self is Verify.AUTO and not shared)
+
 
 class OnStale(Option):
     """What a worker of a group does at a step for which its weights are too old."""

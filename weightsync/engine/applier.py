@@ -235,7 +235,8 @@ class Applier:
         named = self._identified(pending.update, pending.slot) if pending.slot is not None else b""
         if not pending.update.digest:
             return named
-        found = digest(pending.on_host(), pending.update.extras)
+        hashes, extras = pending.hashes, pending.update.extras
+        found = digest(pending.on_host(), extras) if hashes is None else hashes.combined(extras)
         if found != pending.update.digest:
             raise LayoutError(
                 f"version {pending.update.version} arrived with digest {found.hex()}, but its sender sent "

@@ -24,7 +24,17 @@ from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.protocol._tables import Delivery, State
 from weightsync.protocol.machine import Data, Effect, Input, RoleMachine, Step, method_of, refusal
 from weightsync.protocol.messages import Hello
-from weightsync.transports.base import Link, Outlet, Received, SharesMemory, Steady, WaitFailed, Waits, Waker
+from weightsync.transports.base import (
+    Link,
+    Outlet,
+    Received,
+    SharesMemory,
+    Steady,
+    TakesParts,
+    WaitFailed,
+    Waits,
+    Waker,
+)
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.process import own_host
@@ -52,6 +62,11 @@ class Backlog:
     def waits(self) -> bool:
         """Whether a version waits here."""
         return bool(self._waiting)
+
+    @property
+    def empty(self) -> bool:
+        """Whether every version that was sent is answered."""
+        return not self._unanswered
 
     def admit(self, version: int) -> bool:
         """Whether a version may be sent now; otherwise it waits, and replaces an older one that waits."""
@@ -89,7 +104,7 @@ class Lane:
 
     __slots__ = (
         *("awaited", "backlog", "blocks", "link", "loses", "orders"),
-        *("outlet", "shares", "known_layout", "worker"),
+        *("outlet", "parts", "shares", "known_layout", "worker"),
     )
 
     def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
@@ -101,6 +116,8 @@ class Lane:
         self.known_layout = b""
         #: Whether the worker maps a payload: see `SharesMemory.shares`.
         self.shares: Callable[[Buffer, int], bool] = link.shares if isinstance(link, SharesMemory) else _maps_nothing
+        #: The link, if it can carry payloads in parts.
+        self.parts: TakesParts | None = link if isinstance(link, TakesParts) else None
         #: Where a link writes that says whether something is left there; None if it must be asked.
         self.outlet: Outlet | None = link.outlet if isinstance(link, Steady) else None
         #: Whether it blocks until the worker has answered.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weightsync.engine.delta import Travelling
 from weightsync.engine.driver import Shield
+from weightsync.engine.parts import OutgoingParts
 from weightsync.errors import ConfigurationError, LayoutError, TransportError
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.codec import MAX_BODY_NBYTES
@@ -49,6 +50,11 @@ class Readers(Protocol):
     def reached(self) -> Sequence[frozenset[bytes]]:
         """For each link, the devices whose slots its worker can open."""
 
+    def in_parts(
+        self, payload: Buffer, nbytes: int, verify: Verify, targets: tuple[int, ...] | None
+    ) -> OutgoingParts | None:
+        """Prepare to send a payload to the targets in parts while it is packed; None: it is sent whole."""
+
 
 class _Nobody:
     def all_share(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - whatever it is
@@ -56,6 +62,9 @@ class _Nobody:
 
     def reached(self) -> Sequence[frozenset[bytes]]:
         return ()
+
+    def in_parts(self, *_: object) -> OutgoingParts | None:
+        return None
 
 
 #: No worker: nothing is mapped.
@@ -96,7 +105,7 @@ class Packed(Struct):
 
     def digest_to_send(self, shared: bool) -> bytes:
         """The digest that a worker is to compare; empty if it compares none."""
-        if self.verify is Verify.DIGEST or (self.verify is Verify.AUTO and not shared):
+        if self.verify.compares(shared):
             return self.digest or self.digested()
         return b""
 
@@ -153,13 +162,21 @@ class Packer:
         with self._lock, contextlib.suppress(TransportError):
             self._pool.reserve(plan.sent.nbytes)
 
-    def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
+    def pack(
+        self,
+        weights: Any,
+        form: WeightsForm | None = None,
+        readers: Readers = nobody,
+        targets: tuple[int, ...] | None = None,
+    ) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
 
         Args:
             form: the type in which workers get them; None: that of ``weights``.
             readers: what the workers can map. Weights on a device that a worker reaches stay there. Elsewhere, if not
-                all workers map the buffer, and they compare a digest, it is computed along with the copy.
+                all workers map the buffer, and they compare a digest, it is computed along with the copy. A large
+                payload goes to them in parts while it is packed.
+            targets: the ids of the workers that it is for; None: all.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent, or a value is too large for `wire_dtype`.
@@ -185,12 +202,15 @@ class Packer:
         try:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
-            if device or layout.nbytes > LEAST:
+            if device is None and layout.nbytes <= LEAST:
+                _copy(read, packed, readers, plan, None)
+            else:
                 # A thread or kernel that outlived an interrupted copy could write into a buffer that has been reused.
                 with Shield(lambda: None):
-                    _copy(read, packed, readers, plan, device)
-            else:
-                _copy(read, packed, readers, plan, device)
+                    if device is not None:
+                        _copy_from(device, read, packed, readers, plan)
+                    else:
+                        _copy(read, packed, readers, plan, self._parts(packed, readers, targets))
             if self.wire_dtype is not None and layout is not plan.layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
             if self._finite is not None:
@@ -199,6 +219,12 @@ class Packer:
         except BaseException:
             buffer.pins.discard(self)
             raise
+
+    def _parts(self, packed: Packed, readers: Readers, targets: tuple[int, ...] | None) -> OutgoingParts | None:
+        """What sends the payload in parts; None: it is sent whole, as deltas are."""
+        if self.sends_deltas:
+            return None
+        return readers.in_parts(packed.buffer, packed.layout.nbytes, packed.verify, targets)
 
     def handed_over(self, packed: Packed) -> None:
         """Release our pin: the readers of the packed weights have pinned them."""
@@ -211,23 +237,36 @@ class Packer:
             self._on_devices.close()
 
 
-def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, device: Device | None) -> None:
-    layout, buffer, verify = packed.layout, packed.buffer, packed.verify
+def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, parts: OutgoingParts | None) -> None:
+    """Copy weights into their buffer in the host's memory, and send it in parts meanwhile."""
+    layout, view = packed.layout, packed.buffer.view
+    behind = None if parts is None else parts.reach
+    if _compared(packed, readers):
+        packed.digest = pack_digested(read, layout, view, packed.extras, plan.pieces(read), behind=behind)
+    else:
+        pack(read, layout, view, plan.pieces(read), behind)
+    if parts is not None:
+        parts.finish()
+
+
+def _copy_from(device: Device, read: Weights, packed: Packed, readers: Readers, plan: SendPlan) -> None:
+    """Copy weights on a device into their buffer, which may be there too."""
+    layout, buffer = packed.layout, packed.buffer
     if isinstance(buffer, DeviceBuffer):
         write_slot(buffer, read, layout, readers, plan)
         return
-    shared = buffer.mappable and verify is Verify.AUTO and readers.all_share(buffer, layout.nbytes)
-    compared = verify is Verify.DIGEST or (verify is Verify.AUTO and not shared)
-    if device is not None:
-        if buffer.segment is not None:
-            buffer.segment.pin(partial(device.register, read_only=False))
-        pack_from(device, read, layout, buffer.view)
-        if compared:
-            packed.digested()
-    elif compared:
-        packed.digest = pack_digested(read, layout, buffer.view, packed.extras, plan.pieces(read))
-    else:
-        pack(read, layout, buffer.view, plan.pieces(read))
+    if buffer.segment is not None:
+        buffer.segment.pin(partial(device.register, read_only=False))
+    pack_from(device, read, layout, buffer.view)
+    if _compared(packed, readers):
+        packed.digested()
+
+
+def _compared(packed: Packed, readers: Readers) -> bool:
+    """Whether some worker compares the digest of what is packed."""
+    buffer, verify = packed.buffer, packed.verify
+    shared = buffer.mappable and verify is Verify.AUTO and readers.all_share(buffer, packed.layout.nbytes)
+    return verify.compares(shared)
 
 
 def _too_large(layout: Layout, extras: bytes) -> LayoutError:
@@ -362,8 +401,11 @@ class OutgoingWeights:
         except (ConfigurationError, LayoutError):
             return None  # the first send says why
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(self, weights: Any, targets: tuple[int, ...] | None = None) -> Packed:
         """Pack weights, which are the caller's until `Packer.handed_over`.
+
+        Args:
+            targets: the ids of the workers that they are for; None: all.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent, or are not those of the registered model.
@@ -372,7 +414,7 @@ class OutgoingWeights:
         # Only weights that are found on the context need it: otherwise it may have been collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._services.weights_to_send(weights, self._driver.model_id, context)
-        packed = self._packer.pack(prepared, self._form(prepared), self._driver)
+        packed = self._packer.pack(prepared, self._form(prepared), self._driver, targets)
         try:
             if weights is not None:
                 self._refuse_other_model(packed.layout)

@@ -11,17 +11,19 @@ from msgspec.structs import replace
 
 from weightsync.engine.delta import HeldBase
 from weightsync.engine.driver import Driver, close, flush, mishandled, read, watch
+from weightsync.engine.parts import IncomingParts
 from weightsync.engine.refusal_hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, NoBase, Part, Refusal, Update
 from weightsync.transports.base import Link, Outlet, Received, Steady
 from weightsync.transports.device import CarriesDevices, Slot
 from weightsync.transports.process import own_host, own_identity
 from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import Layout
+from weightsync.weights.tree_digest import ChunkHashes
 
 logger = logging.getLogger("weightsync")
 
@@ -36,6 +38,8 @@ class Pending(Struct, frozen=True):
     slot: Slot | None = None
     #: Why this process could not receive the payload; empty if it could.
     untaken: str = ""
+    #: The hashes of what was hashed when it arrived; None: nothing was.
+    hashes: ChunkHashes | None = None
 
     def on_host(self) -> memoryview:
         """The payload in the host's memory: a copy, if it lies on a device."""
@@ -67,6 +71,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.held = HeldBase()
         #: The delta that came last without its base, and the number of its link.
         self._baseless: tuple[int, Update] | None = None
+        self._parts = IncomingParts()
         self._links: dict[int, Link] = {}
         #: Where those links write that say whether something is left there.
         self._outlets: dict[int, Outlet] = {}
@@ -292,8 +297,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _read(self, number: int, link: Link) -> None:
         try:
             for received in read(link):
-                update = received.message
-                if isinstance(update, Update) and update.base and self._waits_for_whole(number, link, update):
+                message = received.message
+                aside = message.base if isinstance(message, Update) else isinstance(message, Part)
+                if aside and self._aside(number, link, received):
                     continue
                 if number in self._links:
                     self._heard(number, link, received)
@@ -316,6 +322,14 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         finally:
             if self._todo:
                 self._finish()
+
+    def _aside(self, number: int, link: Link, received: Received) -> bool:
+        """Whether a message is not for the machine: a part of a payload, or a delta whose base is not held."""
+        message = received.message
+        if isinstance(message, Part):
+            self._parts.arrived(message, received)
+            return True
+        return isinstance(message, Update) and self._waits_for_whole(number, link, message)
 
     def _waits_for_whole(self, number: int, link: Link, update: Update) -> bool:
         """Whether an update is the delta of a version that is wanted, against a base that is not held.
@@ -387,7 +401,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if update.base is not None and not received.untaken:
                 travelled = self.held.whole(update, layout, travelled)
             payload = received.on_device if isinstance(received.on_device, DeviceMemory) else travelled
-            self.pending = Pending(update, layout, payload, received.slot, received.untaken)
+            hashes = self._parts.hashes_of(update)
+            self.pending = Pending(update, layout, payload, received.slot, received.untaken, hashes)
 
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:

@@ -411,7 +411,7 @@ class WeightSender(Participant):
             previous = self._wait(deadline)
             if previous.of(OutcomeKind.TIMED_OUT):
                 return self._reporter.not_sent(previous, wanted.targets)
-        return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
+        return self._pack(weights, wanted.targets, in_the_way and pending is OnPending.SUPERSEDE)
 
     def _refuse_too_few(self, wanted: SendTargets) -> None:
         """Raise ConfigurationError: there are fewer workers than expected, or what is expected is no number."""
@@ -431,9 +431,9 @@ class WeightSender(Participant):
             hint = f"workers {blocking} are reached by transports of your own, whose calls block. Call send() instead."
             raise self._driver.refused("send_async", hint)
 
-    def _pack(self, weights: Any, superseding: bool) -> Packed:
+    def _pack(self, weights: Any, targets: tuple[int, ...] | None, superseding: bool) -> Packed:
         """Pack the weights, and only then give up what is outstanding: nothing can refuse them any more."""
-        packed = self._outgoing.pack(weights)
+        packed = self._outgoing.pack(weights, targets)
         try:
             if self._packer.sends_deltas:
                 packed.travelling = self._driver.travelling(packed)

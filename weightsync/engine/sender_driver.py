@@ -12,13 +12,15 @@ from msgspec import Struct
 from weightsync.engine.delta import Travelling, travelling
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, mishandled, read, watch
 from weightsync.engine.packer import Packed
+from weightsync.engine.parts import LEAST_NBYTES, OutgoingParts, outgoing_parts, whole_of
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
+from weightsync.options import Verify
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
-from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Refusal, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Part, Refusal, Update
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import (
     CarriesDeltas,
@@ -389,8 +391,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 take(pure.Answer(worker, number, message))
             case Bye():
                 take(pure.Answer(worker, number, message))
-            case Update():
-                raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
+            case Update() | Part():
+                what = "an Update" if isinstance(message, Update) else "a Part"
+                raise ProtocolError(f"worker {worker} sent {what}; only senders send them. Its link is taken down.")
 
     def _require_handshake(self, worker: int, message: Bye | Refusal) -> None:
         """Check that a last message without an incarnation does not come from a worker that we still expect.
@@ -412,6 +415,21 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if again is not None:
             SenderDriver._write(self, worker, link, *again)
             self._finish()
+
+    def in_parts(
+        self, payload: Buffer, nbytes: int, verify: Verify, targets: tuple[int, ...] | None
+    ) -> OutgoingParts | None:
+        """Prepare to send a payload in parts while it is packed, over the links that can; None: there is none.
+
+        A worker that has not answered the handshake, or a version, gets it whole.
+        """
+        if payload.segment is None or nbytes < LEAST_NBYTES:
+            return None
+        with self.lock:
+            lanes = [lane for lane in self._links.values() if targets is None or lane.worker in targets]
+            up = [lane for lane in lanes if self.data.workers[lane.worker].link_state is pure.LinkState.UP]
+            payload_id, names = payload.segment.next_seal, (self.model_id, self.data.incarnation)
+            return outgoing_parts(self.lock, up, payload, verify, whole_of(payload_id, nbytes, *names))
 
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""

@@ -45,6 +45,7 @@ from weightsync.protocol.messages import (
     Hello,
     Message,
     NoBase,
+    Part,
     Refusal,
     SlotRef,
     Update,
@@ -151,6 +152,7 @@ _UPDATE: Final = struct.Struct("!HHIIBQBBQ16sQ")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HBI")
+_PART: Final = struct.Struct("!16sQQQQB")
 _DIGEST_SIZES: Final = (0, 16)
 #: The size of a device's identity, and the sizes of a list of them.
 _DEVICE_NBYTES: Final = 16
@@ -163,8 +165,12 @@ _ENDINGS: Final = tuple(Ending)
 _MAX_PID: Final = 2**31 - 1
 #: In the place of a slot's fields, for a payload that travels.
 _NOWHERE: Final = SlotRef(segment=0)
-#: Where a payload is: it follows; it lies in a slot; it follows, and the place of the slot's fields has its base.
-_INLINE, _IN_SLOT, _BASED = range(3)
+#: Where a payload is: it follows; it lies in a slot; it follows, and the place of the slot's fields has its base; it
+#: came in parts, and there is the id that they have.
+_INLINE, _IN_SLOT, _BASED, _IN_PARTS = range(4)
+_FOLLOWING: Final = (_INLINE, _BASED)
+_PAYLOAD_ID_NBYTES: Final = 16
+_OTHER_PAYLOAD: Final = "its header names another size of its payload"
 #: A W3C traceparent; after a newline, a tracestate of at most 512 characters, which is what others must pass on.
 _TRACE_CONTEXT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(\n[\x20-\x7e]{1,512})?")
 MAX_TRACE_CONTEXT_NBYTES: Final = 568
@@ -186,10 +192,9 @@ def encode(message: Message, descriptors: int = 0, slot: SlotRef | None = None) 
         slot = message.slot
     try:
         _require_ranges(message, slot)
-        kind, version, digest, body = _body_of(message, message.model_id.encode(), slot)
+        kind, version, digest, inline, body = _body_of(message, message.model_id.encode(), slot)
         if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
             raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
-        inline = message.nbytes if isinstance(message, Update) and slot is None else 0
         numbers = kind, descriptors, len(digest), 0, len(body), inline
         covered = COVERED.pack(*numbers, message.incarnation.to_bytes(16, "big"), version, digest) + body
         return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
@@ -199,8 +204,8 @@ def encode(message: Message, descriptors: int = 0, slot: SlotRef | None = None) 
         ) from error
 
 
-def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, int, bytes, bytes]:
-    """Return the kind, version, digest and encoded body."""
+def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, int, bytes, int, bytes]:
+    """Return the kind, version and digest, the size of the payload that follows, and the encoded body."""
     match message:
         case Update():
             base, slot, placed = message.base, slot or _NOWHERE, _INLINE if slot is None else _IN_SLOT
@@ -208,27 +213,35 @@ def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, 
             where = placed, slot.segment, slot.seal, slot.nbytes
             if base is not None:
                 where = _BASED, base.version, base.digest or bytes(16), 0
+            elif message.payload_id:
+                where = _IN_PARTS, 0, message.payload_id, 0
+            inline = message.nbytes if where[0] in _FOLLOWING else 0
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *where)
-            return 2, message.version, message.digest, b"".join((fixed, *fields, message.trace_context.encode()))
+            body = b"".join((fixed, *fields, message.trace_context.encode()))
+            return 2, message.version, message.digest, inline, body
         case Ack():
             nested = b"" if message.nested is None else encode_report(message.nested)
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
-            return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
+            return 3, message.version, message.digest, 0, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
             fields = name, message.layout_digest, message.layout, message.host, message.devices
             fixed = _HELLO.pack(*map(len, fields), message.pid, message.started, _wide(message.fence), message.link)
-            return 1, message.version, b"", b"".join((fixed, *fields))
+            return 1, message.version, b"", 0, b"".join((fixed, *fields))
         case Refusal():
             said = _prose(message.reason), _prose(message.remote_traceback)
             kind = _REFUSALS.index(message.kind), _EVIDENCE.index(message.evidence)
             fixed = _REFUSAL.pack(len(name), *kind, *map(len, said), _wide(message.fence))
-            return 4, message.version, b"", b"".join((fixed, name, *said))
+            return 4, message.version, b"", 0, b"".join((fixed, name, *said))
         case Bye():
             reason = _prose(message.reason)
             fixed = _BYE.pack(len(name), _ENDINGS.index(message.ending), len(reason))
-            return 5, 0, b"", b"".join((fixed, name, reason))
+            return 5, 0, b"", 0, b"".join((fixed, name, reason))
         case NoBase():
-            return 6, message.version, b"", name
+            return 6, message.version, b"", 0, name
+        case Part():
+            span, inline = (message.nbytes, message.start, message.end), message.end - message.start
+            fixed = _PART.pack(message.payload_id, *span, message.segment, message.hashed)
+            return 7, 0, b"", 0 if message.segment else inline, fixed + name
 
 
 def _require_ranges(message: Message, slot: SlotRef | None) -> None:
@@ -242,12 +255,18 @@ def _require_ranges(message: Message, slot: SlotRef | None) -> None:
             raise ValueError(f"a payload size of {message.nbytes} bytes is out of range")
         case Update() if message.trace_context and not is_trace_context(message.trace_context):
             raise ValueError("what it carries is no trace context")
+        case Update() if message.payload_id:
+            _require_parts(message, slot)
         case Update() if message.base is not None:
             _require_base(message.base, message, slot)
         case Update() if slot is not None and (slot.device or slot.nbytes):
             _require_slot(slot, message.nbytes)
         case Hello() if len(message.devices) not in _DEVICES_SIZES:
             raise ValueError(f"{len(message.devices)} bytes do not name devices")
+        case Part() if len(message.payload_id) != _PAYLOAD_ID_NBYTES or not any(message.payload_id):
+            raise ValueError(f"{len(message.payload_id)} bytes do not name a payload")
+        case Part() if not 0 <= message.start < message.end <= message.nbytes <= _MAX_NBYTES:
+            raise ValueError(f"bytes {message.start} to {message.end} are no part of {message.nbytes}")
         case Ack() if not isfinite(message.seconds) or message.seconds < 0:
             raise ValueError(f"a duration of {message.seconds} s is not valid")
 
@@ -273,6 +292,14 @@ def _require_base(base: BaseRef, update: Update, slot: SlotRef | None) -> None:
         raise ValueError("a payload in a slot has a base")
     if not 0 <= base.version < update.version or len(base.digest) != (16 if base.version else 0):
         raise ValueError(f"version {base.version} with {len(base.digest)} bytes of digest is no base")
+
+
+def _require_parts(update: Update, slot: SlotRef | None) -> None:
+    """Refuse what cannot have come in parts, with ValueError: a delta, and what lies in a slot."""
+    if slot is not None or update.base is not None or not update.nbytes:
+        raise ValueError("a payload that came in parts is empty, lies in a slot, or has a base")
+    if len(update.payload_id) != _PAYLOAD_ID_NBYTES or not any(update.payload_id):
+        raise ValueError(f"{len(update.payload_id)} bytes do not name a payload")
 
 
 def _prose(text: str) -> bytes:
@@ -311,8 +338,8 @@ def decode_with(head: Head, data: Readable) -> Message:
         _require_ranges(message, slot)
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
         raise malformed(f"A frame's fields are malformed: {error}", data) from error
-    if head.payload_nbytes != (message.nbytes if isinstance(message, Update) and slot is None else 0):
-        raise malformed(f"A frame's header says {head.payload_nbytes} bytes of payload, but its message does not", data)
+    if head.payload_nbytes and not isinstance(message, Update | Part):
+        raise malformed(f"A {type(message).__name__} says that {head.payload_nbytes} bytes of payload follow", data)
     return message
 
 
@@ -354,8 +381,10 @@ def _read_update(head: Head, body: bytes) -> Update:
     # An update of a sender that traces nothing ends here.
     traced = min(max(0, len(body) - _UPDATE.size - sum(sizes)), MAX_TRACE_CONTEXT_NBYTES)
     name, layout_digest, layout, extras, device, trace_context = _cut(body, _UPDATE.size, *sizes, traced)
-    if placed > _BASED or (placed != _IN_SLOT and (device or slot_nbytes)):
+    if placed > _IN_PARTS or (placed != _IN_SLOT and (device or slot_nbytes)) or (placed == _IN_PARTS and segment):
         raise ValueError(f"payload placement {placed} is not valid")
+    if head.payload_nbytes != (nbytes if placed in _FOLLOWING else 0):
+        raise ValueError(_OTHER_PAYLOAD)
     based = BaseRef(version=segment, digest=seal if segment else b"") if placed == _BASED else None
     return Update(
         model_id=name.decode(),
@@ -370,6 +399,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         slot=SlotRef(segment=segment, seal=seal, device=device, nbytes=slot_nbytes) if placed == _IN_SLOT else None,
         trace_context=trace_context.decode("ascii"),
         base=based,
+        payload_id=seal if placed == _IN_PARTS else b"",
     )
 
 
@@ -419,6 +449,24 @@ def _read_no_base(head: Head, body: bytes) -> NoBase:
     return NoBase(model_id=body.decode(), incarnation=int.from_bytes(head.incarnation, "big"), version=head.version)
 
 
+def _read_part(head: Head, body: bytes) -> Part:
+    payload_id, nbytes, start, end, segment, hashed = _PART.unpack_from(body)
+    if hashed > 1:
+        raise ValueError(f"{hashed} is not a truth value")
+    if head.payload_nbytes != (0 if segment else end - start):
+        raise ValueError(_OTHER_PAYLOAD)
+    return Part(
+        model_id=body[_PART.size :].decode(),
+        incarnation=int.from_bytes(head.incarnation, "big"),
+        payload_id=payload_id,
+        nbytes=nbytes,
+        start=start,
+        end=end,
+        segment=segment,
+        hashed=bool(hashed),
+    )
+
+
 _READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
     1: _read_hello,
     2: _read_update,
@@ -426,6 +474,7 @@ _READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
     4: _read_refusal,
     5: _read_bye,
     6: _read_no_base,
+    7: _read_part,
 }
 
 

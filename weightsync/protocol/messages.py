@@ -95,6 +95,8 @@ class Update(Struct, frozen=True, kw_only=True):
     trace_context: str = ""
     #: What the payload is a delta against. None: it is whole, and no delta follows it.
     base: BaseRef | None = None
+    #: Names the payload if it has been sent in parts before. Empty: it has not, or it lies in the slot.
+    payload_id: bytes = b""
 
 
 class Ack(Struct, frozen=True, kw_only=True):
@@ -138,6 +140,27 @@ class NoBase(Struct, frozen=True, kw_only=True):
     version: int
 
 
+class Part(Struct, frozen=True, kw_only=True):
+    """A range of a payload that is still being packed. The machines never see it.
+
+    Its bytes follow inline, or lie in a shared-memory slot. If the packing fails, no update follows.
+    """
+
+    model_id: str
+    incarnation: int
+    #: 16 random bytes, drawn for each payload: the `payload_id` of its update, or the seal that its slot will have.
+    payload_id: bytes
+    #: Size of the whole payload in bytes.
+    nbytes: int
+    #: The range, in bytes: from `start` to before `end`.
+    start: int
+    end: int
+    #: The number of the segment that it lies in; 0: the bytes follow inline.
+    segment: int = 0
+    #: Whether the update will carry a digest, so that the range can be hashed now.
+    hashed: bool = False
+
+
 class Ending(enum.Enum):
     """Why a link ends."""
 
@@ -156,4 +179,9 @@ class Bye(Struct, frozen=True, kw_only=True):
     ending: Ending = Ending.CLOSED
 
 
-Message = Hello | Update | Ack | Refusal | Bye | NoBase
+Message = Hello | Update | Ack | Refusal | Bye | NoBase | Part
+
+
+def version_of(message: Message) -> int:
+    """The version that a message names; 0: none."""
+    return 0 if isinstance(message, Bye | Part) else message.version

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from weightsync.clock import Stopwatch
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Ack, Bye, Hello, Message, NoBase, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, NoBase, Part, Refusal, Update
 from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
@@ -41,7 +41,7 @@ def words(message: Message) -> str:
             return f"Refusal {message.version} ({message.kind.name})"
         case Ack():
             return f"Ack {message.version}"
-        case Hello() | Bye() | NoBase():
+        case Hello() | Bye() | NoBase() | Part():
             return type(message).__name__
 
 

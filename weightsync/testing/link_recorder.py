@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.protocol.messages import Bye, Message, Update
+from weightsync.protocol.messages import Message, Update, version_of
 from weightsync.testing.link_pair import End, EventKind, LinkPair, LogEntry, MessageInFlight, Watch, words
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
@@ -44,9 +44,8 @@ class LinkRecorder:
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """See `Link.send`."""
-        version = 0 if isinstance(message, Bye) else message.version
         number = len(self.attempts)
-        self.attempts.append((type(message).__name__, message.incarnation, version))
+        self.attempts.append((type(message).__name__, message.incarnation, version_of(message)))
         if isinstance(message, Update):
             self.updates.append(message)
         # Recorded before it is sent: where both ends share a process, it may arrive inside the call.

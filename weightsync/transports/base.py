@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Message
+from weightsync.protocol.messages import Message, Part
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.device import OnDevice, Slot
 from weightsync.transports.process import forget_after_fork
@@ -27,7 +27,8 @@ class Received(Struct, frozen=True):
     """A whole message with its payload."""
 
     message: Message
-    #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them.
+    #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them. With a
+    #: part: the whole payload, of which only this part and those before it are there.
     payload: memoryview | None = None
     #: The slot that it lies in; None if it travelled, and lies in this process's own memory.
     slot: Slot | None = None
@@ -127,6 +128,33 @@ class SharesMemory(ABC):
     @abstractmethod
     def shares(self, payload: Buffer, nbytes: int) -> bool:
         """Whether the worker maps it; no: the bytes of the payload travel. The answer for a payload never changes."""
+
+
+class TakesParts(ABC):
+    """A link that can carry a payload in parts while it is packed, ahead of its update."""
+
+    @abstractmethod
+    def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:
+        """Whether it is of use to the worker to get this payload in parts.
+
+        Args:
+            payload: the buffer that will be filled.
+            nbytes: the size of the payload in bytes.
+            hashed: whether its update will carry a digest.
+        """
+
+    @abstractmethod
+    def send_part(self, part: Part, payload: Buffer) -> None:
+        """Queue a range of a payload, which is written, and write what fits now.
+
+        Args:
+            part: the range. Leave its ``segment`` 0: the link sets it.
+            payload: stays pinned while the link still reads the range. The worker's reading pins nothing: what it has
+                read of a payload whose update never comes is dropped.
+
+        Raises:
+            TransportError: the link is dead or closed.
+        """
 
 
 class CarriesDeltas(ABC):

@@ -155,6 +155,7 @@ class Segment:
         self.nbytes = nbytes
         self._view: memoryview | None = None
         self._seal = _UNSEALED
+        self._next_seal = b""
         self._pinned: object | None = None
         self._asked = False
         try:
@@ -194,14 +195,21 @@ class Segment:
         return self._view
 
     def sealed(self) -> bytes:
-        """The seal of what it holds. Drawn now if it was unsealed: it must be filled.
+        """The seal of what it holds. Written now if it was unsealed: it must be filled.
 
         Raises:
             TransportError: in a forked child.
         """
         if self._seal == _UNSEALED:
-            self.seal_with(os.urandom(SEAL_NBYTES))
+            self.seal_with(self.next_seal)
         return self._seal
+
+    @property
+    def next_seal(self) -> bytes:
+        """The seal that it has once it is filled. While it is being filled, this names what it is filled with."""
+        if not self._next_seal:
+            self._next_seal = os.urandom(SEAL_NBYTES)
+        return self._next_seal
 
     @property
     def ref(self) -> SlotRef:
@@ -214,8 +222,9 @@ class Segment:
         self._seal = seal
 
     def unseal(self) -> None:
-        """It may be written from now on: who reads it sees that it has no seal."""
+        """It may be written from now on: who reads it sees that it has no seal. The next seal is another."""
         self.seal_with(_UNSEALED)
+        self._next_seal = b""
 
     def pin(self, register: Callable[[memoryview], object | None]) -> None:
         """Pin the memory for copies from a device, once; it stays so for as long as the segment lives.
@@ -288,6 +297,8 @@ class Mapping:
         self._lent: list[weakref[memoryview]] = []
         #: Whether this process has written nothing here, and no tensor is left to write to.
         self._untouched = False
+        #: The payload that is read while the peer still fills the segment; empty: none was.
+        self._read_ahead = b""
 
     def lend(self, nbytes: int) -> memoryview:
         """The first bytes, for an update that has arrived. A tensor over them keeps the very object that is returned.
@@ -298,6 +309,18 @@ class Mapping:
         self._lent = [each for each in self._lent if each() is not None]
         self._lent.append(weakref(lent))
         return lent
+
+    def read_ahead(self, payload_id: bytes, nbytes: int) -> memoryview:
+        """The first bytes, while the peer still fills the segment with a payload: they are read as the peer wrote them.
+
+        Only ranges that the peer has named may be read. What is read is the payload only if the segment is sealed with
+        ``payload_id`` in the end.
+        """
+        if payload_id != self._read_ahead:
+            self._read_ahead = payload_id
+            if not self._untouched:
+                self._drop_own_pages()
+        return self.view[:nbytes]
 
     @property
     def pinnable(self) -> bool:

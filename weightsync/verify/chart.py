@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsync.engine.recorder import What
 from weightsync.protocol.machine import Role
-from weightsync.protocol.messages import Bye, Message, Refusal
+from weightsync.protocol.messages import Bye, Message, Refusal, version_of
 from weightsync.verify.judging import Run
 from weightsync.verify.lines import Line
 from weightsync.verify.network import SentMessage
@@ -166,11 +166,9 @@ def _arrows(sent: SentMessage, lanes: dict[str, int], start: int) -> Iterator[Ro
 
 
 def _called(message: Message) -> str:
-    kind = type(message).__name__
-    if isinstance(message, Bye):
-        return kind
     why = f" {message.kind.name}" if isinstance(message, Refusal) else ""
-    return f"{kind}{why} v{message.version}"
+    version = "" if isinstance(message, Bye) else f" v{version_of(message)}"
+    return f"{type(message).__name__}{why}{version}"
 
 
 def _states(machine: Machine, lane: int, start: int) -> Iterator[State]:

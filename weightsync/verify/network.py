@@ -13,7 +13,7 @@ from weightsync.engine.recorder import What, plain
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.machine import Role
-from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update, version_of
 from weightsync.protocol.report import Evidence
 from weightsync.verify.lines import Finding, Line
 from weightsync.verify.replaying import Machine, Moment
@@ -229,7 +229,7 @@ class Network:
             return message.incarnation == machine.incarnation
         received = (moment.message for moment in self.by_name[end[0]].of(What.RECEIVED) if moment.link == end[1])
         return not any(
-            isinstance(each, Refusal) and each.evidence is not Evidence.ANSWER and each.version == message.version
+            isinstance(each, Refusal) and each.evidence is not Evidence.ANSWER and each.version == version_of(message)
             for each in received
         )
 
@@ -238,7 +238,7 @@ class Network:
 
 
 #: The fields that adapters add to a message in flight, or express differently.
-_THEIRS = frozenset({"layout", "slot", "extras", "form"})
+_THEIRS = frozenset({"layout", "slot", "payload_id", "extras", "form"})
 #: How a payload travels, if its sender sends deltas: one whose base is not held is followed by the whole weights.
 _OF_DELTAS = frozenset({"nbytes", "base"})
 
@@ -263,7 +263,7 @@ def _connected(sender: Machine) -> int:
 
 
 def _described(message: Message) -> str:
-    version = "" if isinstance(message, Bye) else f" of version {message.version}"
+    version = "" if isinstance(message, Bye) else f" of version {version_of(message)}"
     return f"{type(message).__name__}{version}"
 
 

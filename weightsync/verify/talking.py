@@ -10,7 +10,7 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery, State
 from weightsync.protocol.machine import Role
-from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update, version_of
 from weightsync.verify.lines import Finding
 from weightsync.verify.replaying import Machine, Moment
 
@@ -37,8 +37,7 @@ class DueMessage:
         """Whether it is that message, over that link."""
         if message is None:
             return self.kind is sending.CloseLink and link == self.link
-        version = 0 if isinstance(message, Bye) else message.version
-        return (link, type(message), message.incarnation, version) == (
+        return (link, type(message), message.incarnation, version_of(message)) == (
             self.link,
             self.kind,
             self.incarnation,

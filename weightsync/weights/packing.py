@@ -54,7 +54,9 @@ _get: Final[Any] = getitem
 Behind = Callable[[int, int], None]
 
 
-def pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None = None) -> None:
+def pack(
+    weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None = None, behind: Behind | None = None
+) -> None:
     """Write the tensors into ``view[: layout.nbytes]``, bit for bit; bools as 0 or 1, gaps between groups as 0.
 
     The weights must have the names and shapes of this layout (see `weightsync.weights.reading.layout_of`). What has
@@ -62,28 +64,14 @@ def pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | No
 
     Args:
         pieces: how these tensors are copied, if that is planned already.
+        behind: called, perhaps in several threads, with ranges that were written: from their first byte to before their
+            last. Not necessarily with all.
 
     Raises:
         ConfigurationError: the view is too small, read-only or not contiguous; nothing was written.
         LayoutError: a tensor, which the error names, cannot be copied (sparse, meta, a subclass that raises). The
             contents of the buffer are then undefined.
     """
-    _pack(weights, layout, view, pieces, None)
-
-
-def pack_digested(
-    weights: Weights, layout: Layout, view: memoryview, extras: bytes, pieces: Pieces | None = None
-) -> bytes:
-    """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy."""
-    if layout.nbytes <= DIGEST_CHUNK:  # all of it is in the cache
-        _pack(weights, layout, view, pieces, None)
-        return digest(view[: layout.nbytes], extras)
-    hashes = ChunkHashes(view[: layout.nbytes])
-    _pack(weights, layout, view, pieces, hashes.reach)
-    return hashes.combined(extras)
-
-
-def _pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None, behind: Behind | None) -> None:
     if view.readonly or not view.c_contiguous or view.nbytes < layout.nbytes:
         raise ConfigurationError(f"Packing {layout!r} needs {layout.nbytes} contiguous, writable bytes.")
     tensors, base = ordered(weights, layout), address_of(view)
@@ -95,6 +83,30 @@ def _pack(weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | N
     else:
         pieces = pieces or Pieces(layout, movable(layout, tensors))
         pieces.fill(tensors, base, behind)
+
+
+def pack_digested(
+    weights: Weights,
+    layout: Layout,
+    view: memoryview,
+    extras: bytes,
+    pieces: Pieces | None = None,
+    *,
+    behind: Behind | None = None,
+) -> bytes:
+    """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy."""
+    if layout.nbytes <= DIGEST_CHUNK:  # all of it is in the cache
+        pack(weights, layout, view, pieces)
+        return digest(view[: layout.nbytes], extras)
+    hashes = ChunkHashes(view[: layout.nbytes])
+
+    def reach(start: int, end: int) -> None:
+        hashes.reach(start, end)
+        if behind is not None:
+            behind(start, end)
+
+    pack(weights, layout, view, pieces, reach)
+    return hashes.combined(extras)
 
 
 def scatter(

@@ -24,6 +24,7 @@ from weightsync.protocol.messages import (
     Hello,
     Message,
     NoBase,
+    Part,
     Refusal,
     SlotRef,
     Update,
@@ -57,6 +58,7 @@ def messages() -> Iterator[tuple[str, Message]]:
     yield "Update that is kept", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, base=BaseRef())
     base = BaseRef(version=2, digest=_DIGEST)
     yield "Update as a delta", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, base=base)
+    yield "Update in parts", Update(**_WHO, version=3, **laid, digest=_DIGEST, nbytes=5, payload_id=_DIGEST)
     for evidence in Evidence:
         yield f"Ack {evidence.name}", Ack(**_WHO, version=3, digest=_DIGEST, seconds=0.5, evidence=evidence)
         yield f"Refusal by {evidence.name}", _refusal(RefusalKind.REFUSED, evidence)
@@ -65,6 +67,8 @@ def messages() -> Iterator[tuple[str, Message]]:
     for refusal in RefusalKind:
         yield f"Refusal {refusal.name}", _refusal(refusal, Evidence.ANSWER)
     yield "NoBase", NoBase(**_WHO, version=3)
+    yield "Part", Part(**_WHO, payload_id=_DIGEST, nbytes=7, start=2, end=5, segment=19, hashed=True)
+    yield "Part behind its message", Part(**_WHO, payload_id=_DIGEST, nbytes=7, start=2, end=5)
     for ending in Ending:
         yield f"Bye {ending.name}", Bye(**_WHO, reason="it is over", ending=ending)
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol import codec, report_codec
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.protocol.messages import Ack, BaseRef, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Hello, Part, Refusal, SlotRef, Update
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 EXAMPLES = [
@@ -106,7 +106,13 @@ def test_the_header_tells_what_follows(message, descriptors):
     data = codec.encode(message, descriptors)
     head = codec.peek(data[: codec.HEADER_NBYTES])
 
-    inline = message.nbytes if isinstance(message, Update) and message.slot is None else 0
+    match message:
+        case Update(slot=None, payload_id=b""):
+            inline = message.nbytes
+        case Part(segment=0):
+            inline = message.end - message.start
+        case _:
+            inline = 0
     assert (len(data), inline, descriptors) == (
         head.control_nbytes,
         head.payload_nbytes,

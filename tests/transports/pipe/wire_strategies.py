@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, NoBase, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, NoBase, Part, Refusal, SlotRef, Update
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 model_ids = st.text(max_size=20)
@@ -68,6 +68,27 @@ updates = st.builds(
     slot=st.none() | slots,
     trace_context=st.just("") | trace_contexts,
 )
+payload_ids = identities.filter(any)
+updates_in_parts = st.builds(
+    Update,
+    model_id=model_ids,
+    incarnation=wide,
+    version=versions,
+    layout_digest=blobs,
+    digest=digests,
+    nbytes=st.integers(1, 2**63 - 1),
+    extras=blobs,
+    payload_id=payload_ids,
+)
+parts = st.builds(
+    lambda ends, **fields: Part(start=ends[0], end=ends[1], nbytes=ends[2], **fields),
+    st.lists(sizes, min_size=3, max_size=3, unique=True).map(sorted),
+    model_id=model_ids,
+    incarnation=wide,
+    payload_id=payload_ids,
+    segment=numbers,
+    hashed=st.booleans(),
+)
 outcomes = st.builds(
     Outcome,
     kind=st.sampled_from(OutcomeKind),
@@ -111,4 +132,4 @@ refusals = st.builds(
 )
 byes = st.builds(Bye, model_id=model_ids, incarnation=wide, reason=prose, ending=st.sampled_from(Ending))
 no_bases = st.builds(NoBase, model_id=model_ids, incarnation=wide, version=versions)
-messages = st.one_of(hellos, updates, based_updates, acks, refusals, byes, no_bases)
+messages = st.one_of(hellos, updates, based_updates, updates_in_parts, acks, refusals, byes, no_bases, parts)

@@ -79,7 +79,7 @@ def test_a_buffer_is_written_again_once_it_was_handed_over_and_not_before() -> N
 
 
 def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pack(*_: object) -> None:
+    def pack(*_: object, **__: object) -> None:
         raise LayoutError("'a' cannot be copied.", mismatched={})
 
     packer = Packer()

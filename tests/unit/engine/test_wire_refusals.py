@@ -88,7 +88,7 @@ def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPa
         (sealed(UPDATE, {18: b"\7"}), "digest size 7 with padding 0 is not valid"),
         (sealed(UPDATE, {19: b"\1"}), "digest size 16 with padding 1 is not valid"),
         (sealed(UPDATE, {codec.HEADER_NBYTES: b"\0\7"}), "its fields take 7 bytes, but 6 are there"),
-        (sealed(UPDATE, {codec.HEADER_NBYTES + 22: b"\3"}), "payload placement 3 is not valid"),
+        (sealed(UPDATE, {codec.HEADER_NBYTES + 22: b"\4"}), "payload placement 4 is not valid"),
         (sealed(UPDATE, {codec.HEADER_NBYTES + 54: b"\1"}), "payload placement 0 is not valid"),
         (sealed(ACK, {48: bytes(8)}), "version 0 is below 1"),
         (sealed(HELLO, {codec.HEADER_NBYTES + 11: struct.pack("!Q", 2**31)}), "process id 2147483648 is out of range"),
@@ -109,5 +109,7 @@ def test_a_frame_that_is_not_whole_or_not_as_it_was_sent_is_distinguished() -> N
     assert longer.unread == data + b"!"
     assert unread(changed, "A frame was corrupted in transit: its checksum is wrong.").unread == changed
     other = sealed(UPDATE, {24: struct.pack("!Q", 13)})
-    assert unread(other, "A frame's header says 13 bytes of payload, but its message does not.").unread == other
+    assert (
+        unread(other, "A frame's fields are malformed: its header names another size of its payload.").unread == other
+    )
     assert unread("text", "A str arrived in place of a frame.").unread == b""

@@ -129,7 +129,13 @@ class NoPacker(Packer):
         """An empty layout."""
         return self._packed.layout
 
-    def pack(self, weights: Any, form: WeightsForm | None = None, readers: Readers = nobody) -> Packed:
+    def pack(
+        self,
+        weights: Any,
+        form: WeightsForm | None = None,
+        readers: Readers = nobody,
+        targets: tuple[int, ...] | None = None,
+    ) -> Packed:
         """An empty payload."""
         return self._packed
 

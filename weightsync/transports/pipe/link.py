@@ -14,11 +14,22 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final, Protocol
 
+from msgspec.structs import replace
+
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Ack, Hello, Message, Refusal, SlotRef, Update
-from weightsync.transports.base import CarriesDeltas, Payloads, Received, Remarks, SharesMemory, Steady, TellsWhatIsRead
+from weightsync.protocol.messages import Ack, Hello, Message, Part, Refusal, SlotRef, Update
+from weightsync.transports.base import (
+    CarriesDeltas,
+    Payloads,
+    Received,
+    Remarks,
+    SharesMemory,
+    Steady,
+    TakesParts,
+    TellsWhatIsRead,
+)
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapping, NoRoom, Pins, Segment
 from weightsync.transports.device import CarriesDevices, DeviceBuffer, DeviceSlot, OnDevice, Opener, Reach
 from weightsync.transports.pipe.connection import Channel
@@ -29,7 +40,7 @@ from weightsync.transports.pipe.user_messages import UserMessages
 logger = logging.getLogger("weightsync")
 
 
-class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDeltas, Steady):
+class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDeltas, TakesParts, Steady):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object, which is closed with the last of them. Until then only
@@ -125,6 +136,18 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
             self._reach.used(message)
         self._channel.write(self._peer, frame)
 
+    def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:
+        """Whether the worker maps the segment already, and can hash it while it is filled: see `TakesParts`."""
+        on_host = payload.segment is not None and not isinstance(payload, DeviceBuffer)
+        return hashed and on_host and self.shares(payload, nbytes) and not self._named.missing(payload.segment)  # type: ignore[arg-type] # what `on_host` says
+
+    def send_part(self, part: Part, payload: Buffer) -> None:
+        """Name a range of the segment: see `TakesParts`."""
+        if self._closed:
+            raise self._no_longer()
+        assert payload.segment is not None
+        self._channel.write(self._peer, Outgoing(framed(replace(part, segment=payload.segment.number))))
+
     def flush(self) -> bool:
         """Write as much as possible of what is queued: see `Link.flush`."""
         if self._closed:
@@ -151,6 +174,9 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
                     continue
                 if isinstance(message, Ack):
                     self._pins.answered(message)
+                elif isinstance(message, Part):
+                    received.extend(self._read_ahead(message))
+                    continue
                 elif isinstance(message, Hello | Refusal) and self._is_remark(message):
                     continue
                 received.append(Received(message, frame.payload, None, frame.untaken))
@@ -193,6 +219,15 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         if not isinstance(mapping, Mapping):
             return Received(message, slot=mapping, on_device=mapping)
         return Received(message, mapping.lend(nbytes), mapping)
+
+    def _read_ahead(self, part: Part) -> list[Received]:
+        """A range of a segment that is still being filled; nothing, if this process has no room for the segment."""
+        mapping = self._mapped.known(part.segment)
+        if not isinstance(mapping, Mapping):
+            return []
+        if mapping.nbytes < part.nbytes:
+            raise codec.malformed(f"{part.nbytes} bytes in a segment of {mapping.nbytes}", b"")
+        return [Received(part, mapping.read_ahead(part.payload_id, part.nbytes))]
 
     @property
     def opens(self) -> bool:
@@ -326,14 +361,22 @@ class Mapped:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        found = self._mappings.get(slot.segment)
-        if found is None:
-            raise codec.malformed(f"The peer names segment {slot.segment}, which it never passed", b"")
+        found = self.known(slot.segment)
         self._mappings.move_to_end(slot.segment)
         if len(self._mappings) > MAX_SEGMENTS:
             self._mappings.popitem(last=False)
         if isinstance(found, str):
             raise NoRoom(found)
+        return found
+
+    def known(self, segment: int) -> Mapping | OnDevice | str:
+        """The mapping of a segment, or why there was no room for it. The order of the list stays as it is.
+
+        Raises ProtocolError: the peer never passed that segment.
+        """
+        found = self._mappings.get(segment)
+        if found is None:
+            raise codec.malformed(f"The peer names segment {segment}, which it never passed", b"")
         return found
 
     def _take(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str) -> None:

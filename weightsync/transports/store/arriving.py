@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from weightsync.errors import AuthenticationError, TransportError
 from weightsync.protocol.codec import malformed
-from weightsync.protocol.messages import Update
+from weightsync.protocol.messages import Part, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe.framing import ReceiveBuffers
@@ -36,6 +36,18 @@ logger = logging.getLogger("weightsync")
 _PIECE_NBYTES: Final = 2**20
 
 
+@dataclass(slots=True)
+class _Assembly:
+    """A payload that comes in parts."""
+
+    payload_id: bytes
+    #: Where it goes; None: there is no memory for it, for the reason in `untaken`.
+    whole: memoryview | None
+    untaken: str = ""
+    #: How many bytes of it are there.
+    arrived: int = 0
+
+
 class Arrivals:
     """The end of a link that has no part in a fan-out. Called by the reading thread, but for `end` and `forget`.
 
@@ -47,6 +59,7 @@ class Arrivals:
     def __init__(self, guard: Guard, group: Group | NoGroup) -> None:
         self._guard, self._group = guard, group
         self._buffers = ReceiveBuffers()
+        self._assembly: _Assembly | None = None
 
     def take(self, opened: Opened, stream: Stream, client: Client) -> Iterable[Received]:
         """The messages that are whole with this text, in order."""
@@ -55,6 +68,10 @@ class Arrivals:
     def _received(self, opened: Opened, stream: Stream, client: Client) -> Received:
         """A whole message with its payload in our own memory."""
         message, inline, nbytes = decoded(opened.text)
+        if isinstance(message, Part):
+            return self._part(message, inline, opened, stream)
+        if isinstance(message, Update) and message.payload_id:
+            return self._assembled(message)
         if nbytes <= INLINE_NBYTES:
             return Received(message, inline)
         try:
@@ -66,6 +83,44 @@ class Arrivals:
         self._group.read(stream, client, buffer)
         self._require_sealed(buffer, opened)
         return Received(message, buffer)
+
+    def _part(self, part: Part, inline: memoryview | None, opened: Opened, stream: Stream) -> Received:
+        """A range of a payload, in our own memory for all of it."""
+        if self._assembly is None or self._assembly.payload_id != part.payload_id:
+            self._assembly = None  # before its memory is needed for this one
+            self._assembly = self._assembly_for(part)
+        whole = self._assembly.whole
+        if whole is None:
+            stream.skip(0 if inline is not None else part.end - part.start)
+            return Received(part, untaken=self._assembly.untaken)
+        if part.segment or part.nbytes != len(whole):
+            raise malformed(f"A part of {part.nbytes} bytes of a payload of {len(whole)}, or in a segment", opened.text)
+        room = whole[part.start : part.end]
+        if inline is not None:
+            room[:] = inline
+        else:
+            stream.read_into(room)
+            self._require_sealed(room, opened)
+        self._assembly.arrived += len(room)
+        return Received(part, whole)
+
+    def _assembly_for(self, part: Part) -> _Assembly:
+        try:
+            return _Assembly(part.payload_id, self._buffers.find(part.nbytes))
+        except NoRoom as error:
+            return _Assembly(part.payload_id, None, str(error))
+
+    def _assembled(self, update: Update) -> Received:
+        """An update whose payload came in parts."""
+        assembly, self._assembly = self._assembly, None
+        if assembly is None or assembly.payload_id != update.payload_id:
+            raise malformed(f"Version {update.version} names a payload of which no part has come", b"")
+        if assembly.whole is None:
+            return Received(update, untaken=assembly.untaken)
+        if assembly.arrived != update.nbytes or len(assembly.whole) != update.nbytes:
+            there = f"{assembly.arrived} of {update.nbytes} bytes"
+            raise malformed(f"Version {update.version} names a payload of which {there} have come", b"")
+        return Received(update, assembly.whole)
 
     def _require_sealed(self, payload: memoryview, opened: Opened) -> None:
         if self._guard.keyed and digest_of(payload) != opened.digest:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+
+from msgspec import structs
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Bye, Message, Refusal, Update
-from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Received, Remarks
+from weightsync.protocol.messages import Bye, Message, Part, Refusal, Update
+from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Received, Remarks, TakesParts
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.sealing import sent_digest
+from weightsync.transports.sealing import digest_of, sent_digest
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
@@ -20,7 +23,7 @@ from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.wakeup import WakeableLink
 
 
-class StoreLink(WakeableLink, Remarks, CarriesDeltas, Gathers):
+class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
 
     Args:
@@ -41,6 +44,8 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, Gathers):
         self._rank, self._hints = rendezvous.rank, rendezvous.hints
         self._side = side
         self._fanout = fanout
+        #: The payload that was sent in parts last, and how many bytes of it.
+        self._parts: tuple[bytes, int] = (b"", 0)
         #: Why the peer's handshake was refused; empty if it was not.
         self._refused = ""
         self._when_refused: Callable[[str], None] = _nobody_asks
@@ -79,16 +84,18 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, Gathers):
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message for the writing thread: see `Link.send`."""
-        self._require_open()
-        if self._worker.failed is not None:
-            raise self._with_ending(TransportError(str(self._worker.failed))) from self._worker.failed
+        self._require_unfailed()
         if isinstance(message, Refusal) and not message.version:
             self._refused = message.reason
-        frame, carried = codec.encode(message), None
+        carried = None
         if isinstance(message, Update) and message.nbytes:
             if payload is None or payload.nbytes < message.nbytes:
                 raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
-            carried = payload.view[: message.nbytes]
+            if self._has_sent(payload, message.nbytes):
+                message, payload = structs.replace(message, payload_id=self._parts[0]), None
+            else:
+                carried = payload.view[: message.nbytes]
+        frame = codec.encode(message)
         if payload is None or not isinstance(message, Update):
             store_message = StoreMessage(frame, carried, self._hints.of(message, self._rank))
             if isinstance(message, Bye):
@@ -106,6 +113,29 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, Gathers):
             self._worker.post(store_message)
         else:
             self._worker.branch.send(message, payload, store_message)
+
+    def _require_unfailed(self) -> None:
+        self._require_open()
+        if self._worker.failed is not None:
+            raise self._with_ending(TransportError(str(self._worker.failed))) from self._worker.failed
+
+    def _has_sent(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether all that a buffer holds has been sent in parts."""
+        return payload.segment is not None and self._parts == (payload.segment.next_seal, nbytes)
+
+    def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:  # noqa: ARG002 - they travel in any case
+        """Whether payloads travel over the link's own connection, and to nobody else: see `TakesParts`."""
+        return payload.segment is not None and self._fanout is None and self._worker.carries_payloads
+
+    def send_part(self, part: Part, payload: Buffer) -> None:
+        """Queue a range of a payload for the writing thread: see `TakesParts`."""
+        self._require_unfailed()
+        view, token = payload.view[part.start : part.end], object()
+        payload.pin(token)
+        frame, done = codec.encode(part), partial(payload.unpin, token)
+        self._worker.post(StoreMessage(frame, view, done=done, digest=partial(digest_of, view)))
+        payload_id, sent = self._parts
+        self._parts = part.payload_id, part.end - part.start + (sent if part.payload_id == payload_id else 0)
 
     def flush(self) -> bool:
         """Whether the writing thread has written everything; if not, a waitable reports it later: see `Link.flush`."""

@@ -21,7 +21,7 @@ from typing import Final
 from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Message
 from weightsync.transports.store.mailbox import INLINE_NBYTES
 
 _LENGTH: Final = struct.Struct("!I")
@@ -298,13 +298,13 @@ def hosts_address() -> str:
 
 
 def decoded(text: memoryview) -> tuple[Message, memoryview | None, int]:
-    """A message, the payload in it, and the size of its payload, which follows it if it is large.
+    """A message, the payload in it, and the size of the payload that comes with it, which follows it if it is large.
 
     Raises ProtocolError: it is malformed.
     """
-    control = codec.peek(text).control_nbytes
-    message, inline = codec.decode(text[:control]), text[control:]
-    nbytes = message.nbytes if isinstance(message, Update) else 0
+    head = codec.peek(text)
+    message, inline = codec.decode_with(head, text[: head.control_nbytes]), text[head.control_nbytes :]
+    nbytes = head.payload_nbytes
     if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
         raise codec.malformed(f"{nbytes} bytes were announced, but {len(inline)} arrived", text)
     return message, inline if len(inline) else None, nbytes

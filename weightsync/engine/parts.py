@@ -1,0 +1,135 @@
+"""Payloads that travel in parts while they are packed, so that packing, sending and hashing overlap.
+
+The sender names each range once it is written; the worker receives it, and hashes it if the update will carry a digest.
+The update follows when all is packed, and names the payload; nothing is decided or applied before. If the packing
+fails, no update follows, and what has arrived is dropped with the next payload.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from msgspec.structs import replace
+
+from weightsync.engine.driver import Lane
+from weightsync.options import Verify
+from weightsync.protocol.messages import Part, Update
+from weightsync.transports.base import Received, TakesParts
+from weightsync.transports.buffers import Buffer
+from weightsync.weights.tree_digest import CHUNK, ChunkHashes
+
+#: The least size of a part in bytes, and the most parts of one payload that one thread makes of its share.
+LEAST_PART: Final = 4 << 20
+MOST_PARTS: Final = 32
+#: Smaller payloads are sent whole: those of the second size where workers may have no core to themselves, so that who
+#: hashes or reads takes time from who packs.
+LEAST_NBYTES: Final = 4 * LEAST_PART
+LEAST_IF_BUSY: Final = 64 << 20
+
+
+class OutgoingParts:
+    """Sends a payload in parts while several threads pack it.
+
+    Args:
+        lock: the driver's, under which links are called.
+        links: where to, each with whether it gets a digest.
+        payload: the buffer that is being filled.
+        whole: the payload as a part: all of it.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        links: Mapping[TakesParts, bool],
+        payload: Buffer,
+        whole: Part,
+    ) -> None:
+        self._lock = lock
+        self._links = dict(links)
+        self._payload = payload
+        self._whole = whole
+        self._least = max(LEAST_PART, -(-whole.nbytes // MOST_PARTS // CHUNK) * CHUNK)
+        #: Ranges that are written and not sent yet, by their ends; and those that were sent.
+        self._open: dict[int, int] = {}
+        self._sent: list[tuple[int, int]] = []
+
+    def reach(self, start: int, end: int) -> None:
+        """The range from `start` to before `end` is written. It is sent with its neighbours once that is worth it."""
+        with self._lock:
+            start = self._open.pop(start, start)
+            if end - start < self._least:
+                self._open[end] = start
+            else:
+                self._send(start, end)
+
+    def finish(self) -> None:
+        """All is written: send what is left."""
+        with self._lock:
+            reached = 0
+            for start, end in (*sorted(self._sent), (self._whole.nbytes, self._whole.nbytes)):
+                if reached < start:
+                    self._send(reached, start)
+                reached = end
+
+    def _send(self, start: int, end: int) -> None:
+        self._sent.append((start, end))
+        for link, hashed in tuple(self._links.items()):
+            try:
+                link.send_part(replace(self._whole, start=start, end=end, hashed=hashed), self._payload)
+            except Exception:  # noqa: BLE001 - the update will meet the same failure, and its worker is LOST then
+                del self._links[link]
+
+
+def whole_of(payload_id: bytes, nbytes: int, model_id: str, incarnation: int) -> Part:
+    """A payload as one part: all of it."""
+    return Part(model_id=model_id, incarnation=incarnation, payload_id=payload_id, nbytes=nbytes, start=0, end=nbytes)
+
+
+def outgoing_parts(
+    lock: threading.RLock, lanes: Iterable[Lane], payload: Buffer, verify: Verify, whole: Part
+) -> OutgoingParts | None:
+    """What sends a payload in parts over the links that can and are idle; None: there is none, or it does not pay.
+
+    Args:
+        lock: the driver's. It is held.
+        lanes: the open links to workers that have answered the handshake.
+        payload: the buffer that will be filled.
+        verify: what the workers compare.
+        whole: the payload as one part.
+    """
+    links: dict[TakesParts, bool] = {}
+    for lane in lanes:
+        if lane.parts is not None and lane.backlog.empty:
+            hashed = verify.compares(lane.shares(payload, whole.nbytes))
+            if lane.parts.takes_parts(payload, whole.nbytes, hashed):
+                links[lane.parts] = hashed
+    busy = len(os.sched_getaffinity(0)) <= len(links)
+    if not links or (busy and whole.nbytes < LEAST_IF_BUSY):
+        return None
+    return OutgoingParts(lock, links, payload, whole)
+
+
+class IncomingParts:
+    """The hashes of a payload whose update has not arrived yet."""
+
+    def __init__(self) -> None:
+        self._payload_id = b""
+        self._hashes: ChunkHashes | None = None
+
+    def arrived(self, part: Part, received: Received) -> None:
+        """Hash a range that has arrived, if its update will carry a digest."""
+        whole = received.payload
+        if whole is None or not part.hashed:
+            return
+        if self._hashes is None or part.payload_id != self._payload_id:
+            self._payload_id, self._hashes = part.payload_id, ChunkHashes(whole)
+        self._hashes.reach(part.start, part.end)
+
+    def hashes_of(self, update: Update) -> ChunkHashes | None:
+        """The hashes of what has arrived of an update's payload; None: nothing was hashed. Forgets them."""
+        payload_id = update.payload_id if update.slot is None else update.slot.seal
+        hashes, self._hashes = self._hashes, None
+        return hashes if payload_id and payload_id == self._payload_id else None
