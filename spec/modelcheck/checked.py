@@ -16,7 +16,7 @@ from weightsync.model.output import Counts
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
 #: Have no protocol in them: the steps of the promise, what waits in a sender, kernels, a worker group's results and
 #: steps, a loader, deltas, a fan-out, and the exchange of challenges.
-_WITHOUT_IT = ("MCPromise", "Backlog", "Kernels", "Group", "Loader", "Delta", "Fanout", "Challenge")
+_WITHOUT_IT = ("MCPromise", "Backlog", "Kernels", "Group", "Loader", "Delta", "Parts", "Fanout", "Challenge")
 #: What configurations of the families of transports do not set themselves: their modules do.
 _OF_A_FAMILY: dict[str, Value] = {**dict.fromkeys(LINKS, False), "Without": [], "Unfair": []}
 _COUNT_LINE = re.compile(rf"(?:{'|'.join(COUNTS)}) *=")

@@ -20,8 +20,9 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.messages import Ack, Refusal, Update
 from weightsync.protocol.report import Evidence
-from weightsync.transports.buffers import Mapping, NoRoom
+from weightsync.transports.buffers import NoRoom
 from weightsync.transports.device import Slot
+from weightsync.transports.mapping import Mapping
 from weightsync.weights.target import Mode, SwapBroken, Target
 from weightsync.weights.tree_digest import digest
 

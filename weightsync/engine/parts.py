@@ -83,6 +83,13 @@ class OutgoingParts:
                 del self._links[link]
 
 
+def worthwhile(nbytes: int, links: int = 0) -> bool:
+    """Whether a payload of this size is worth sending in parts, over so many links."""
+    if nbytes >= LEAST_IF_BUSY:
+        return True
+    return nbytes >= LEAST_NBYTES and links < len(os.sched_getaffinity(0))
+
+
 def whole_of(payload_id: bytes, nbytes: int, model_id: str, incarnation: int) -> Part:
     """A payload as one part: all of it."""
     return Part(model_id=model_id, incarnation=incarnation, payload_id=payload_id, nbytes=nbytes, start=0, end=nbytes)
@@ -106,8 +113,7 @@ def outgoing_parts(
             hashed = verify.compares(lane.shares(payload, whole.nbytes))
             if lane.parts.takes_parts(payload, whole.nbytes, hashed):
                 links[lane.parts] = hashed
-    busy = len(os.sched_getaffinity(0)) <= len(links)
-    if not links or (busy and whole.nbytes < LEAST_IF_BUSY):
+    if not links or not worthwhile(whole.nbytes, len(links)):
         return None
     return OutgoingParts(lock, links, payload, whole)
 

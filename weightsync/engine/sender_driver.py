@@ -12,7 +12,7 @@ from msgspec import Struct
 from weightsync.engine.delta import Travelling, travelling
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, mishandled, read, watch
 from weightsync.engine.packer import Packed
-from weightsync.engine.parts import LEAST_NBYTES, OutgoingParts, outgoing_parts, whole_of
+from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worthwhile
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.options import Verify
@@ -423,7 +423,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
         A worker that has not answered the handshake, or a version, gets it whole.
         """
-        if payload.segment is None or nbytes < LEAST_NBYTES:
+        if payload.segment is None or not worthwhile(nbytes):
             return None
         with self.lock:
             lanes = [lane for lane in self._links.values() if targets is None or lane.worker in targets]

@@ -14,7 +14,8 @@ from test_kernels import copied, mapped
 from torch import nn
 
 from weightsync import OutcomeKind, SharedMemWeightSyncScheme
-from weightsync.transports.buffers import Mapping, Segment
+from weightsync.transports.buffers import Segment
+from weightsync.transports.mapping import Mapping
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.device.driver import Driver
 from weightsync.weights.device.registry import device_of

@@ -17,8 +17,9 @@ from test_kernels import Bench, copied, policy
 from test_slots import paired
 from torch import nn
 
-from weightsync.transports.buffers import Mapping, Segment
+from weightsync.transports.buffers import Segment
 from weightsync.transports.device import DeviceSlot
+from weightsync.transports.mapping import Mapping
 from weightsync.weights.device import base, transfer
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.packing import pack

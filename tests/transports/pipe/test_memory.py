@@ -21,17 +21,17 @@ from torch import Tensor
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Refusal, SlotRef, Update
-from weightsync.transports import buffers
+from weightsync.transports import mapping as mappings
 from weightsync.transports.buffers import (
     SPARE_BUFFERS,
     Buffer,
-    Mapping,
     NoRoom,
     Pins,
     Pool,
     Segment,
     Storage,
 )
+from weightsync.transports.mapping import Mapping
 from weightsync.transports.pipe.link import MAX_SEGMENTS, Mapped, Named
 from weightsync.weights.tensors import address_of, owning
 
@@ -123,7 +123,7 @@ def test_a_buffer_that_is_to_be_written_again_has_no_seal():
 @pytest.fixture(params=[0, LARGE], ids=["a large segment", "a small one"])
 def few(request, monkeypatch):
     """The largest size that counts as small."""
-    monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", request.param)
+    monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", request.param)
 
 
 def nobody_else(_: memoryview) -> bool:
@@ -133,8 +133,8 @@ def nobody_else(_: memoryview) -> bool:
 
 @pytest.mark.parametrize("few_nbytes", [0, LARGE - 1, LARGE])
 def test_pages_of_a_small_segment_are_dropped_without_a_look(monkeypatch, few_nbytes):
-    monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", few_nbytes)
-    monkeypatch.setattr(buffers, "_has_own_pages", lambda *_: False)
+    monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", few_nbytes)
+    monkeypatch.setattr(mappings, "_has_own_pages", lambda *_: False)
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     mapping.view[:1] = b"x"
@@ -145,7 +145,7 @@ def test_pages_of_a_small_segment_are_dropped_without_a_look(monkeypatch, few_nb
 
 def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch, few):
     def own():
-        return buffers._has_own_pages(address_of(mapping.view), LARGE)
+        return mappings._has_own_pages(address_of(mapping.view), LARGE)
 
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
@@ -156,7 +156,7 @@ def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch, few)
     mapping.remap()
     assert not own()
     mapping.view[:1] = b"x"
-    monkeypatch.setattr(buffers, "_PAGEMAP", "/proc/self/nothing")
+    monkeypatch.setattr(mappings, "_PAGEMAP", "/proc/self/nothing")
     assert own(), "where the kernel does not say, all are dropped"
     mapping.remap()
     assert mapping.view[:1] == b"\0"
@@ -172,7 +172,7 @@ def test_a_slot_that_nobody_has_memory_of_is_tidied_up_before_it_is_needed(monke
     mapping.tidy(nobody_else)
 
     assert bytes(mapping.view) == bytes(LARGE)
-    monkeypatch.setattr(buffers, "_has_own_pages", None)
+    monkeypatch.setattr(mappings, "_has_own_pages", None)
     payload = mapping.lend(LARGE)
     mapping.tidy(nobody_else)
     mapping.remap()
@@ -203,7 +203,7 @@ def test_a_slot_is_tidied_up_if_those_who_still_refer_to_it_write_nothing(monkey
     assert lent[:1] == b"x"
 
     mapping.tidy(lambda payload: payload is lent)
-    monkeypatch.setattr(buffers, "_has_own_pages", None)
+    monkeypatch.setattr(mappings, "_has_own_pages", None)
     mapping.remap()
     assert bytes(lent) == bytes(LARGE)
 
@@ -244,14 +244,14 @@ def test_what_cannot_be_mapped_for_want_of_resources_is_told_from_what_never_can
         raise OSError(number, "the reason") if number else ValueError("the reason")
 
     segment = Segment(LARGE)
-    monkeypatch.setattr(buffers.mmap, "mmap", mmap)
+    monkeypatch.setattr(mappings.mmap, "mmap", mmap)
     with pytest.raises(TransportError, match=r"cannot be mapped: .*the reason") as caught:
         Mapping(segment.fd)
     assert type(caught.value) is kind
 
 
 def test_a_kernel_that_does_not_know_an_advice_maps_all_the_same(monkeypatch):
-    monkeypatch.setattr(buffers, "_MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr(mappings, "_MADV_POPULATE_READ", 9999)
     segment = Segment(LARGE)
     segment.view[:3] = b"abc"
 

@@ -23,8 +23,8 @@ from weightsync import (
 from weightsync.engine import applier
 from weightsync.protocol.messages import Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind
-from weightsync.transports import buffers
-from weightsync.transports.buffers import Mapping
+from weightsync.transports import mapping as mappings
+from weightsync.transports.mapping import Mapping
 from weightsync.weights import target as targets
 
 
@@ -218,7 +218,7 @@ def many_small(fill: float) -> nn.Module:
 def test_what_a_worker_has_written_is_undone_while_it_waits_if_it_can_no_longer_write_there(
     written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "FEW_PAGES_NBYTES", 0)
+    monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", 0)
     pair = Pair(SharedMemWeightSyncScheme, model=many_small)
     for _ in range(6):  # both slots come again: their views are kept
         pair.sync()
@@ -229,8 +229,8 @@ def test_what_a_worker_has_written_is_undone_while_it_waits_if_it_can_no_longer_
     else:
         del kept
     looks = []
-    look = buffers._has_own_pages
-    monkeypatch.setattr(buffers, "_has_own_pages", lambda *where: looks.append(where) or look(*where))
+    look = mappings._has_own_pages
+    monkeypatch.setattr(mappings, "_has_own_pages", lambda *where: looks.append(where) or look(*where))
     pair.sync()
     pair.receiver.receive(timeout=0)
     assert bool(looks) == (not written), "while the worker waits, unless a view is kept elsewhere"

@@ -10,7 +10,8 @@ import pytest
 
 from weightsync.errors import TransportError
 from weightsync.transports import buffers
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapping, Pool, Segment, Storage, anonymous
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Segment, Storage, anonymous
+from weightsync.transports.mapping import Mapping
 
 LARGE = 128 * 1024
 

@@ -31,7 +31,8 @@ from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
 from weightsync.transports.base import Received
-from weightsync.transports.buffers import Buffer, Mapping, Storage
+from weightsync.transports.buffers import Buffer, Storage
+from weightsync.transports.mapping import Mapping
 from weightsync.weights.reading import layout_of, read_weights
 
 

@@ -20,7 +20,8 @@ from weightsync.errors import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
 from weightsync.transports.base import Received
-from weightsync.transports.buffers import Buffer, Mapping, NoRoom, Pins, Segment
+from weightsync.transports.buffers import Buffer, NoRoom, Pins, Segment
+from weightsync.transports.mapping import Mapping
 from weightsync.transports.pipe.link import MAX_SEGMENTS
 from weightsync.transports.process import own_host, own_identity, started_at
 

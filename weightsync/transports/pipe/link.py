@@ -30,8 +30,9 @@ from weightsync.transports.base import (
     TakesParts,
     TellsWhatIsRead,
 )
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapping, NoRoom, Pins, Segment
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pins, Segment
 from weightsync.transports.device import CarriesDevices, DeviceBuffer, DeviceSlot, OnDevice, Opener, Reach
+from weightsync.transports.mapping import Mapping
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import Frame, Outgoing, framed, framed_updates
 from weightsync.transports.pipe.mailbox import discard, unmet_reason

@@ -70,8 +70,10 @@ class Arrivals:
         message, inline, nbytes = decoded(opened.text)
         if isinstance(message, Part):
             return self._part(message, inline, opened, stream)
-        if isinstance(message, Update) and message.payload_id:
-            return self._assembled(message)
+        if isinstance(message, Update):
+            if message.payload_id:
+                return self._assembled(message)
+            self._assembly = None  # its packing has failed
         if nbytes <= INLINE_NBYTES:
             return Received(message, inline)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from msgspec import structs
 
@@ -45,7 +46,9 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         self._side = side
         self._fanout = fanout
         #: The payload that was sent in parts last, and how many bytes of it.
-        self._parts: tuple[bytes, int] = (b"", 0)
+        self._parts = _NONE_SENT
+        #: Whether payloads go over the link's own connection: not in a group of two ranks, nor from worker to worker.
+        self._carries_payloads = fanout is None and rendezvous.backend == "gloo"
         #: Why the peer's handshake was refused; empty if it was not.
         self._refused = ""
         self._when_refused: Callable[[str], None] = _nobody_asks
@@ -92,7 +95,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
             if payload is None or payload.nbytes < message.nbytes:
                 raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
             if self._has_sent(payload, message.nbytes):
-                message, payload = structs.replace(message, payload_id=self._parts[0]), None
+                message, payload, self._parts = structs.replace(message, payload_id=self._parts[0]), None, _NONE_SENT
             else:
                 carried = payload.view[: message.nbytes]
         frame = codec.encode(message)
@@ -124,8 +127,8 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         return payload.segment is not None and self._parts == (payload.segment.next_seal, nbytes)
 
     def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:  # noqa: ARG002 - they travel in any case
-        """Whether payloads travel over the link's own connection, and to nobody else: see `TakesParts`."""
-        return payload.segment is not None and self._fanout is None and self._worker.carries_payloads
+        """Whether payloads go over the link's own connection: see `TakesParts`."""
+        return self._carries_payloads and payload.segment is not None
 
     def send_part(self, part: Part, payload: Buffer) -> None:
         """Queue a range of a payload for the writing thread: see `TakesParts`."""
@@ -176,6 +179,10 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         """In a forked child: count as closed."""
         super().forget()
         self._worker.forget()
+
+
+#: No payload, and no byte of it.
+_NONE_SENT: Final = (b"", 0)
 
 
 def _nobody_asks(_: str) -> None:

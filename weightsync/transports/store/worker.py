@@ -16,7 +16,7 @@ from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.arriving import arrivals_of
 from weightsync.transports.store.fanout import Branch, Fanout
-from weightsync.transports.store.group import NoGroup, group_of
+from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
@@ -94,11 +94,6 @@ class StoreWorker:
         """Where the trainer has connected to this worker, and other workers can."""
         assert self._acceptor is not None
         return self._acceptor.address.rpartition(":")[0]
-
-    @property
-    def carries_payloads(self) -> bool:
-        """Whether payloads go over the connection, and it is there."""
-        return self._stream is not None and isinstance(self._group, NoGroup)
 
     @property
     def failed(self) -> TransportError | ProtocolError | None:
