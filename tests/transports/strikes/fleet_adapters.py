@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray_fleet
@@ -10,7 +11,7 @@ import rpc_fleet
 import store_fleet
 from fleet import PATIENCE, Crew, join
 from fleets import APPLIED, TIMED_OUT, Child, Fleet, LocalTrainer, Order, Process
-from striking import Place, Strike, WorkerPoint, add_worker, megabytes
+from striking import Place, Strike, WorkerPoint, add_worker, in_parts, megabytes
 
 from weightsync import (
     MultiProcessWeightSyncScheme,
@@ -18,7 +19,7 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     WeightSyncActor,
 )
-from weightsync.engine import applier
+from weightsync.engine import applier, parts
 from weightsync.transports import rpc
 from weightsync.transports.base import Link, Payloads
 from weightsync.transports.pipe import framing, link
@@ -72,6 +73,21 @@ def lead_over_pipes(setup: Any, scheme: Any, pipes: list[Any]) -> None:
     setup.schemes.append(scheme)
     scheme.init_on_sender("policy", pipes=pipes, model=setup.model)
     setup.kept["sender"] = scheme.get_sender()
+
+
+class PipePartsFleet(PipeFleet):
+    """The trainer names a slot's chunks while it packs them, and the workers hash them."""
+
+    worker_payload = (Place(parts.__name__, "IncomingParts", "arrived", time=3),)
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__(crew, partial(SharedMemWeightSyncScheme, verify="digest"))
+
+    def start(self) -> None:
+        """Version 3 is the first whose slot all workers map already."""
+        super().start()
+        for version in (2, 3):
+            self.send_to_all(version)
 
 
 # --------------------------------------------------------------------------------------------------------- Ray
@@ -253,6 +269,24 @@ class FanoutFleet(StoreFleet):
 
     def lead(self) -> Order:
         return store_fleet.lead_tree, (self._port, self._listening, megabytes)
+
+
+class StorePartsFleet(StoreFleet):
+    """The trainer sends a payload's chunks while it packs the others."""
+
+    worker_payload = (Place(parts.__name__, "IncomingParts", "arrived", time=3),)
+    trainer_payload = (Place(parts.__name__, "OutgoingParts", "_send", time=3),)
+
+    def _start(self) -> Child:
+        child = super()._start()
+        child.do(in_parts)
+        return child
+
+    def start(self) -> None:
+        """As over pipes, though each version but the first travels in parts."""
+        super().start()
+        for version in (2, 3):
+            self.send_to_all(version)
 
 
 def small_pieces(_: Any) -> None:

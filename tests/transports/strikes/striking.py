@@ -20,7 +20,9 @@ from torch import nn
 
 from weightsync import SyncReport
 from weightsync.clock import Deadline
+from weightsync.engine import parts
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
+from weightsync.weights.tree_digest import CHUNK
 
 #: Seconds that a send waits for a process that is stopped.
 SHORT = 0.5
@@ -183,6 +185,17 @@ def arm_sender(setup: Any, strike: Strike) -> None:
     """Have the trainer struck in its next send."""
     strike.ahead()
     strike.arm(setup.kept["sender"]._driver.machine)
+
+
+def arm_payload(setup: Any, strike: Strike) -> None:
+    """Have this process struck where the next payload is on its way."""
+    strike.ahead()
+
+
+def in_parts(setup: Any) -> None:
+    """Have this trainer send payloads in parts of a chunk."""
+    for name, nbytes in (("LEAST_PART", CHUNK), ("LEAST_NBYTES", 2 * CHUNK), ("LEAST_IF_BUSY", 2 * CHUNK)):
+        setattr(parts, name, nbytes)
 
 
 def follow(setup: Any, version: int) -> int | None:

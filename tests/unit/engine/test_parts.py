@@ -1,0 +1,339 @@
+"""Payloads in parts: what is named was written, what is hashed is what is applied, and parts alone change nothing."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from fleet import Pair, constants, filled
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SharedMemWeightSyncScheme, Verify
+from weightsync.engine import applier, parts
+from weightsync.engine.parts import IncomingParts, OutgoingParts, whole_of
+from weightsync.errors import TransportError
+from weightsync.protocol.messages import Part, SlotRef, Update
+from weightsync.protocol.report import OutcomeKind
+from weightsync.transports.base import Received, TakesParts
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.weights import packing
+from weightsync.weights.tree_digest import CHUNK, digest
+
+ID, OTHER = b"1" * 16, b"2" * 16
+
+
+def model(fill: float = 0.0) -> nn.Module:
+    """5 MiB in two tensors: ten chunks."""
+    return filled(nn.Sequential(nn.Linear(1024, 640, bias=False), nn.Linear(640, 1024, bias=False)), fill)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a chunk, of all payloads that have two."""
+    for name, nbytes in (("LEAST_PART", CHUNK), ("LEAST_NBYTES", 2 * CHUNK), ("LEAST_IF_BUSY", 2 * CHUNK)):
+        monkeypatch.setattr(parts, name, nbytes)
+
+
+class Recording(TakesParts):
+    """A link that records what it is given, until it fails."""
+
+    def __init__(self, lasts: int = 1000) -> None:
+        self.sent: list[Part] = []
+        self._lasts = lasts
+
+    def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:
+        return True
+
+    def send_part(self, part: Part, payload: Buffer) -> None:
+        if len(self.sent) == self._lasts:
+            raise TransportError("It is gone.")
+        self.sent.append(part)
+
+
+def outgoing(nbytes: int, *links: Recording) -> OutgoingParts:
+    chosen: dict[TakesParts, bool] = dict.fromkeys(links, True)
+    return OutgoingParts(threading.RLock(), chosen, Buffer(1), whole_of(ID, nbytes, "policy", 5))
+
+
+# --------------------------------------------------------------------------------------------- what is sent
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_each_byte_is_sent_once_it_is_written_and_once(chunks: int, threads: int, order: random.Random) -> None:
+    nbytes, link = chunks * CHUNK - 1, Recording()
+    sending = outgoing(nbytes, link)
+    cuts = [0, *sorted(order.sample(range(1, chunks), min(threads, chunks) - 1)), chunks]
+    ranges = [iter(range(*share)) for share in pairwise(cuts)]
+    written: set[int] = set()
+    while ranges:
+        share = order.choice(ranges)
+        index = next(share, None)
+        if index is None:
+            ranges.remove(share)
+            continue
+        written.add(index)
+        sending.reach(index * CHUNK, min(nbytes, (index + 1) * CHUNK))
+        assert all(set(range(part.start // CHUNK, -(-part.end // CHUNK))) <= written for part in link.sent)
+    assert all(part.end - part.start >= parts.LEAST_PART for part in link.sent)
+
+    sending.finish()
+
+    assert sorted((part.start, part.end) for part in link.sent)[0][0] == 0
+    assert sum(part.end - part.start for part in link.sent) == nbytes
+    covered = sorted((part.start, part.end) for part in link.sent)
+    assert all(end == start for (_, end), (start, _) in pairwise(covered))
+    assert {(part.payload_id, part.nbytes, part.incarnation, part.hashed) for part in link.sent} == {
+        (ID, nbytes, 5, True)
+    }
+
+
+def test_a_part_is_no_smaller_than_a_32nd() -> None:
+    link = Recording()
+    sending = outgoing(640 * parts.LEAST_PART, link)
+
+    for start in range(0, 640 * parts.LEAST_PART, CHUNK):
+        sending.reach(start, start + CHUNK)
+    sending.finish()
+
+    assert len(link.sent) == parts.MOST_PARTS
+
+
+def test_a_link_that_fails_gets_no_more_and_the_others_all() -> None:
+    fails, lasts = Recording(lasts=1), Recording()
+    sending = outgoing(3 * parts.LEAST_PART, fails, lasts)
+
+    for start in range(3):
+        sending.reach(start * parts.LEAST_PART, (start + 1) * parts.LEAST_PART)
+    sending.finish()
+
+    assert (len(fails.sent), len(lasts.sent)) == (1, 3)
+
+
+def test_small_payloads_and_those_of_busy_machines_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+
+    assert not parts.worthwhile(parts.LEAST_NBYTES - 1)
+    assert [parts.worthwhile(parts.LEAST_NBYTES, links) for links in (0, 1, 2, 3)] == [True, True, False, False]
+    assert parts.worthwhile(parts.LEAST_IF_BUSY, 3)
+
+
+# ------------------------------------------------------------------------------------------- what is hashed
+
+
+def part(start: int, end: int, nbytes: int, payload_id: bytes = ID, hashed: bool = True) -> Part:
+    ends: Any = {"start": start, "end": end, "nbytes": nbytes}
+    return Part(model_id="policy", incarnation=5, payload_id=payload_id, hashed=hashed, **ends)
+
+
+def update(**where: Any) -> Update:
+    return Update(model_id="policy", incarnation=5, version=1, layout_digest=b"", **where)
+
+
+def test_the_hashes_of_parts_give_the_digest_of_the_whole() -> None:
+    payload = memoryview(bytearray(random.Random(1).randbytes(3 * CHUNK + 5)))
+    incoming = IncomingParts()
+
+    for start, end in ((CHUNK, 2 * CHUNK), (0, CHUNK), (2 * CHUNK, len(payload))):
+        incoming.arrived(part(start, end, len(payload)), Received(part(start, end, len(payload)), payload))
+    hashes = incoming.hashes_of(update(nbytes=len(payload), payload_id=ID))
+
+    assert hashes is not None
+    assert hashes.combined(b"e") == digest(payload, b"e")
+    assert incoming.hashes_of(update(nbytes=len(payload), payload_id=ID)) is None  # they were handed out
+
+
+def test_only_the_parts_of_the_payload_that_an_update_names_count() -> None:
+    old, new = memoryview(bytearray(b"o" * 2 * CHUNK)), memoryview(bytearray(b"n" * 2 * CHUNK))
+    incoming = IncomingParts()
+
+    incoming.arrived(part(0, CHUNK, len(old)), Received(part(0, CHUNK, len(old)), old))
+    assert incoming.hashes_of(update(nbytes=len(new))) is None
+    incoming.arrived(part(0, CHUNK, len(old)), Received(part(0, CHUNK, len(old)), old))
+    assert incoming.hashes_of(update(nbytes=len(new), slot=SlotRef(segment=1, seal=OTHER))) is None
+    for whole, payload_id in ((old, ID), (new, OTHER)):
+        incoming.arrived(part(0, CHUNK, len(new), payload_id), Received(part(0, CHUNK, len(new), payload_id), whole))
+    hashes = incoming.hashes_of(update(nbytes=len(new), slot=SlotRef(segment=1, seal=OTHER)))
+
+    assert hashes is not None
+    assert hashes.combined(b"") == digest(new, b"")
+
+
+@pytest.mark.parametrize("whole", [None, memoryview(bytearray(CHUNK))])
+def test_what_no_digest_follows_or_no_memory_was_there_for_is_not_hashed(whole: memoryview | None) -> None:
+    incoming = IncomingParts()
+
+    incoming.arrived(part(0, CHUNK, CHUNK, hashed=whole is None), Received(part(0, CHUNK, CHUNK), whole))
+
+    assert incoming.hashes_of(update(nbytes=CHUNK, payload_id=ID)) is None
+
+
+# ------------------------------------------------------------------------------------- whole sends over slots
+
+
+class Slots(Pair):
+    """A sender and its receivers over slots, all of which have been passed already; the parts that each link is given.
+
+    Its thread drives both ends, so workers hash when they are asked to receive: what is packed by then.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, scheme: Any, workers: int = 1, **options: Any) -> None:
+        super().__init__(lambda: scheme(verify="digest", **options), workers, model)
+        self.given: list[tuple[str, Part]] = []
+        real = PipeLink.send_part
+
+        def send_part(link: PipeLink, part: Part, payload: Buffer) -> None:
+            self.given.append((link.peer, part))
+            real(link, part, payload)
+
+        monkeypatch.setattr(PipeLink, "send_part", send_part)
+        for _ in range(2):  # each slot is passed with its first version
+            assert self.sync().ok
+        assert self.given == []
+
+
+@pytest.fixture(params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme], ids=["shared", "pipe"])
+def make(
+    request: pytest.FixtureRequest, small: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Slots]]:
+    """Makes pairs over slots: mapped by the worker, or copied out."""
+    made: list[Slots] = []
+
+    def one(workers: int = 1, **options: Any) -> Slots:
+        made.append(Slots(monkeypatch, request.param, workers, **options))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+def test_g2_what_was_hashed_in_parts_is_what_is_acked_and_served(
+    make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = make()
+    monkeypatch.setattr(applier, "digest", None)  # nothing is hashed once the update is there
+
+    for value in (2.0, 3.0, 4.0):
+        slots.given.clear()
+        filled(slots.source, value)
+        report = slots.sync()
+        assert report.ok
+        assert len(slots.given) == 10
+        assert constants(slots.model) == {value}
+        assert slots.sender.digest() == slots.receiver.digest()
+
+
+def test_several_threads_pack_and_name_their_parts(make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = make()
+    monkeypatch.setattr(packing, "_parts", lambda *_: ((0, 3 * CHUNK), (3 * CHUNK, 10 * CHUNK)))
+    monkeypatch.setattr(parts, "LEAST_PART", 2 * CHUNK)
+    slots.source[0] = nn.Linear(1024, 640, bias=False)  # so that the plan is made anew
+
+    filled(slots.source, 5.0)
+    assert slots.sync().ok
+
+    ends = [(part.start // CHUNK, part.end // CHUNK) for _, part in slots.given]
+    assert {(0, 2), (3, 5), (5, 7), (7, 9)} < set(ends)
+    assert constants(slots.model) == {5.0}
+
+
+def test_only_those_who_are_sent_to_and_have_answered_get_parts(make: Callable[..., Slots]) -> None:
+    slots = make(workers=3)
+
+    slots.sync(worker_ids=[0, 2])
+    assert {peer for peer, _ in slots.given} == {"worker 0", "worker 2"}
+    slots.given.clear()
+    slots.sender.send_async(worker_ids=[0])
+    slots.given.clear()
+    slots.sender.send_async(on_pending="supersede")  # worker 0 owes an answer
+    assert {peer for peer, _ in slots.given} <= {"worker 1", "worker 2"}
+    for receiver in slots.receivers:
+        while receiver.receive(timeout=0.0):
+            pass
+    assert slots.sender.wait_async().ok
+
+
+def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_served(
+    make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = make()
+    real = packing.Pieces.fill
+
+    def half(self: packing.Pieces, tensors: Any, base: int, behind: Any) -> None:
+        real(self, tensors, base, lambda start, end: behind(start, end) if start == 0 else None)
+        raise LayoutError("A tensor cannot be copied.", mismatched={})
+
+    filled(slots.source, 7.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing.Pieces, "fill", half)
+        with pytest.raises(LayoutError, match="cannot be copied"):
+            slots.sender.send()
+    assert len(slots.given) == 1
+    assert not slots.receiver.receive(timeout=0.0)
+    assert constants(slots.model) == {1.0}
+
+    filled(slots.source, 8.0)
+    assert slots.sync().ok
+    assert constants(slots.model) == {8.0}
+
+
+def test_weights_that_are_refused_once_they_were_sent_in_parts_are_never_served(make: Callable[..., Slots]) -> None:
+    slots = make()
+    slots.sender._packer._finite = "policy"  # as a worker group has it with check_finite=True
+
+    filled(slots.source, float("nan"))
+    with pytest.raises(NonFiniteError):
+        slots.sender.send()
+    assert len(slots.given) == 10
+    assert not slots.receiver.receive(timeout=0.0)
+    filled(slots.source, 2.0)
+    assert slots.sync().ok
+    assert constants(slots.model) == {2.0}
+
+
+def test_what_is_not_as_it_was_sent_is_refused(make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = make()
+    real = OutgoingParts._send
+
+    def damaged(self: OutgoingParts, start: int, end: int) -> None:
+        self._payload.view[start : start + 1] = bytes([self._payload.view[start] ^ 1])
+        real(self, start, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutgoingParts, "_send", damaged)
+        slots.sender.send_async()
+    assert not slots.receiver.receive(timeout=0.0)
+    report = slots.sender.wait_async(on_failure="report")
+
+    assert report[0].kind is OutcomeKind.REFUSED
+    assert "damaged on the way" in report[0].reason
+    assert slots.sync().ok
+
+
+def test_what_a_worker_has_written_over_is_not_hashed(make: Callable[..., Slots]) -> None:
+    slots = make()
+
+    for value in range(2, 8):
+        filled(slots.source, float(value))
+        assert slots.sync().ok
+        assert constants(slots.model) == {float(value)}
+        filled(slots.model, -1.0)
+
+
+@pytest.mark.parametrize("verify", [Verify.AUTO, Verify.LAYOUT])
+def test_slots_whose_digest_nobody_compares_are_not_named_in_parts(
+    verify: Verify, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PipeLink, "send_part", None)
+    pair = Pair(lambda: SharedMemWeightSyncScheme(verify=verify), model=model)
+    with closing(pair):
+        for _ in range(4):
+            assert pair.sync().ok
