@@ -22,9 +22,10 @@ from pools import statistics
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Part, Refusal, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pool, Segment, Storage
+from weightsync.transports.pipe import link as pipe_link
 from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing, _FramedUpdates
 from weightsync.transports.pipe.link import PipeLink
 
@@ -93,6 +94,84 @@ def test_payloads_arrive_whole_and_writable(laid, nbytes, payloads, storage):
     shared = payloads is Payloads.SHARED and storage is Storage.SEGMENTS and nbytes >= 65_536
     assert shared == (received.message.slot is not None)
     assert shared == buffer.pinned
+
+
+def part(segment: int, nbytes: int = INLINE_BELOW_NBYTES, payload_id: bytes = b"1" * 16) -> Part:
+    ends = {"nbytes": nbytes, "start": 1, "end": 4, "segment": segment}
+    return Part(model_id="policy", incarnation=1, payload_id=payload_id, hashed=True, **ends)
+
+
+def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it(laid):
+    first, second = laid()
+    buffer = filled(300_000, Storage.SEGMENTS)
+    whole = part(0, 300_000)
+    assert not first.takes_parts(buffer, 300_000, True)  # the worker does not map it yet
+    first.send(update(1, 300_000), buffer)
+    (served,) = exchange(first, second, 1)
+    served.payload[:10] = bytes(10)  # the worker's own page
+
+    assert [first.takes_parts(buffer, 300_000, hashed) for hashed in (True, False)] == [True, False]
+    assert not first.takes_parts(filled(300_000), 300_000, True)
+    buffer.unseal()
+    buffer.view[:5] = b"parts"
+    first.send_part(whole, buffer)
+    (received,) = exchange(first, second, 1)
+
+    assert received.message == replace(whole, segment=buffer.segment.number)
+    assert bytes(received.payload[:10]) == b"parts" + bytes(filled(10).view[5:10])
+    assert len(received.payload) == 300_000
+
+
+def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(laid):
+    first, second = laid()
+    buffers = [filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS) for _ in range(5)]
+    for version, buffer in enumerate(buffers[:4], 1):
+        first.send(update(version, buffer.nbytes), buffer)
+    first.send_part(part(0), buffers[0])
+    first.send(update(5, INLINE_BELOW_NBYTES), buffers[4])  # the first is the oldest, and leaves both lists
+    first.send(update(6, INLINE_BELOW_NBYTES), buffers[0])
+
+    assert [received.payload for received in exchange(first, second, 7)][-1] == buffers[0].view
+
+
+@pytest.mark.parametrize(
+    ("named", "error"), [(7, "names segment 7, which it never passed"), (None, "400000 bytes in a segment of 65536")]
+)
+def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(laid, named, error):
+    first, second = laid()
+    buffer = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
+    first.send(update(1, buffer.nbytes), buffer)
+    exchange(first, second, 1)
+    first._channel.write("", Outgoing(frame(part(named or buffer.segment.number, 400_000))[4:]))
+
+    with pytest.raises(ProtocolError, match=error) as caught:
+        exchange(first, second, 1)
+    caught.value.__traceback__ = None  # it keeps the segment and its mapping
+
+
+def test_a_part_of_a_segment_that_there_was_no_room_to_map_is_passed_over(laid, monkeypatch):
+    def no_room(*_):
+        raise NoRoom("There is none.")
+
+    first, second = laid()
+    buffer = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe_link, "Mapping", no_room)
+        first.send(update(1, buffer.nbytes), buffer)
+        (untaken,) = exchange(first, second, 1)
+    first.send_part(part(0), buffer)
+    first.send(ack(1))
+
+    assert untaken.untaken == "There is none."
+    assert [received.message for received in exchange(first, second, 1)] == [ack(1)]
+
+
+def test_a_closed_link_takes_no_parts(laid):
+    first, _ = laid()
+    first.close()
+
+    with pytest.raises(TransportError, match="is closed"):
+        first.send_part(part(0), filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS))
 
 
 def test_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(laid):
