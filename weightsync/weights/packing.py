@@ -25,6 +25,7 @@ from weightsync.options import WireDtype
 from weightsync.weights.casting import sent_layout
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Entry, Layout
+from weightsync.weights.moving import mover
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import (
     DTYPE_NAMES,
@@ -64,8 +65,7 @@ def pack(
 
     Args:
         pieces: how these tensors are copied, if that is planned already.
-        behind: called, perhaps in several threads, with ranges that were written: from their first byte to before their
-            last. Not necessarily with all.
+        behind: called with ranges that were written, perhaps in several threads, and not necessarily with all.
 
     Raises:
         ConfigurationError: the view is too small, read-only or not contiguous; nothing was written.
@@ -211,6 +211,7 @@ class Pieces:
     def __init__(self, layout: Layout, places: Mapping[int, int]) -> None:
         chosen = frozenset(places)
         self._layout = layout
+        self._move = mover(layout.nbytes)
         self._places = places
         steps = _steps(layout, chosen)
         #: The large tensors that only torch can copy: it uses its own threads.
@@ -254,15 +255,15 @@ class Pieces:
 
     def _fill_part(self, tensors: list[Tensor], base: int, behind: Behind | None, start: int, end: int) -> None:
         followed = start
+        move = self._move if behind is None else ctypes.memmove  # what follows reads it from cache
         for step in self._steps:
             if step.move is not Move.BYTES and start <= step.start < end:
                 self._fill_run(tensors, base, step)
             low, stop = max(step.start, start), min(step.end, end)
             while low < stop:
-                # Where a digest follows the copy, chunk by chunk: what was just written is read from cache.
                 high = stop if behind is None else min(stop, low // DIGEST_CHUNK * DIGEST_CHUNK + DIGEST_CHUNK)
                 if step.move is Move.BYTES:
-                    ctypes.memmove(base + low, self._places[step.first] - step.start + low, high - low)
+                    move(base + low, self._places[step.first] - step.start + low, high - low)
                 if behind is not None and high - followed >= DIGEST_CHUNK:
                     behind(followed, high)
                     followed = high // DIGEST_CHUNK * DIGEST_CHUNK
@@ -278,7 +279,7 @@ class Pieces:
             elif step.first in wanted:
                 low, high = max(step.start, start), min(step.end, end)
                 if low < high:
-                    ctypes.memmove(self._places[step.first] - step.start + low, base + low, high - low)
+                    self._move(self._places[step.first] - step.start + low, base + low, high - low)
 
     def _run(self, step: Step) -> tuple[list[slice], list[memoryview]]:
         indices = range(step.first, step.last)

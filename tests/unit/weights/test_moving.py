@@ -1,0 +1,127 @@
+"""Large copies are exact, whatever they are of and wherever they begin, with MKL or without."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from missing import not_tested
+from torch import nn
+
+from weightsync.weights import moving, packing
+from weightsync.weights.packing import Pieces, movable
+from weightsync.weights.reading import layout_of, ordered, read_weights
+
+NBYTES = 1 << 20
+
+
+@pytest.fixture
+def mkl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """MKL's copy is used, whoever made the processor; how many elements each call has copied."""
+    copy, counts = moving.found(), []
+    if copy is None:
+        not_tested("COPIES PAST THE CACHES", "this torch has no MKL")
+
+    def counted(to: int, source: int, elements: int) -> None:
+        counts.append(elements)
+        copy(to, source, elements)
+
+    monkeypatch.setattr(moving, "_chosen", lambda: counted)
+    return counts
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 130), st.integers(0, 130), st.integers(0, NBYTES // 2), st.randoms(use_true_random=False))
+def test_every_byte_arrives_and_none_beside_it(to: int, source: int, nbytes: int, random: object) -> None:
+    copy = moving.found() or not_tested("COPIES PAST THE CACHES", "this torch has no MKL")
+    data = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
+    data[:NBYTES:3] = 0xFF  # many NaNs
+    room = torch.zeros(NBYTES, dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moving, "_chosen", lambda: copy)
+        patch.setattr(moving, "LEAST_PIECE", 1000)
+        moving.past_caches(room.data_ptr() + to, data.data_ptr() + source, nbytes)
+
+    assert torch.equal(room[to : to + nbytes], data[source : source + nbytes])
+    assert not room[:to].any()
+    assert not room[to + nbytes :].any()
+
+
+def test_large_payloads_are_packed_and_unpacked_with_it_and_digested_ones_are_not(
+    mkl: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "LEAST_NBYTES", NBYTES)
+    source = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300)).to(torch.bfloat16)
+    weights = read_weights(source)
+    layout = layout_of(weights)
+    tensors, buffer = ordered(weights, layout), torch.zeros(layout.nbytes, dtype=torch.uint8)
+    assert layout.nbytes < NBYTES
+    small = Pieces(layout, movable(layout, tensors, least=0))
+    monkeypatch.setattr(moving, "LEAST_NBYTES", layout.nbytes)
+    large = Pieces(layout, movable(layout, tensors, least=0))
+
+    small.fill(tensors, buffer.data_ptr(), None)
+    large.fill(tensors, buffer.data_ptr(), lambda *_: None)
+    assert mkl == []
+    buffer.zero_()
+    large.fill(tensors, buffer.data_ptr(), None)
+    assert len(mkl) == 2
+    copied = [torch.zeros_like(tensor) for tensor in tensors]
+    Pieces(layout, movable(layout, copied, least=0)).empty_into(copied, buffer.data_ptr(), range(len(copied)))
+    assert len(mkl) == 4
+    assert all(map(torch.equal, copied, tensors))
+    assert packing.LARGE < moving.LEAST_PIECE
+
+
+def test_a_copy_that_computes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quiets(to: int, source: int, elements: int) -> None:
+        """As a multiplication does with NaNs."""
+        for offset in range(0, 8 * elements, 8):
+            value = ctypes.c_uint64.from_address(source + offset).value
+            quiet = value & 0x7FF0 << 48 == 0x7FF0 << 48 and value & (1 << 52) - 1
+            ctypes.c_uint64.from_address(to + offset).value = value | (1 << 51 if quiet else 0)
+
+    def overshoots(to: int, source: int, elements: int) -> None:
+        ctypes.memmove(to, source, 8 * elements)
+        ctypes.memset(to + 8 * elements, 1, 1)
+
+    def right(to: int, source: int, elements: int) -> None:
+        ctypes.memmove(to, source, 8 * elements)
+
+    assert [moving.is_exact(copy) for copy in (quiets, overshoots, right)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "exact", "used"),
+    [("GenuineIntel", True, True), ("GenuineIntel", False, False), ("AuthenticAMD", True, False), (None, True, False)],
+)
+def test_it_is_used_where_it_was_measured_and_is_exact(
+    vendor: str | None, exact: bool, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    if vendor is not None:
+        cpuinfo.write_text(f"vendor_id : {vendor}\n", encoding="utf-8")
+    monkeypatch.setattr(moving, "_CPUINFO", str(cpuinfo))
+    monkeypatch.setattr(moving, "found", lambda: ctypes.memmove)
+    monkeypatch.setattr(moving, "is_exact", lambda _: exact)
+    moving._chosen.cache_clear()
+    try:
+        assert (moving._chosen() is not None) == used
+        assert (moving.mover(moving.LEAST_NBYTES) is moving.past_caches) == used
+        assert moving.mover(moving.LEAST_NBYTES - 1) is ctypes.memmove
+    finally:
+        moving._chosen.cache_clear()
+
+
+def test_a_torch_without_mkl_copies_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without:
+        def __init__(self, _: str) -> None:
+            """As `ctypes.CDLL` of a library that has no such function."""
+
+    monkeypatch.setattr(moving.ctypes, "CDLL", Without)
+    assert moving.found() is None
