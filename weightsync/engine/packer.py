@@ -27,9 +27,10 @@ from weightsync.weights.device.registry import allocate_memory, backends, device
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
-from weightsync.weights.packing import SendPlan, pack, pack_digested
+from weightsync.weights.packing import pack, pack_digested
 from weightsync.weights.reading import Weights, is_module, read_weights
 from weightsync.weights.selection import Selection
+from weightsync.weights.send_plan import SendPlan
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import address_of, borrowed
 from weightsync.weights.tree_digest import LEAST, digest
@@ -244,7 +245,7 @@ def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, parts
     if _compared(packed, readers):
         packed.digest = pack_digested(read, layout, view, packed.extras, plan.pieces(read), behind=behind)
     else:
-        pack(read, layout, view, plan.pieces(read), behind)
+        pack(read, layout, view, plan.pieces(read), behind=behind)
     if parts is not None:
         parts.finish()
 

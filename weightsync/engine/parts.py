@@ -123,19 +123,20 @@ class IncomingParts:
 
     def __init__(self) -> None:
         self._payload_id = b""
-        self._hashes: ChunkHashes | None = None
+        #: The hashes of the payload whose parts came last; None: no update was to carry a digest of one.
+        self.hashes: ChunkHashes | None = None
 
     def arrived(self, part: Part, received: Received) -> None:
         """Hash a range that has arrived, if its update will carry a digest."""
         whole = received.payload
         if whole is None or not part.hashed:
             return
-        if self._hashes is None or part.payload_id != self._payload_id:
-            self._payload_id, self._hashes = part.payload_id, ChunkHashes(whole)
-        self._hashes.reach(part.start, part.end)
+        if self.hashes is None or part.payload_id != self._payload_id:
+            self._payload_id, self.hashes = part.payload_id, ChunkHashes(whole)
+        self.hashes.reach(part.start, part.end)
 
     def hashes_of(self, update: Update) -> ChunkHashes | None:
         """The hashes of what has arrived of an update's payload; None: nothing was hashed. Forgets them."""
         payload_id = update.payload_id if update.slot is None else update.slot.seal
-        hashes, self._hashes = self._hashes, None
+        hashes, self.hashes = self.hashes, None
         return hashes if payload_id and payload_id == self._payload_id else None

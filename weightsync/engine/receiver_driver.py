@@ -401,7 +401,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if update.base is not None and not received.untaken:
                 travelled = self.held.whole(update, layout, travelled)
             payload = received.on_device if isinstance(received.on_device, DeviceMemory) else travelled
-            hashes = self._parts.hashes_of(update)
+            hashes = None if self._parts.hashes is None else self._parts.hashes_of(update)
             self.pending = Pending(update, layout, payload, received.slot, received.untaken, hashes)
 
     def _layout_of(self, update: Update) -> Layout:

@@ -47,9 +47,11 @@ def past_caches(to: int, source: int, nbytes: int) -> None:
         return
     head = -to % _LINE
     elements, tail = divmod(nbytes - head, _ELEMENT)
-    ctypes.memmove(to, source, head)
+    if head:
+        ctypes.memmove(to, source, head)
     copy(to + head, source + head, elements)
-    ctypes.memmove(to + nbytes - tail, source + nbytes - tail, tail)
+    if tail:
+        ctypes.memmove(to + nbytes - tail, source + nbytes - tail, tail)
 
 
 @functools.cache

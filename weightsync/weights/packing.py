@@ -8,21 +8,18 @@ transferred once.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import compress, repeat
-from operator import attrgetter, getitem, setitem
+from operator import getitem, setitem
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.options import WireDtype
-from weightsync.weights.casting import sent_layout
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Entry, Layout
 from weightsync.weights.moving import mover
@@ -31,8 +28,6 @@ from weightsync.weights.tensors import (
     DTYPE_NAMES,
     DTYPES,
     PLAIN,
-    WITH_STORAGE,
-    Form,
     address_of,
     borrowed,
     memory_at,
@@ -47,7 +42,6 @@ CHUNK = 64 << 20
 #: thread: to release it and wait for it again would take longer than the copy.
 LARGE: Final = 32 << 10
 
-_DEVICE: Final = attrgetter("device")
 #: ``into[place] = source`` and ``source[place]`` of memoryviews. To call `memmove` by ctypes takes three times as long.
 _put: Final[Any] = setitem
 _get: Final[Any] = getitem
@@ -56,7 +50,13 @@ Behind = Callable[[int, int], None]
 
 
 def pack(
-    weights: Weights, layout: Layout, view: memoryview, pieces: Pieces | None = None, behind: Behind | None = None
+    weights: Weights,
+    layout: Layout,
+    view: memoryview,
+    pieces: Pieces | None = None,
+    *,
+    behind: Behind | None = None,
+    hashes: ChunkHashes | None = None,
 ) -> None:
     """Write the tensors into ``view[: layout.nbytes]``, bit for bit; bools as 0 or 1, gaps between groups as 0.
 
@@ -66,6 +66,7 @@ def pack(
     Args:
         pieces: how these tensors are copied, if that is planned already.
         behind: called with ranges that were written, perhaps in several threads, and not necessarily with all.
+        hashes: what hashes chunks of the buffer, as they are copied.
 
     Raises:
         ConfigurationError: the view is too small, read-only or not contiguous; nothing was written.
@@ -82,7 +83,7 @@ def pack(
             _fill(layout, first, last, tensors, base)
     else:
         pieces = pieces or Pieces(layout, movable(layout, tensors))
-        pieces.fill(tensors, base, behind)
+        pieces.fill(tensors, base, hashes, behind)
 
 
 def pack_digested(
@@ -94,18 +95,15 @@ def pack_digested(
     *,
     behind: Behind | None = None,
 ) -> bytes:
-    """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy."""
+    """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy.
+
+    Tensors whose bytes are moved are hashed where they are: that is what is in the cache.
+    """
     if layout.nbytes <= DIGEST_CHUNK:  # all of it is in the cache
         pack(weights, layout, view, pieces)
         return digest(view[: layout.nbytes], extras)
     hashes = ChunkHashes(view[: layout.nbytes])
-
-    def reach(start: int, end: int) -> None:
-        hashes.reach(start, end)
-        if behind is not None:
-            behind(start, end)
-
-    pack(weights, layout, view, pieces, reach)
+    pack(weights, layout, view, pieces, behind=behind, hashes=hashes)
     return hashes.combined(extras)
 
 
@@ -225,14 +223,23 @@ class Pieces:
         unlocked = sum(step.end - step.start for step in steps if step.move is not Move.JOINED)
         self._parts = _parts(layout, chosen, len(shares(unlocked, DIGEST_CHUNK, torch.get_num_threads())))
 
-    def fill(self, tensors: list[Tensor], base: int, behind: Behind | None) -> None:
-        """Copy all tensors into the buffer at `base`; call ``behind`` with each range of bytes once it is written."""
+    def fill(
+        self, tensors: list[Tensor], base: int, hashes: ChunkHashes | None = None, behind: Behind | None = None
+    ) -> None:
+        """Copy all tensors into the buffer at `base`.
+
+        Args:
+            hashes: hashes what is copied; None: nothing does.
+            behind: called with ranges of bytes once they are written.
+        """
         for step in self._alone:
             self._fill_run(tensors, base, step)
+        begin = None if hashes is None and behind is None else partial(_Following, base, hashes, behind)
+        fill_part = partial(self._fill_part, tensors, base, begin)
         if len(self._parts) == 1:
-            self._fill_part(tensors, base, behind, *self._parts[0])
+            fill_part(*self._parts[0])
             return
-        in_threads(partial(self._fill_part, tensors, base, behind), self._parts)
+        in_threads(fill_part, self._parts)
 
     def empty_into(self, tensors: list[Tensor], base: int, chosen: Sequence[int]) -> None:
         """Copy the `chosen` tensors out of the buffer at `base`."""
@@ -253,23 +260,25 @@ class Pieces:
         entry = self._layout.entries[step.first]
         return step.move is Move.BY_TORCH and entry.nbytes >= LARGE and entry.dtype != "bool"
 
-    def _fill_part(self, tensors: list[Tensor], base: int, behind: Behind | None, start: int, end: int) -> None:
-        followed = start
-        move = self._move if behind is None else ctypes.memmove  # what follows reads it from cache
+    def _fill_part(
+        self, tensors: list[Tensor], base: int, begin: Callable[[int], _Following] | None, start: int, end: int
+    ) -> None:
+        following = None if begin is None else begin(start)
         for step in self._steps:
             if step.move is not Move.BYTES and start <= step.start < end:
                 self._fill_run(tensors, base, step)
             low, stop = max(step.start, start), min(step.end, end)
             while low < stop:
-                high = stop if behind is None else min(stop, low // DIGEST_CHUNK * DIGEST_CHUNK + DIGEST_CHUNK)
+                high = stop if following is None else min(stop, low // DIGEST_CHUNK * DIGEST_CHUNK + DIGEST_CHUNK)
+                source = base + low
                 if step.move is Move.BYTES:
-                    move(base + low, self._places[step.first] - step.start + low, high - low)
-                if behind is not None and high - followed >= DIGEST_CHUNK:
-                    behind(followed, high)
-                    followed = high // DIGEST_CHUNK * DIGEST_CHUNK
+                    source = self._places[step.first] - step.start + low
+                    self._move(base + low, source, high - low)
+                if following is not None:
+                    following.written(low, high, source)
                 low = high
-        if behind is not None:
-            behind(followed, end)
+        if following is not None:
+            following.written(end, end, base + end)
 
     def _empty_part(self, tensors: list[Tensor], base: int, wanted: frozenset[int], start: int, end: int) -> None:
         for step in self._steps:
@@ -311,75 +320,34 @@ class Pieces:
             torch._foreach_copy_([tensors[index] for index in indices], [found[index] for index in indices])
 
 
+class _Following:
+    """Hashes and names the bytes of a buffer that one thread writes, in order.
+
+    Args:
+        base: the address of the buffer.
+        start: where the thread begins.
+    """
+
+    def __init__(self, base: int, hashes: ChunkHashes | None, behind: Behind | None, start: int) -> None:
+        self._base, self._reached, self._behind = base, start, behind
+        self._hashing = None if hashes is None else hashes.in_order(start)
+
+    def written(self, start: int, end: int, source: int) -> None:
+        """The bytes ``start:end`` were copied from an address, where the cache has them. What was left out is a gap."""
+        if self._hashing is not None:
+            if self._reached < start:
+                self._hashing.take(memory_at(self._base + self._reached, start - self._reached))
+            self._hashing.take(memory_at(source, end - start))
+        if self._behind is not None and self._reached < end:
+            self._behind(self._reached, end)
+        self._reached = end
+
+
 def _is_movable(tensor: Tensor, dtype: str) -> bool:
     """Whether the tensor's bytes are its elements as the buffer has them, in row-major order."""
     plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and dtype != "bool"
     own = plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
     return own and DTYPE_NAMES.get(tensor.dtype) == dtype
-
-
-class SendPlan:
-    """How weights are sent for as long as they stay where they are. It refers to none of their tensors.
-
-    Args:
-        weights: as they are read now.
-        before: the plan before, or None.
-        wire_dtype: what wider floating tensors are cast to; None if nothing is cast.
-
-    Raises:
-        LayoutError: a tensor, which the error names, cannot be sent.
-    """
-
-    def __init__(self, weights: Weights, before: SendPlan | None, wire_dtype: WireDtype | None) -> None:
-        #: The layout of the weights.
-        self.layout: Layout = layout_of(weights, before.layout if before else None)
-        #: The layout in which they are sent.
-        self.sent: Layout = sent_layout(self.layout, wire_dtype)
-        #: The encoded layout, with the names of the tensors.
-        self.names: bytes = self.sent.encode()
-        self._names = list(weights.tensors)
-        self._slots = list(weights.slots)
-        #: Where all of them are; None: in several places, or they are no plain tensors.
-        self.place = _place_of(weights)
-        self._plain = self.place is not None
-        self._form = Form(weights.tensors.values() if self._plain else ())
-        self._held = _held(weights) if self._plain else []
-        self._pieces: Pieces | None = None
-        #: Whether they were found where they had been: only then is it worth planning how they are copied.
-        self._stay = False
-
-    def fits(self, weights: Weights) -> bool:
-        """Whether these are the weights of the plan, in the same memory. Their values may have changed."""
-        fits = (
-            self._plain
-            and list(weights.tensors) == self._names
-            and list(weights.slots) == self._slots
-            and PLAIN.issuperset(map(type, weights.tensors.values()))
-            and self._form.fits(weights.tensors.values())
-            # One whose storage was freed or shrunk may be where it was, if that happened twice.
-            and _held(weights) == self._held
-        )
-        self._stay = self._stay or fits
-        return fits
-
-    def pieces(self, weights: Weights) -> Pieces | None:
-        """How these weights, which fit, are copied; None if it is not planned."""
-        if self._stay and self._pieces is None and self.place is not None and self.place.type == "cpu":
-            self._pieces = Pieces(self.sent, movable(self.sent, ordered(weights, self.sent), least=0))
-        return self._pieces
-
-
-def _place_of(weights: Weights) -> torch.device | None:
-    """The device that all of these plain tensors are on, if it tells where in its memory they are."""
-    tensors = weights.tensors.values()
-    places = set(map(_DEVICE, tensors)) if PLAIN.issuperset(map(type, tensors)) else set()
-    place = places.pop() if len(places) == 1 else None
-    return place if place is not None and place.type in WITH_STORAGE else None
-
-
-def _held(weights: Weights) -> list[int]:
-    """The sizes of the tensors' storages, in bytes."""
-    return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, weights.tensors.values())))
 
 
 def digest_of_weights(weights: object) -> bytes:

@@ -49,6 +49,10 @@ class ChunkHashes:
         last = len(self._found) if end == self._nbytes else end // CHUNK
         self._hash(range(-(-start // CHUNK), last))
 
+    def in_order(self, start: int) -> InOrder:
+        """Hashes chunks from their bytes, which are given in order from ``start`` on."""
+        return InOrder(start, self._nbytes, self._found.__setitem__)
+
     def _hash(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._found[index] = xxhash.xxh3_128_digest(self._payload[index * CHUNK : (index + 1) * CHUNK])
@@ -64,36 +68,57 @@ class ChunkHashes:
         return combined(self._nbytes, self._found, extras)
 
 
-class StreamedDigest:
-    """The digest of a buffer that is given piece by piece, in order."""
+class InOrder:
+    """Hashes the chunks of a buffer from its bytes, which are given in order, wherever they lie.
 
-    def __init__(self) -> None:
-        self._chunks: list[bytes] = []
-        self._open = xxhash.xxh3_128()
-        self._taken = 0
-        self._nbytes = 0
+    Args:
+        start: the offset of the first byte that is given. A chunk that begins before it is not hashed.
+        nbytes: the size of the buffer; None: it ends with `end`.
+        hashed: called with the index of each chunk and its hash.
+    """
+
+    def __init__(self, start: int, nbytes: int | None, hashed: Callable[[int, bytes], object]) -> None:
+        self._at = start
+        self._nbytes = nbytes
+        self._hashed = hashed
+        #: The chunk that has begun; None: it began before `start`.
+        self._open: xxhash.xxh3_128 | None = None
 
     def take(self, piece: memoryview | bytes) -> None:
         """Take the next bytes."""
         rest = memoryview(piece)
-        self._nbytes += rest.nbytes
         while rest.nbytes:
-            part = rest[: CHUNK - self._taken]
-            self._open.update(part)
-            self._taken += part.nbytes
-            rest = rest[part.nbytes :]
-            if self._taken == CHUNK:
-                self._close()
+            index, taken = divmod(self._at, CHUNK)
+            part = rest[: CHUNK - taken]
+            self._at, rest = self._at + part.nbytes, rest[part.nbytes :]
+            if part.nbytes == CHUNK:
+                self._hashed(index, xxhash.xxh3_128_digest(part))
+                continue
+            if taken == 0:
+                self._open = xxhash.xxh3_128()
+            if self._open is not None:
+                self._open.update(part)
+                if taken + part.nbytes == CHUNK or self._at == self._nbytes:
+                    self.end()
+
+    def end(self) -> None:
+        """The chunk that was begun, if one was, is whole, or the last one and shorter."""
+        if self._open is not None:
+            self._hashed((self._at - 1) // CHUNK, self._open.digest())
+            self._open = None
+
+
+class StreamedDigest(InOrder):
+    """The digest of a buffer that is given piece by piece, in order."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        super().__init__(0, None, lambda _, found: self._chunks.append(found))
 
     def combined(self, extras: bytes) -> bytes:
         """The digest of everything that was taken. Nothing can be taken after this."""
-        if self._taken:
-            self._close()
-        return combined(self._nbytes, self._chunks, extras)
-
-    def _close(self) -> None:
-        self._chunks.append(self._open.digest())
-        self._open, self._taken = xxhash.xxh3_128(), 0
+        self.end()
+        return combined(self._at, self._chunks, extras)
 
 
 #: The least number of bytes that are worth a thread of their own.

@@ -100,8 +100,8 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
 ) -> None:
     real = packing.Pieces.fill
 
-    def half(self: packing.Pieces, tensors: Any, base: int, behind: Any) -> None:
-        real(self, tensors, base, lambda start, end: behind(start, end) if start < 3 * CHUNK else None)
+    def half(self: packing.Pieces, tensors: Any, base: int, hashes: Any, behind: Any) -> None:
+        real(self, tensors, base, hashes, lambda start, end: behind(start, end) if start < 3 * CHUNK else None)
         raise ConfigurationError("A tensor cannot be copied.")
 
     for value in (2.0, 3.0):

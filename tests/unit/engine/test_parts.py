@@ -240,8 +240,9 @@ def test_several_threads_pack_and_name_their_parts(make: Callable[..., Slots], m
     filled(slots.source, 5.0)
     assert slots.sync().ok
 
-    ends = [(part.start // CHUNK, part.end // CHUNK) for _, part in slots.given]
-    assert {(0, 2), (3, 5), (5, 7), (7, 9)} < set(ends)
+    named = sorted((part.start // CHUNK, part.end // CHUNK) for _, part in slots.given)
+    assert len(named) >= 4
+    assert [start for start, _ in named] == [0, *(end for _, end in named[:-1])]
     assert constants(slots.model) == {5.0}
 
 
@@ -267,8 +268,8 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
     slots = make()
     real = packing.Pieces.fill
 
-    def half(self: packing.Pieces, tensors: Any, base: int, behind: Any) -> None:
-        real(self, tensors, base, lambda start, end: behind(start, end) if start == 0 else None)
+    def half(self: packing.Pieces, tensors: Any, base: int, hashes: Any, behind: Any) -> None:
+        real(self, tensors, base, hashes, lambda start, end: behind(start, end) if start == 0 else None)
         raise LayoutError("A tensor cannot be copied.", mismatched={})
 
     filled(slots.source, 7.0)

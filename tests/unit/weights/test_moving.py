@@ -52,9 +52,7 @@ def test_every_byte_arrives_and_none_beside_it(to: int, source: int, nbytes: int
     assert not room[to + nbytes :].any()
 
 
-def test_large_payloads_are_packed_and_unpacked_with_it_and_digested_ones_are_not(
-    mkl: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_payloads_are_packed_and_unpacked_with_it(mkl: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "LEAST_NBYTES", NBYTES)
     source = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300)).to(torch.bfloat16)
     weights = read_weights(source)
@@ -65,11 +63,10 @@ def test_large_payloads_are_packed_and_unpacked_with_it_and_digested_ones_are_no
     monkeypatch.setattr(moving, "LEAST_NBYTES", layout.nbytes)
     large = Pieces(layout, movable(layout, tensors, least=0))
 
-    small.fill(tensors, buffer.data_ptr(), None)
-    large.fill(tensors, buffer.data_ptr(), lambda *_: None)
+    small.fill(tensors, buffer.data_ptr())
     assert mkl == []
     buffer.zero_()
-    large.fill(tensors, buffer.data_ptr(), None)
+    large.fill(tensors, buffer.data_ptr())
     assert len(mkl) == 2
     copied = [torch.zeros_like(tensor) for tensor in tensors]
     Pieces(layout, movable(layout, copied, least=0)).empty_into(copied, buffer.data_ptr(), range(len(copied)))

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from weightsync import LayoutError
 from weightsync.engine.packer import Packer
-from weightsync.weights import packing
-from weightsync.weights.packing import Move, SendPlan, views
+from weightsync.weights import packing, send_plan
+from weightsync.weights.packing import Move, views
 from weightsync.weights.reading import Weights, read_weights
+from weightsync.weights.send_plan import SendPlan
 from weightsync.weights.tensors import Form, borrowed
 
 
@@ -202,5 +203,5 @@ def test_tensors_that_have_no_place_in_memory_are_said_to_be_nowhere() -> None:
         pass
 
     for tensor in (torch.ones(2, device="meta"), torch.ones(2).as_subclass(Odd)):
-        assert packing._place_of(Weights({"a": tensor}, {})) is None
-    assert packing._place_of(Weights({"a": torch.ones(2)}, {})) == torch.device("cpu")
+        assert send_plan._place_of(Weights({"a": tensor}, {})) is None
+    assert send_plan._place_of(Weights({"a": torch.ones(2)}, {})) == torch.device("cpu")

@@ -1,0 +1,82 @@
+"""What is planned once about sending the same weights again and again: their layout, and how they are copied."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from weightsync.options import WireDtype
+from weightsync.weights.casting import sent_layout
+from weightsync.weights.layout import Layout
+from weightsync.weights.packing import Pieces, movable
+from weightsync.weights.reading import Weights, layout_of, ordered
+from weightsync.weights.tensors import PLAIN, WITH_STORAGE, Form
+
+_DEVICE: Final = attrgetter("device")
+
+
+class SendPlan:
+    """How weights are sent for as long as they stay where they are. It refers to none of their tensors.
+
+    Args:
+        weights: as they are read now.
+        before: the plan before, or None.
+        wire_dtype: what wider floating tensors are cast to; None if nothing is cast.
+
+    Raises:
+        LayoutError: a tensor, which the error names, cannot be sent.
+    """
+
+    def __init__(self, weights: Weights, before: SendPlan | None, wire_dtype: WireDtype | None) -> None:
+        #: The layout of the weights.
+        self.layout: Layout = layout_of(weights, before.layout if before else None)
+        #: The layout in which they are sent.
+        self.sent: Layout = sent_layout(self.layout, wire_dtype)
+        #: The encoded layout, with the names of the tensors.
+        self.names: bytes = self.sent.encode()
+        self._names = list(weights.tensors)
+        self._slots = list(weights.slots)
+        #: Where all of them are; None: in several places, or they are no plain tensors.
+        self.place = _place_of(weights)
+        self._plain = self.place is not None
+        self._form = Form(weights.tensors.values() if self._plain else ())
+        self._held = _held(weights) if self._plain else []
+        self._pieces: Pieces | None = None
+        #: Whether they were found where they had been: only then is it worth planning how they are copied.
+        self._stay = False
+
+    def fits(self, weights: Weights) -> bool:
+        """Whether these are the weights of the plan, in the same memory. Their values may have changed."""
+        fits = (
+            self._plain
+            and list(weights.tensors) == self._names
+            and list(weights.slots) == self._slots
+            and PLAIN.issuperset(map(type, weights.tensors.values()))
+            and self._form.fits(weights.tensors.values())
+            # One whose storage was freed or shrunk may be where it was, if that happened twice.
+            and _held(weights) == self._held
+        )
+        self._stay = self._stay or fits
+        return fits
+
+    def pieces(self, weights: Weights) -> Pieces | None:
+        """How these weights, which fit, are copied; None if it is not planned."""
+        if self._stay and self._pieces is None and self.place is not None and self.place.type == "cpu":
+            self._pieces = Pieces(self.sent, movable(self.sent, ordered(weights, self.sent), least=0))
+        return self._pieces
+
+
+def _place_of(weights: Weights) -> torch.device | None:
+    """The device that all of these plain tensors are on, if it tells where in its memory they are."""
+    tensors = weights.tensors.values()
+    places = set(map(_DEVICE, tensors)) if PLAIN.issuperset(map(type, tensors)) else set()
+    place = places.pop() if len(places) == 1 else None
+    return place if place is not None and place.type in WITH_STORAGE else None
+
+
+def _held(weights: Weights) -> list[int]:
+    """The sizes of the tensors' storages, in bytes."""
+    return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, weights.tensors.values())))
