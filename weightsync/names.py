@@ -17,7 +17,7 @@ lookup: Callable[[str], Any]
 FORMER_HOMES: Final[Mapping[str, tuple[str, str]]] = {
     "messages": ("protocol.messages", "Ack Bye Ending Hello Message Refusal SlotRef Update WeightsForm"),
     "tracing": ("engine.recorder", "Recorder record"),
-    "transports.memory": ("transports.buffers", "Buffer Mapping NoRoom Pool Segment Storage anonymous"),
+    "transports.memory": ("transports.buffers", "Buffer NoRoom Pool Segment Storage anonymous"),
     "updaters": (
         "torchrl.updaters",
         "MultiProcessedWeightUpdater RayWeightUpdater RemoteModuleWeightUpdater VanillaWeightUpdater WeightUpdaterBase",

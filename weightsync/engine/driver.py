@@ -104,7 +104,7 @@ class Lane:
 
     __slots__ = (
         *("awaited", "backlog", "blocks", "link", "loses", "orders"),
-        *("outlet", "parts", "shares", "known_layout", "worker"),
+        *("outlet", "parts", "shares", "known_layout", "unread", "worker"),
     )
 
     def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
@@ -112,6 +112,8 @@ class Lane:
         self.link = link
         self.awaited = process
         self.backlog = Backlog()
+        #: What was read and is not taken yet.
+        self.unread: deque[Received] = deque()
         #: The digest of the layout that the worker knows; empty if it knows none.
         self.known_layout = b""
         #: Whether the worker maps a payload: see `SharesMemory.shares`.

@@ -307,7 +307,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     continue
                 # The events of the link; its loss is the last.
                 if (lane.outlet is not None and lane.outlet.idle) or self._flush(number, lane):
-                    self._heard(lane.worker, number, lane.link, self.take)
+                    self._heard(number, lane, self.take)
 
     def look(self) -> None:
         """Pump the links that can be read or written. One poll finds them. Never blocks."""
@@ -339,17 +339,26 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return False
         return True
 
-    def _heard(self, worker: int, number: int, link: Link, take: Taking) -> None:
+    def _heard(self, number: int, lane: Lane, take: Taking) -> None:
+        """Read a link, and take what has arrived: first what a caller further up has read and not taken yet."""
+        worker, link, unread, failed = lane.worker, lane.link, lane.unread, None
         try:
-            for received in read(link):
+            try:
+                unread.extend(read(link))
+            except (TransportError, ProtocolError) as error:
+                failed = error
+            while unread:
+                message = unread.popleft().message
                 entry = self.data.workers.get(worker)
                 # A link that was lost within a step is closed after it.
                 if entry is not None and entry.link == number and entry.link_state in pure.OPEN:
                     self.hearing.heard(worker, number)
-                    if isinstance(received.message, NoBase):
-                        self._send_whole(worker, number, received.message)
+                    if isinstance(message, NoBase):
+                        self._send_whole(worker, number, message)
                     else:
-                        self._message(worker, number, link, received.message, take)
+                        self._message(worker, number, link, message, take)
+            if failed is not None:
+                raise failed
         except (TransportError, ProtocolError) as error:
             take(pure.LinkLost(worker, number, str(error)))
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
@@ -363,7 +372,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _last_words(self, worker: int, number: int, reason: str, take: Taking) -> None:
         """Take the events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
-            self._heard(worker, number, self._links[number].link, take)
+            self._heard(number, self._links[number], take)
         take(pure.LinkLost(worker, number, reason))
 
     def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
@@ -419,10 +428,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def in_parts(
         self, payload: Buffer, nbytes: int, verify: Verify, targets: tuple[int, ...] | None
     ) -> OutgoingParts | None:
-        """Prepare to send a payload in parts while it is packed, over the links that can; None: there is none.
-
-        A worker that has not answered the handshake, or a version, gets it whole.
-        """
+        """Prepare to send a payload in parts, to workers that owe no answer; None: it is sent whole to all."""
         if payload.segment is None or not worthwhile(nbytes):
             return None
         with self.lock:

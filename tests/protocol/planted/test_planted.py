@@ -135,8 +135,8 @@ def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:
     """G10: a link that tells of its death is not listened to."""
     shipped = SenderDriver._heard
 
-    def heard(self: SenderDriver, worker: int, number: int, link: Any, take: Any) -> None:
-        shipped(self, worker, number, link, lambda each: isinstance(each, pure_sender.LinkLost) or take(each))
+    def heard(self: SenderDriver, number: int, lane: Any, take: Any) -> None:
+        shipped(self, number, lane, lambda each: isinstance(each, pure_sender.LinkLost) or take(each))
 
     patch.setattr(SenderDriver, "_heard", heard)
 

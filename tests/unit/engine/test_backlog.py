@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from scripted import ack, plain, refusal
+
 from weightsync.engine.driver import Backlog
+from weightsync.errors import TransportError
+from weightsync.protocol import sender as pure
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import version_of
+from weightsync.transports.base import Received
 
 
 def test_two_versions_leave_unanswered_and_the_newest_of_the_others_waits() -> None:
@@ -22,3 +29,29 @@ def test_an_answer_for_a_version_is_one_for_all_before_it_and_frees_the_one_that
     assert [backlog.answered(2), backlog.waits] == [0, False]
     assert [backlog.admit(3), backlog.admit(4), backlog.admit(5)] == [True, True, False]
     assert [backlog.answered(3), backlog.waits] == [5, False]
+
+
+def test_what_was_read_is_taken_before_what_comes_behind_it_although_a_write_fails_in_between() -> None:
+    fleet = plain()
+    link = fleet.links[0]
+    fleet.gives_up(2)
+    fleet.sends()  # waits behind the two
+    taken: list[tuple[str, int]] = []
+    fleet.driver.watch_steps(lambda _state, _data, event, _step: taken.append(named(event)))
+    link.raises = {"send": TransportError("It is gone.")}
+    link.receives(refusal(1))
+    link.receives(ack(2))
+    answers, last = link.receive, [Received(refusal(0, RefusalKind.FAILED))]
+    link.receive = lambda: answers() or [last.pop() for _ in last]
+
+    fleet.driver.pump()
+
+    assert taken == [("Refusal", 1), ("Ack", 2), ("Refusal", 0), ("LinkLost", 0)]
+    assert fleet.reason() == "it failed: no"
+
+
+def named(event: pure.Event) -> tuple[str, int]:
+    """What a worker said, and of which version; or another event."""
+    if isinstance(event, pure.Answer):
+        return type(event.message).__name__, version_of(event.message)
+    return type(event).__name__, 0
