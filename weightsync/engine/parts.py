@@ -57,13 +57,18 @@ class OutgoingParts:
         self._sent: list[tuple[int, int]] = []
 
     def reach(self, start: int, end: int) -> None:
-        """The range from `start` to before `end` is written. It is sent with its neighbours once that is worth it."""
+        """The range from `start` to before `end` is written. It is sent with its neighbours once that is worth it.
+
+        What is sent ends with a chunk, so that the worker can hash it.
+        """
         with self._lock:
             start = self._open.pop(start, start)
-            if end - start < self._least:
+            whole = end if end == self._whole.nbytes else end // CHUNK * CHUNK
+            if whole - start >= self._least:
+                self._send(start, whole)
+                start = whole
+            if start < end:
                 self._open[end] = start
-            else:
-                self._send(start, end)
 
     def finish(self) -> None:
         """All is written: send what is left."""

@@ -106,6 +106,20 @@ def test_a_part_is_no_smaller_than_a_32nd() -> None:
     assert len(link.sent) == parts.MOST_PARTS
 
 
+def test_parts_end_with_a_chunk_though_what_is_written_does_not() -> None:
+    link, nbytes = Recording(), 3 * parts.LEAST_PART + 100
+    sending = outgoing(nbytes, link)
+    written = 0
+    while written < nbytes:
+        sending.reach(written, min(written + CHUNK - 7, nbytes))
+        written += CHUNK - 7
+    sending.finish()
+
+    assert [part.start for part in link.sent] == [0, *(part.end for part in link.sent[:-1])]
+    assert all(part.end % CHUNK == 0 for part in link.sent[:-1])
+    assert link.sent[-1].end == nbytes
+
+
 def test_a_link_that_fails_gets_no_more_and_the_others_all() -> None:
     fails, lasts = Recording(lasts=1), Recording()
     sending = outgoing(3 * parts.LEAST_PART, fails, lasts)
