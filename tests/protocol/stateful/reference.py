@@ -7,6 +7,7 @@ block are generators: they yield where the caller would wait. What a caller woul
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,6 +105,8 @@ class Wire:
         self.loses = loses
         self.flying: list[Parcel] = []
         self.inbox: dict[str, list[Parcel]] = {SENDER: [], WORKER: []}
+        #: What the sender has read, and has not heard yet.
+        self.unheard: list[Parcel] = []
         self.closed: set[str] = set()
         self.dead: set[str] = set()
         self.notified: set[str] = set()
@@ -460,12 +463,11 @@ class Sender:
             self._hear_last_words(worker, wire)
 
     def _hear_last_words(self, worker: int, wire: Wire) -> None:
-        """What it said before it broke still counts."""
-        try:
-            arrived = wire.take(SENDER)
-        except BrokenWire:
-            arrived = []
-        for parcel in arrived:
+        """What it said before it broke still counts, also what was read before the write that failed."""
+        with suppress(BrokenWire):
+            wire.unheard += wire.take(SENDER)
+        while wire.unheard:
+            parcel = wire.unheard.pop(0)
             if (worker, wire) in self.open:
                 self._hear(worker, wire, parcel.message)
             else:
@@ -505,11 +507,12 @@ class Sender:
             if (worker, wire) not in self.open:
                 continue
             try:
-                arrived = wire.take(SENDER)
+                wire.unheard += wire.take(SENDER)
             except BrokenWire:
                 self._lose(worker, wire)
                 continue
-            for parcel in arrived:
+            while wire.unheard:
+                parcel = wire.unheard.pop(0)
                 if (worker, wire) in self.open:
                     self._hear(worker, wire, parcel.message)
 
