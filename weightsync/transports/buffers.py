@@ -142,7 +142,8 @@ class Segment:
         self.nbytes = nbytes
         self._view: memoryview | None = None
         self._seal = _UNSEALED
-        self._next_seal = b""
+        #: The seal that it has once it is filled. While it is being filled, this names what it is filled with.
+        self.next_seal = os.urandom(SEAL_NBYTES)
         self._pinned: object | None = None
         self._asked = False
         try:
@@ -192,13 +193,6 @@ class Segment:
         return self._seal
 
     @property
-    def next_seal(self) -> bytes:
-        """The seal that it has once it is filled. While it is being filled, this names what it is filled with."""
-        if not self._next_seal:
-            self._next_seal = os.urandom(SEAL_NBYTES)
-        return self._next_seal
-
-    @property
     def ref(self) -> SlotRef:
         """What an update says of it, once it is filled. Raises TransportError: in a forked child."""
         return SlotRef(segment=self.number, seal=self.sealed())
@@ -211,7 +205,7 @@ class Segment:
     def unseal(self) -> None:
         """It may be written from now on: who reads it sees that it has no seal. The next seal is another."""
         self.seal_with(_UNSEALED)
-        self._next_seal = b""
+        self.next_seal = os.urandom(SEAL_NBYTES)
 
     def pin(self, register: Callable[[memoryview], object | None]) -> None:
         """Pin the memory for copies from a device, once; it stays so for as long as the segment lives.
