@@ -348,7 +348,7 @@ class LayoutError(WeightSyncError, KeyError, ValueError):
 
 
 class NonFiniteError(WeightSyncError, ArithmeticError):
-    """Weights that were to be sent have NaN or infinite values, and ``check_finite=True`` was given. Nothing was sent.
+    """Weights that were to be sent have NaN or infinite values, with ``check_finite=True``. No version was sent.
 
     What to do: look at the trainer's loss and gradients; the workers keep the version that they serve. If such values
     belong there (the mask of an attention layer has infinite ones), keep them in buffers that are not persistent, or

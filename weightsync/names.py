@@ -13,11 +13,14 @@ from typing import Any, Final
 #: Gives a public name of `weightsync`, and imports its module. The root package, which knows where each is, sets it.
 lookup: Callable[[str], Any]
 
-#: For each former module the module that has its names now, and the names.
+#: For each former module the module that has its names now, and the names; with a dot those of another module.
 FORMER_HOMES: Final[Mapping[str, tuple[str, str]]] = {
     "messages": ("protocol.messages", "Ack Bye Ending Hello Message Refusal SlotRef Update WeightsForm"),
     "tracing": ("engine.recorder", "Recorder record"),
-    "transports.memory": ("transports.buffers", "Buffer NoRoom Pool Segment Storage anonymous"),
+    "transports.memory": (
+        "transports.buffers",
+        "Buffer NoRoom Pool Segment Storage anonymous transports.mapping.Mapping",
+    ),
     "updaters": (
         "torchrl.updaters",
         "MultiProcessedWeightUpdater RayWeightUpdater RemoteModuleWeightUpdater VanillaWeightUpdater WeightUpdaterBase",
@@ -45,7 +48,9 @@ class FormerHomes(MetaPathFinder, Loader):
         home, names = f"{package}.{FORMER_HOMES[name][0]}", FORMER_HOMES[name][1].split()
         module.__doc__ = f"The former home of `{home}`."
         for each in names:
-            setattr(module, each, getattr(importlib.import_module(home), each))
+            elsewhere, _, name = each.rpartition(".")
+            found = importlib.import_module(f"{package}.{elsewhere}" if elsewhere else home)
+            setattr(module, name, getattr(found, name))
         if names:
             advice = f"{module.__name__} is now {home}: import from there."
             warnings.warn(advice, DeprecationWarning, stacklevel=2)

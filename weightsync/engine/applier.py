@@ -233,22 +233,24 @@ class Applier:
                 f"version {pending.update.version} could not be received: {pending.untaken} The old weights stay. "
                 "Free descriptors or memory in this process, then send the weights again."
             )
-        named = self._identified(pending.update, pending.slot) if pending.slot is not None else b""
+        slot = pending.slot
+        # Parameters are views of it: this process may have written there when it held older weights, and hashed that.
+        own = slot is not None and self._served.apply_mode is not Mode.COPY and slot.remap()
+        named = b"" if slot is None else self._identified(pending.update, slot)
         if not pending.update.digest:
             return named
-        hashes, extras = pending.hashes, pending.update.extras
+        hashes, extras = None if own else pending.hashes, pending.update.extras
         found = digest(pending.on_host(), extras) if hashes is None else hashes.combined(extras)
         if found != pending.update.digest:
             raise LayoutError(
                 f"version {pending.update.version} arrived with digest {found.hex()}, but its sender sent "
-                f"{pending.update.digest.hex()}: it was damaged on the way. The old weights stay."
+                f"{pending.update.digest.hex()}: it was damaged on the way, or its tensors were changed while they "
+                "were packed. The old weights stay."
             )
         return found
 
     def _identified(self, update: Update, slot: Slot) -> bytes:
         """Check that a slot is the one that the update's sender filled for it; returns what an ack names of it."""
-        if self._served.apply_mode is not Mode.COPY:
-            slot.remap()  # parameters are views of it: this process may have written there when it held older weights
         seal = slot.seal
         if update.slot is None or seal != update.slot.seal or not any(seal):
             number = "" if update.slot is None else f" {update.slot.segment}"

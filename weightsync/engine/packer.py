@@ -446,9 +446,9 @@ class OutgoingWeights:
         error = registered.difference(given, text)
         if error is not None:
             message = (
-                f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
-                "If the workers have another model now, register it in the trainer first (scheme.model = ...). "
-                "To send the model's weights in another dtype, give the scheme a wire_dtype."
+                f"{error} The model has {registered.summary()}. The weights have {given.summary()}. "
+                "No version was sent. If the workers have another model now, register it in the trainer first "
+                "(scheme.model = ...). To send the model's weights in another dtype, give the scheme a wire_dtype."
             )
             raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
 
@@ -462,5 +462,5 @@ class OutgoingWeights:
             return
         error = agreed.difference(given, f"The workers of {self._driver.model_id!r} have other dtypes")
         assert error is not None
-        message = f"{error} wire_dtype='{wire_dtype.value}' casts wider floating tensors only. Nothing was sent."
+        message = f"{error} wire_dtype='{wire_dtype.value}' casts wider floating tensors only. No version was sent."
         raise LayoutError(message, error.missing, error.unexpected, error.mismatched)

@@ -15,13 +15,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from weightsync.engine.driver import Lane
+from weightsync.errors import ProtocolError
 from weightsync.options import Verify
 from weightsync.protocol.messages import Part, Update
 from weightsync.transports.base import Received, TakesParts
 from weightsync.transports.buffers import Buffer
 from weightsync.weights.tree_digest import CHUNK, ChunkHashes
 
-#: The least size of a part in bytes, and the most parts of one payload that one thread makes of its share.
+#: The least size of a part in bytes. Of a payload that would have more parts than the second says, they are larger.
 LEAST_PART: Final = 4 << 20
 MOST_PARTS: Final = 32
 #: Smaller payloads are sent whole: those of the second size where workers may have no core to themselves, so that who
@@ -124,10 +125,14 @@ def outgoing_parts(
 
 
 class IncomingParts:
-    """The hashes of a payload whose update has not arrived yet."""
+    """The hashes of a payload whose update has not arrived yet.
+
+    Raises (`arrived`):
+        ProtocolError: a part belongs to a payload of another size than the parts before it.
+    """
 
     def __init__(self) -> None:
-        self._payload_id = b""
+        self._payload_id, self._nbytes = b"", 0
         #: The hashes of the payload whose parts came last; None: no update was to carry a digest of one.
         self.hashes: ChunkHashes | None = None
 
@@ -137,8 +142,14 @@ class IncomingParts:
         if whole is None or not part.hashed:
             return
         if self.hashes is None or part.payload_id != self._payload_id:
-            self._payload_id, self.hashes = part.payload_id, ChunkHashes(whole)
+            self._payload_id, self._nbytes, self.hashes = part.payload_id, part.nbytes, ChunkHashes(whole)
+        if part.nbytes != self._nbytes:
+            raise ProtocolError(f"A part of a payload of {part.nbytes} bytes came for one of {self._nbytes}.")
         self.hashes.reach(part.start, part.end)
+
+    def forget(self) -> None:
+        """Drop the hashes, and with them the payload's memory: no update is expected for it."""
+        self.hashes = None
 
     def hashes_of(self, update: Update) -> ChunkHashes | None:
         """The hashes of what has arrived of an update's payload; None: nothing was hashed. Forgets them."""

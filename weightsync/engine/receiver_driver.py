@@ -139,6 +139,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _silence(self) -> None:
         self.pending = None
+        self._parts.forget()
         self.held.drop()
         self.waker.close()
 
@@ -254,6 +255,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _close_link(self, link: int) -> None:
         if link in self._links:
             closing = self._links.pop(link)
+            self._parts.forget()
             self._outlets.pop(link, None)
             self._open = tuple(self._links.values())
             close(closing)

@@ -158,8 +158,8 @@ class WeightSender(Participant):
             ConfigurationError: no worker to send to, fewer workers than expected, an unknown id, or an unsupported type
                 of weights.
             LayoutError: weights that cannot travel, are not those of the registered model (other names, shapes or
-                dtypes), or have a value too large for the scheme's ``wire_dtype``; nothing was sent.
-            NonFiniteError: with ``check_finite=True``, weights with NaN or infinite values; nothing was sent.
+                dtypes), or have a value too large for the scheme's ``wire_dtype``; no version was sent.
+            NonFiniteError: with ``check_finite=True``, weights with NaN or infinite values; no version was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did. If every target
                 was lost or had refused before, nothing was sent.

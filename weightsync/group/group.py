@@ -267,7 +267,7 @@ class WorkerGroup:
             AckTimeoutError: some had not answered by the deadline; `wait_async` waits for them again.
             RefusedError: workers refused the update, and go on with what they served before.
             SyncError: both, or others were lost besides.
-            StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
+            StateError, ConfigurationError, LayoutError, NonFiniteError: no version was sent.
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
         self._dispatch("send", weights, OnPending.SUPERSEDE, timeout)
@@ -290,7 +290,7 @@ class WorkerGroup:
             timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused.
 
         Raises:
-            StateError, ConfigurationError, LayoutError, NonFiniteError: nothing was sent.
+            StateError, ConfigurationError, LayoutError, NonFiniteError: no version was sent.
             SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was sent
                 anyway, unless time was up (`AckTimeoutError`).
         """

@@ -73,7 +73,7 @@ class WeightsForm(enum.Enum):
 
 
 class Update(Struct, frozen=True, kw_only=True):
-    """One version sent to one worker. Its payload follows inline, or lies in a shared-memory slot."""
+    """One version sent to one worker. Its payload follows inline, came in `Part`s, or lies in a shared-memory slot."""
 
     model_id: str
     incarnation: int
@@ -89,7 +89,7 @@ class Update(Struct, frozen=True, kw_only=True):
     extras: bytes = b""
     #: The type in which a worker that applies weights itself gets them.
     form: WeightsForm = WeightsForm.FLAT
-    #: None: the payload follows inline.
+    #: None: the payload follows inline, or came in parts.
     slot: SlotRef | None = None
     #: The W3C trace context of the send: a ``traceparent``, or that, a newline and a ``tracestate``. Empty: none.
     trace_context: str = ""

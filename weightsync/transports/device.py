@@ -30,8 +30,11 @@ class Slot(Protocol):
     def seal(self) -> bytes:
         """The seal that lies in it now."""
 
-    def remap(self) -> None:
-        """Undo what this process has written there. From now on it may write there again."""
+    def remap(self) -> bool:
+        """Undo what this process has written there. From now on it may write there again.
+
+        Returns: whether it may have written something. If so, what was read there before it is called may be that.
+        """
 
     def tidy(self, unwritten: Callable[[memoryview], bool], /) -> None:
         """Undo it now, while there is time, if it cannot be written before the next update lies in it.

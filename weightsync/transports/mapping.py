@@ -127,19 +127,23 @@ class Mapping:
         """The seal that is read in this mapping now."""
         return self._map[-SEAL_NBYTES:]
 
-    def remap(self) -> None:
+    def remap(self) -> bool:
         """Drop the pages that this process has written, so that everything reads as the peer wrote it.
 
         If it has written none in a large segment, all stay mapped: mapping them again costs a fault for each.
-        """
-        if not self._untouched:
-            self._drop_own_pages()
-        self._untouched = False
 
-    def _drop_own_pages(self) -> None:
+        Returns: whether there may have been such pages. If so, what was read ahead may be theirs.
+        """
+        dropped = not self._untouched and self._drop_own_pages()
+        self._untouched = False
+        return dropped
+
+    def _drop_own_pages(self) -> bool:
         # To find out whether there are any takes longer than to map a few pages again.
-        if self.nbytes <= FEW_PAGES_NBYTES or _has_own_pages(self._address, len(self._map)):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        if self.nbytes > FEW_PAGES_NBYTES and not _has_own_pages(self._address, len(self._map)):
+            return False
+        self._map.madvise(mmap.MADV_DONTNEED)
+        return True
 
 
 def _has_own_pages(address: int, nbytes: int) -> bool:

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 from weightsync.errors import AuthenticationError
 from weightsync.keys import VARIABLE, SharedKey
 from weightsync.protocol import codec
-from weightsync.protocol.messages import Hello, Message, Update
+from weightsync.protocol.messages import Hello, Message, Part, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
@@ -94,12 +94,13 @@ class Identity(NamedTuple):
 
 
 class _Computed:
-    """The digest of what one buffer held last."""
+    """The digests of what one buffer held last."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.key: tuple[int, int] | None = None
-        self.digest = b""
+        #: The payload's key, or its id if it is sent in parts; and the digests of its ranges.
+        self.held: tuple[int, int] | bytes = b""
+        self.digests: dict[tuple[int, int], bytes] = {}
 
 
 _lock = threading.Lock()
@@ -113,14 +114,24 @@ def digest_of(payload: memoryview) -> bytes:
 
 def sent_digest(update: Update, payload: Buffer) -> bytes:
     """The SHA-256 of an update's payload, while its buffer is pinned. Later callers wait for the first."""
+    return _sent_range_digest((update.incarnation, update.version), payload, 0, update.nbytes)
+
+
+def sent_part_digest(part: Part, payload: Buffer) -> bytes:
+    """The SHA-256 of a part of a payload: see `sent_digest`."""
+    return _sent_range_digest(part.payload_id, payload, part.start, part.end)
+
+
+def _sent_range_digest(held: tuple[int, int] | bytes, payload: Buffer, start: int, end: int) -> bytes:
     with _lock:
         computed = _known.setdefault(payload, _Computed())
     with computed.lock:
-        key = update.incarnation, update.version
-        if computed.key != key:
-            computed.digest = digest_of(payload.view[: update.nbytes])
-            computed.key = key
-        return computed.digest
+        if computed.held != held:
+            computed.held, computed.digests = held, {}
+        found = computed.digests.get((start, end))
+        if found is None:
+            found = computed.digests[start, end] = digest_of(payload.view[start:end])
+        return found
 
 
 def new_name() -> str:

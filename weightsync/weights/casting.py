@@ -92,8 +92,8 @@ def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
     if found:
         counts = [f"{quoted(name)} ({nans} NaN, {infinite} infinite)" for name, (nans, infinite) in found.items()]
         raise NonFiniteError(
-            f"{len(found)} tensors of {model_id!r} have values that are not finite: {listed(counts)}. Nothing was "
-            "sent, the workers keep their version.",
+            f"{len(found)} tensors of {model_id!r} have values that are not finite: {listed(counts)}. No version "
+            "was sent, the workers keep their version.",
             found,
         )
 
@@ -125,6 +125,6 @@ def _refuse_overflow_of(entry: Entry, source: Tensor, cast: Tensor) -> None:
     advice = "wire_dtype='bfloat16' has the range of float32" if entry.dtype == "float16" else "bring it into range"
     raise LayoutError(
         f"'{entry.name}' has {int(lost.sum())} values, such as {value:g}, that would be sent as inf: the largest "
-        f"{entry.dtype} is {most:g}, and wire_dtype='{entry.dtype}' was chosen. Nothing was sent: {advice}.",
+        f"{entry.dtype} is {most:g}, and wire_dtype='{entry.dtype}' was chosen. No version was sent: {advice}.",
         mismatched={entry.name: f"{value:g} does not fit into {entry.dtype}"},
     )

@@ -85,8 +85,10 @@ def found() -> MoveBytes | None:
 
 def is_exact(copy: MoveBytes) -> bool:
     """Whether elements arrive as they were, whatever their bits mean as numbers, from any address."""
-    count = 8 * len(_PATTERNS) + 5
-    data = struct.pack(f"={count}Q", *(_PATTERNS * 9)[:count])
+    # As large as the smallest pieces that it is used for, since a library may copy smaller ones in another way.
+    count = LEAST_PIECE // _ELEMENT + 5
+    pattern = struct.pack(f"={len(_PATTERNS)}Q", *_PATTERNS)
+    data = (pattern * count)[: count * _ELEMENT]
     for shift in range(_ELEMENT):
         source = ctypes.create_string_buffer(bytes(shift) + data)
         room = ctypes.create_string_buffer(len(data) + 2 * _LINE)

@@ -302,7 +302,7 @@ def test_fault_10_a_model_that_is_not_there_is_an_error(scheme_class: Any) -> No
 
 
 def test_fault_10_empty_weights_fit_an_empty_model_only(pair: Pair) -> None:
-    with pytest.raises(LayoutError, match=r"The weights have no tensors\. Nothing was sent"):
+    with pytest.raises(LayoutError, match=r"The weights have no tensors\. No version was sent"):
         pair.sender.send({})
     pair.scheme.model = None
     pair.sender.send_async({})

@@ -151,9 +151,11 @@ def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch, few)
     mapping = Mapping(segment.fd)
     assert bytes(mapping.view) == bytes(LARGE)
     assert not own()
+    looked = mappings.FEW_PAGES_NBYTES < LARGE
+    assert mapping.remap() == (not looked)
     mapping.view[-1:] = b"x"
     assert own()
-    mapping.remap()
+    assert mapping.remap()
     assert not own()
     mapping.view[:1] = b"x"
     monkeypatch.setattr(mappings, "_PAGEMAP", "/proc/self/nothing")

@@ -9,7 +9,7 @@ import pytest
 
 from weightsync import AuthenticationError, ConfigurationError, DistributedWeightSyncScheme
 from weightsync.keys import SharedKey
-from weightsync.protocol.messages import Update
+from weightsync.protocol.messages import Part, Update
 from weightsync.transports import sealing
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.sealing import (
@@ -209,3 +209,18 @@ def test_a_payload_is_digested_once_for_all_links_and_anew_for_each_version(monk
     assert [digest(second) for _ in range(2)] == [b"4", b"4"]
     assert digest(second, incarnation=2) == b"5"
     assert digested == [b"abc"] * 5
+
+
+def test_each_part_of_a_payload_is_digested_once_for_all_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[bytes] = []
+    monkeypatch.setattr(sealing, "digest_of", lambda payload: digested.append(bytes(payload)) or b"%d" % len(digested))
+    buffer = Buffer(4)
+    buffer.view[:] = b"abcd"
+
+    def digest(start: int, end: int, payload_id: bytes = b"1" * 16) -> bytes:
+        ends = {"nbytes": 4, "start": start, "end": end}
+        return sealing.sent_part_digest(Part(model_id="m", incarnation=1, payload_id=payload_id, **ends), buffer)
+
+    assert [digest(0, 2), digest(2, 4), digest(0, 2), digest(2, 4)] == [b"1", b"2", b"1", b"2"]
+    assert digest(0, 2, b"2" * 16) == b"3"
+    assert digested == [b"ab", b"cd", b"ab"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, ProtocolError, Verify
 from weightsync.engine import applier, parts
+from weightsync.engine.parts import OutgoingParts
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Message, Part, Update
 from weightsync.protocol.report import OutcomeKind
@@ -101,7 +103,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
     real = packing.Pieces.fill
 
     def half(self: packing.Pieces, tensors: Any, base: int, hashes: Any, behind: Any) -> None:
-        real(self, tensors, base, hashes, lambda start, end: behind(start, end) if start < 3 * CHUNK else None)
+        real(self, tensors, base, hashes, lambda start, end: behind(start, end) if behind and start < 3 * CHUNK else 0)
         raise ConfigurationError("A tensor cannot be copied.")
 
     for value in (2.0, 3.0):
@@ -109,12 +111,36 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
         with monkeypatch.context() as patch:
             patch.setattr(packing.Pieces, "fill", half)
             filled(pair.source, -value)
-            with pytest.raises(ConfigurationError, match="cannot be copied"):
-                pair.sender.send()
-        assert len(given) == 3
+            for _ in range(3):
+                with pytest.raises(ConfigurationError, match="cannot be copied"):
+                    pair.sender.send()
+        assert len(given) == 3  # parts that no update has named are not followed by others, which would pile up
         filled(pair.source, value)
         assert pair.sync().ok
         assert constants(pair.model) == {value}
+
+
+def test_a_version_that_another_thread_sends_amid_the_parts_of_one_costs_neither(
+    pair: StorePair, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = OutgoingParts.finish
+
+    def between(self: OutgoingParts) -> None:
+        monkeypatch.setattr(OutgoingParts, "finish", real)
+        assert len(given) == 10
+        other = threading.Thread(target=lambda: reports.append(pair.sync(model(5.0).state_dict())))
+        other.start()
+        other.join(PATIENCE)
+        real(self)
+
+    reports: list[Any] = []
+    monkeypatch.setattr(OutgoingParts, "finish", between)
+
+    filled(pair.source, 2.0)
+    reports.append(pair.sync())
+
+    assert [report.ok for report in reports] == [True, True]
+    assert constants(pair.model) == {2.0}
 
 
 def test_a_worker_without_memory_for_a_payload_refuses_it_and_takes_the_next(
@@ -211,8 +237,10 @@ def test_parts_come_in_any_order_in_their_text_or_behind_it(take: Callable[..., 
         ([part(0, HALF, payload_id=OTHER)], update(), "names a payload of which no part has come"),
         ([part(0, HALF)], update(), f"of which {HALF} of {NBYTES} bytes have come"),
         ([part(0, HALF, nbytes=HALF)], update(), f"of which {HALF} of {NBYTES} bytes have come"),
-        ([part(0, HALF)], part(HALF, NBYTES, nbytes=NBYTES + 1), "A part of 200001 bytes of a payload of 200000"),
-        ([part(0, HALF)], part(HALF, NBYTES, segment=3), "or in a segment"),
+        ([part(0, HALF)], part(HALF, NBYTES, nbytes=NBYTES + 1), "of a payload of 200001 bytes came for one of 200000"),
+        ([part(0, HALF)], part(HALF, NBYTES, segment=3), "lie in a segment"),
+        ([part(0, HALF)], part(0, HALF), "Bytes 0 to 100000 of a payload came in part before"),
+        ([part(HALF, NBYTES)], part(0, HALF + 1), "Bytes 0 to 100001 of a payload"),
         ([part(0, HALF), update(b"", 0), part(HALF, NBYTES)], update(), f"of which {HALF} of {NBYTES} bytes"),
     ],
 )
@@ -238,6 +266,8 @@ def test_parts_without_memory_are_skipped_and_the_update_says_why(
     assert take(part(0, HALF), stream=stream).untaken == "There is none."
     take(part(HALF, HALF + 10), bytes(10), stream)
     take(part(HALF + 10, NBYTES), stream=stream)
+    with pytest.raises(ProtocolError, match="lie in a segment"):
+        take(part(0, HALF, segment=3), stream=stream)
 
     assert take(update()) == Received(update(), untaken="There is none.")
     assert stream.skipped == [HALF, 0, NBYTES - HALF - 10]

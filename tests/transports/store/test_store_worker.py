@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -195,6 +196,28 @@ def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their
     for store_message in left:
         store_message.done()
     assert given_back == [0, 1]
+
+
+@pytest.mark.parametrize(("named", "left"), [(False, [b"first", b"bye"]), (True, [b"first"])])
+def test_parts_that_are_left_when_a_link_closes_are_dropped_alone_up_to_the_update_that_names_them(
+    named: bool, left: list[bytes]
+) -> None:
+    given_back: list[bytes] = []
+    outgoing = Outgoing()
+    outgoing.add(StoreMessage(b"first", None))
+    for part in (b"part", b"rest"):
+        payload = memoryview(bytes(2 * INLINE_NBYTES))
+        outgoing.add(StoreMessage(part, payload, done=partial(given_back.append, part), payload_id=b"1"))
+    if named:
+        outgoing.add(StoreMessage(b"update", None, payload_id=b"1"))
+    outgoing.add(StoreMessage(b"bye", None))
+
+    outgoing.shorten()
+
+    assert given_back == [b"part", b"rest"]
+    assert [outgoing.take().frame for _ in left] == left
+    assert not outgoing
+    assert outgoing.cut_short
 
 
 # ---------------------------------------------------------------------------------------------- connections

@@ -68,6 +68,14 @@ def test_a_documented_module_that_moved_is_importable_by_its_former_name_and_war
     assert found is getattr(importlib.import_module(home), name)
 
 
+def test_a_former_module_still_has_a_name_that_moved_elsewhere() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        former = importlib.import_module("weightsync.transports.memory")
+
+    assert former.Mapping is importlib.import_module("weightsync.transports.mapping").Mapping
+
+
 def test_names_that_changed_warn_and_still_work() -> None:
     report = SyncReport(
         model_id="policy", version=1, incarnation=2, outcomes={}, pack_s=1.0, transfer_s=2.0, apply_s=3.0

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fleet import Pair, constants, filled
+from fleet import PATIENCE, Pair, constants, filled
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SharedMemWeightSyncScheme, Verify
 from weightsync.engine import applier, parts
 from weightsync.engine.parts import IncomingParts, OutgoingParts, whole_of
-from weightsync.errors import TransportError
+from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol.messages import Part, SlotRef, Update
 from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.base import Received, TakesParts
@@ -178,6 +179,15 @@ def test_only_the_parts_of_the_payload_that_an_update_names_count() -> None:
 
     assert hashes is not None
     assert hashes.combined(b"") == digest(new, b"")
+
+
+def test_a_part_of_a_payload_of_another_size_breaks_the_protocol() -> None:
+    payload = memoryview(bytearray(2 * CHUNK))
+    incoming = IncomingParts()
+    incoming.arrived(part(0, CHUNK, 2 * CHUNK), Received(part(0, CHUNK, 2 * CHUNK), payload))
+
+    with pytest.raises(ProtocolError, match=f"of a payload of {3 * CHUNK} bytes came for one of {2 * CHUNK}"):
+        incoming.arrived(part(CHUNK, 3 * CHUNK, 3 * CHUNK), Received(part(CHUNK, 3 * CHUNK, 3 * CHUNK), payload))
 
 
 @pytest.mark.parametrize("whole", [None, memoryview(bytearray(CHUNK))])
@@ -341,6 +351,62 @@ def test_what_a_worker_has_written_over_is_not_hashed(make: Callable[..., Slots]
         assert slots.sync().ok
         assert constants(slots.model) == {float(value)}
         filled(slots.model, -1.0)
+
+
+def test_what_a_worker_writes_over_amid_the_parts_is_hashed_again(
+    make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, real = make(), OutgoingParts._send
+    kept = [parameter.detach() for parameter in slots.model.parameters()]
+    filled(slots.source, 2.0)
+    assert slots.sync().ok
+
+    def amid(self: OutgoingParts, start: int, end: int) -> None:
+        real(self, start, end)
+        if start in (0, 5 * CHUNK):
+            slots.receiver.receive(timeout=0.0)
+            for tensor in kept:
+                tensor.add_(1.0)
+
+    monkeypatch.setattr(OutgoingParts, "_send", amid)
+    filled(slots.source, 3.0)
+    report = slots.sync()
+
+    assert len(slots.given) == 20
+    assert report.ok
+    assert constants(slots.model) == {3.0}
+
+
+@pytest.mark.parametrize("end", ["the trainer closes", "the worker closes"])
+def test_no_hash_keeps_the_memory_of_a_payload_whose_link_has_ended(make: Callable[..., Slots], end: str) -> None:
+    slots = make()
+    slots.sender._packer._finite = "policy"
+    filled(slots.source, float("nan"))
+    with pytest.raises(NonFiniteError):
+        slots.sender.send()
+    assert not slots.receiver.receive(timeout=0.0)
+    incoming = slots.receiver._driver._parts
+    assert incoming.hashes is not None
+
+    if end == "the trainer closes":
+        slots.scheme.close()
+        with pytest.raises(ConnectionError):
+            slots.receiver.receive(timeout=PATIENCE)
+    else:
+        slots.receiver.close()
+
+    assert incoming.hashes is None
+
+
+def test_a_worker_that_does_not_read_gets_no_parts(make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = make()
+    (link,) = slots.sender.transports().values()
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "outlet", SimpleNamespace(idle=False))
+        slots.sender.send_async()
+    assert slots.given == []
+    assert slots.receiver.receive(timeout=PATIENCE)
+    assert slots.sender.wait_async(timeout=PATIENCE).ok
 
 
 @pytest.mark.parametrize("verify", [Verify.AUTO, Verify.LAYOUT])

@@ -69,11 +69,11 @@ def test_other_dtypes_than_were_agreed_on_are_refused_in_the_trainer_without_a_r
     assert one.sync(one.source.state_dict()).ok
 
     with pytest.raises(
-        LayoutError, match=r"other dtypes: .*dtype float16, expected bfloat16.*Nothing was sent"
+        LayoutError, match=r"other dtypes: .*dtype float16, expected bfloat16.*No version was sent"
     ) as caught:
         one.sender.send(cast(one.source.state_dict(), torch.float16))
 
-    assert "wire_dtype='bfloat16' casts wider floating tensors only. Nothing was sent." in str(caught.value)
+    assert "wire_dtype='bfloat16' casts wider floating tensors only. No version was sent." in str(caught.value)
     assert (one.sender.version, one.sender.state) == (1, State.READY)
     assert one.sync(one.source.state_dict()).version == 2
 

@@ -116,7 +116,7 @@ def test_a_value_that_would_become_infinite_is_refused_by_name(
     ) as caught:
         packer.pack(weights)
 
-    assert f"wire_dtype='{wire_dtype.value}' was chosen. Nothing was sent" in str(caught.value)
+    assert f"wire_dtype='{wire_dtype.value}' was chosen. No version was sent" in str(caught.value)
     assert set(caught.value.mismatched) == {"layer.weight"}
     assert statistics(packer._pool).pinned == 0
     tensor.fill_(float("inf"))

@@ -87,10 +87,16 @@ def test_a_copy_that_computes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
         ctypes.memmove(to, source, 8 * elements)
         ctypes.memset(to + 8 * elements, 1, 1)
 
+    def rounds_large_ones(to: int, source: int, elements: int) -> None:
+        (right if 8 * elements < moving.LEAST_PIECE else overshoots)(to, source, elements)
+
     def right(to: int, source: int, elements: int) -> None:
         ctypes.memmove(to, source, 8 * elements)
 
-    assert [moving.is_exact(copy) for copy in (quiets, overshoots, right)] == [False, False, True]
+    assert [moving.is_exact(copy) for copy in (quiets, overshoots, rounds_large_ones, right)] == [
+        *(False, False, False),
+        True,
+    ]
 
 
 @pytest.mark.parametrize(

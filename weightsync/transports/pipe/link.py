@@ -138,9 +138,14 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         self._channel.write(self._peer, frame)
 
     def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:
-        """Whether the worker maps the segment already, and can hash it while it is filled: see `TakesParts`."""
-        on_host = payload.segment is not None and not isinstance(payload, DeviceBuffer)
-        return hashed and on_host and self.shares(payload, nbytes) and not self._named.missing(payload.segment)  # type: ignore[arg-type] # what `on_host` says
+        """Whether the worker maps the segment already, and can hash it while it is filled: see `TakesParts`.
+
+        A worker that has not read what was sent before gets no parts, so that they never pile up.
+        """
+        segment = payload.segment
+        if not hashed or segment is None or isinstance(payload, DeviceBuffer) or not self.outlet.idle:
+            return False
+        return self.shares(payload, nbytes) and not self._named.missing(segment)
 
     def send_part(self, part: Part, payload: Buffer) -> None:
         """Name a range of the segment: see `TakesParts`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from weightsync.errors import AuthenticationError, TransportError
@@ -44,8 +44,13 @@ class _Assembly:
     #: Where it goes; None: there is no memory for it, for the reason in `untaken`.
     whole: memoryview | None
     untaken: str = ""
-    #: How many bytes of it are there.
-    arrived: int = 0
+    #: The ranges of it that are there.
+    arrived: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of it are there."""
+        return sum(end - start for start, end in self.arrived)
 
 
 class Arrivals:
@@ -88,6 +93,8 @@ class Arrivals:
 
     def _part(self, part: Part, inline: memoryview | None, opened: Opened, stream: Stream) -> Received:
         """A range of a payload, in our own memory for all of it."""
+        if part.segment:
+            raise malformed("A part that travels is said to lie in a segment", opened.text)
         if self._assembly is None or self._assembly.payload_id != part.payload_id:
             self._assembly = None  # before its memory is needed for this one
             self._assembly = self._assembly_for(part)
@@ -95,15 +102,17 @@ class Arrivals:
         if whole is None:
             stream.skip(0 if inline is not None else part.end - part.start)
             return Received(part, untaken=self._assembly.untaken)
-        if part.segment or part.nbytes != len(whole):
-            raise malformed(f"A part of {part.nbytes} bytes of a payload of {len(whole)}, or in a segment", opened.text)
+        if part.nbytes != len(whole):
+            raise malformed(f"A part of a payload of {part.nbytes} bytes came for one of {len(whole)}", opened.text)
+        if any(part.start < end and start < part.end for start, end in self._assembly.arrived):
+            raise malformed(f"Bytes {part.start} to {part.end} of a payload came in part before", opened.text)
         room = whole[part.start : part.end]
         if inline is not None:
             room[:] = inline
         else:
             stream.read_into(room)
             self._require_sealed(room, opened)
-        self._assembly.arrived += len(room)
+        self._assembly.arrived.append((part.start, part.end))
         return Received(part, whole)
 
     def _assembly_for(self, part: Part) -> _Assembly:
@@ -119,8 +128,8 @@ class Arrivals:
             raise malformed(f"Version {update.version} names a payload of which no part has come", b"")
         if assembly.whole is None:
             return Received(update, untaken=assembly.untaken)
-        if assembly.arrived != update.nbytes or len(assembly.whole) != update.nbytes:
-            there = f"{assembly.arrived} of {update.nbytes} bytes"
+        if assembly.nbytes != update.nbytes or len(assembly.whole) != update.nbytes:
+            there = f"{assembly.nbytes} of {update.nbytes} bytes"
             raise malformed(f"Version {update.version} names a payload of which {there} have come", b"")
         return Received(update, assembly.whole)
 

@@ -15,7 +15,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Part, Refusal, Update
 from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Received, Remarks, TakesParts
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.sealing import digest_of, sent_digest
+from weightsync.transports.sealing import sent_digest, sent_part_digest
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
@@ -88,55 +88,62 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message for the writing thread: see `Link.send`."""
         self._require_unfailed()
+        if isinstance(message, Update):
+            self._send_update(message, payload)
+            return
         if isinstance(message, Refusal) and not message.version:
             self._refused = message.reason
-        carried = None
-        if isinstance(message, Update) and message.nbytes:
-            if payload is None or payload.nbytes < message.nbytes:
-                raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
-            if self._has_sent(payload, message.nbytes):
-                message, payload, self._parts = structs.replace(message, payload_id=self._parts[0]), None, _NONE_SENT
-            else:
-                carried = payload.view[: message.nbytes]
-        frame = codec.encode(message)
-        if payload is None or not isinstance(message, Update):
-            store_message = StoreMessage(frame, carried, self._hints.of(message, self._rank))
-            if isinstance(message, Bye):
-                store_message = replace(store_message, before=self._side.before_goodbye)
-            self._worker.post(store_message)
-            return
-        token = object()
+        store_message = StoreMessage(codec.encode(message), None, self._hints.of(message, self._rank))
+        if isinstance(message, Bye):
+            store_message = replace(store_message, before=self._side.before_goodbye)
+        self._worker.post(store_message)
+
+    def _send_update(self, update: Update, payload: Buffer | None) -> None:
+        # The worker drops what has come in parts, unless this update names it.
+        sent, self._parts = self._parts, _NONE_SENT
+        if update.nbytes and (payload is None or payload.nbytes < update.nbytes):
+            raise ConfigurationError(f"Version {update.version} was sent without its {update.nbytes} bytes.")
+        hint = self._hints.of(update, self._rank)
+        if payload is None:
+            self._worker.post(StoreMessage(codec.encode(update), None, hint))
+        elif payload.segment is not None and sent == (payload.segment.next_seal, update.nbytes):
+            named = structs.replace(update, payload_id=sent[0])
+            self._worker.post(StoreMessage(codec.encode(named), None, hint, payload_id=sent[0]))
+        else:
+            self._send_whole(update, payload, hint)
+
+    def _send_whole(self, update: Update, payload: Buffer, hint: tuple[str, str] | None) -> None:
+        frame, token = codec.encode(update), object()
         payload.pin(token)
         store_message = StoreMessage(
-            *(frame, carried, self._hints.of(message, self._rank)),
+            *(frame, payload.view[: update.nbytes] if update.nbytes else None, hint),
             done=lambda: payload.unpin(token),
-            digest=lambda: sent_digest(message, payload),
+            digest=lambda: sent_digest(update, payload),
         )
         if self._worker.branch is None:
             self._worker.post(store_message)
         else:
-            self._worker.branch.send(message, payload, store_message)
+            self._worker.branch.send(update, payload, store_message)
 
     def _require_unfailed(self) -> None:
         self._require_open()
         if self._worker.failed is not None:
             raise self._with_ending(TransportError(str(self._worker.failed))) from self._worker.failed
 
-    def _has_sent(self, payload: Buffer, nbytes: int) -> bool:
-        """Whether all that a buffer holds has been sent in parts."""
-        return payload.segment is not None and self._parts == (payload.segment.next_seal, nbytes)
-
     def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:  # noqa: ARG002 - they travel in any case
-        """Whether payloads go over the link's own connection: see `TakesParts`."""
-        return self._carries_payloads and payload.segment is not None
+        """Whether payloads go over the link's own connection: see `TakesParts`.
+
+        After parts that no update has named, the next payload goes whole: it waits its turn, and parts would not.
+        """
+        return self._carries_payloads and payload.segment is not None and self._parts == _NONE_SENT
 
     def send_part(self, part: Part, payload: Buffer) -> None:
         """Queue a range of a payload for the writing thread: see `TakesParts`."""
         self._require_unfailed()
-        view, token = payload.view[part.start : part.end], object()
+        frame, view, token = codec.encode(part), payload.view[part.start : part.end], object()
         payload.pin(token)
-        frame, done = codec.encode(part), partial(payload.unpin, token)
-        self._worker.post(StoreMessage(frame, view, done=done, digest=partial(digest_of, view)))
+        done, digest = partial(payload.unpin, token), partial(sent_part_digest, part, payload)
+        self._worker.post(StoreMessage(frame, view, done=done, digest=digest, payload_id=part.payload_id))
         payload_id, sent = self._parts
         self._parts = part.payload_id, part.end - part.start + (sent if part.payload_id == payload_id else 0)
 

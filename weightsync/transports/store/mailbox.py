@@ -89,11 +89,18 @@ class StoreMessage:
     before: Callable[[], None] = _nothing
     #: Makes what precedes the frame: how the payload travels through a fan-out. None: nothing does.
     head: Callable[[], bytes] | None = None
+    #: The payload that this is a part of, or whose parts it names; empty: none.
+    payload_id: bytes = b""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a payload: nothing without the message that names it."""
+        return bool(self.payload_id) and self.payload is not None
 
     @property
     def needs_the_peer(self) -> bool:
-        """Whether its payload follows it, or comes from another worker, and is not part of it."""
-        return self.head is not None or self.has_payload_behind
+        """Whether its payload follows it, comes in parts or from another worker, and is not part of it."""
+        return self.head is not None or bool(self.payload_id) or self.has_payload_behind
 
     @property
     def has_payload_behind(self) -> bool:

@@ -130,11 +130,12 @@ class Outgoing:
     def shorten(self) -> None:
         """Drop the first message that the peer has to receive from us, and all later ones, which would overtake it.
 
-        The messages before it get their own copies of payloads, since no caller waits for them.
+        The messages before it get their own copies of payloads, since no caller waits for them. Parts of a payload are
+        dropped alone: what follows them overtakes nothing, up to the update that names them.
         """
+        left = (store_message for store_message in self._queue if not store_message.is_part)
         leaving = [
-            each.alone()
-            for each in itertools.takewhile(lambda store_message: not store_message.needs_the_peer, self._queue)
+            each.alone() for each in itertools.takewhile(lambda store_message: not store_message.needs_the_peer, left)
         ]
         self.cut_short |= len(leaving) < len(self._queue)
         self._let_go()

@@ -161,8 +161,9 @@ class DeviceMemory:
         with torch.inference_mode():
             self._sealed.zero_()
 
-    def remap(self) -> None:
+    def remap(self) -> bool:
         """Do nothing: a device has no pages of one process alone, so what a worker has written there stays."""
+        return False
 
     def tidy(self, _unwritten: Callable[[memoryview], bool]) -> None:
         """Do nothing: see `remap`."""
