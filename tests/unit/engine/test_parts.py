@@ -138,6 +138,59 @@ def test_small_payloads_and_those_of_busy_machines_are_sent_whole(monkeypatch: p
     assert not parts.worthwhile(parts.LEAST_NBYTES - 1)
     assert [parts.worthwhile(parts.LEAST_NBYTES, links) for links in (0, 1, 2, 3)] == [True, True, False, False]
     assert parts.worthwhile(parts.LEAST_IF_BUSY, 3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert parts.worthwhile(parts.LEAST_NBYTES)
+
+
+class Answers(Recording):
+    """A link that says whether it takes parts, and records for what."""
+
+    def __init__(self, takes: bool) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, bool]] = []
+        self._takes = takes
+
+    def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:
+        self.asked.append((nbytes, hashed))
+        return self._takes
+
+
+@pytest.mark.parametrize(("verify", "hashed"), [(Verify.AUTO, [False, True]), (Verify.DIGEST, [True, True])])
+def test_parts_go_to_links_that_take_them_and_owe_no_answer_hashed_where_a_digest_is_compared(
+    verify: Verify, hashed: list[bool]
+) -> None:
+    def lane(link: Recording | None, shares: bool = True, owes: bool = False) -> Any:
+        return SimpleNamespace(parts=link, backlog=SimpleNamespace(empty=not owes), shares=lambda *_: shares)
+
+    nbytes, payload = parts.LEAST_IF_BUSY, Buffer(1)
+    mapped, sent, declines, owes = Answers(True), Answers(True), Answers(False), Answers(True)
+    lanes = [lane(mapped), lane(sent, shares=False), lane(declines), lane(owes, owes=True), lane(None)]
+
+    def to(chosen: list[Any], size: int = nbytes) -> OutgoingParts | None:
+        return parts.outgoing_parts(threading.RLock(), chosen, payload, verify, whole_of(ID, size, "policy", 5))
+
+    sending = to(lanes)
+    assert sending is not None
+    sending.finish()
+
+    assert mapped.asked + sent.asked == [(nbytes, each) for each in hashed]
+    assert [len(link.sent) for link in (mapped, sent, declines, owes)] == [1, 1, 0, 0]
+    assert [link.sent[0].hashed for link in (mapped, sent)] == hashed
+    assert to(lanes[2:]) is None
+    assert to(lanes, size=parts.LEAST_NBYTES - 1) is None
+
+
+def test_a_payload_for_more_workers_than_there_are_cores_for_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    links = [Answers(True), Answers(True)]
+    lanes: list[Any] = [
+        SimpleNamespace(parts=link, backlog=SimpleNamespace(empty=True), shares=lambda *_: True) for link in links
+    ]
+    whole = whole_of(ID, parts.LEAST_NBYTES, "policy", 5)
+
+    found = [parts.outgoing_parts(threading.RLock(), lanes[:n], Buffer(1), Verify.DIGEST, whole) for n in (1, 2)]
+
+    assert [each is not None for each in found] == [True, False]
 
 
 # ------------------------------------------------------------------------------------------- what is hashed

@@ -121,6 +121,10 @@ def test_it_is_used_where_it_was_measured_and_is_exact(
         moving._chosen.cache_clear()
 
 
+def test_mkls_copy_is_found_where_torch_has_mkl() -> None:
+    assert (moving.found() is not None) == torch.backends.mkl.is_available()
+
+
 def test_a_torch_without_mkl_copies_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     class Without:
         def __init__(self, _: str) -> None:
