@@ -104,7 +104,7 @@ def part(segment: int, nbytes: int = INLINE_BELOW_NBYTES, payload_id: bytes = b"
 def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it(laid):
     first, second = laid()
     buffer = filled(300_000, Storage.SEGMENTS)
-    whole = part(0, 300_000)
+    whole = part(0, 250_000)
     assert not first.takes_parts(buffer, 300_000, True)  # the worker does not map it yet
     first.send(update(1, 300_000), buffer)
     (served,) = exchange(first, second, 1)
@@ -119,7 +119,11 @@ def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it
 
     assert received.message == replace(whole, segment=buffer.segment.number)
     assert bytes(received.payload[:10]) == b"parts" + bytes(filled(10).view[5:10])
-    assert len(received.payload) == 300_000
+    assert len(received.payload) == 250_000
+    received.payload[:10] = bytes(10)
+    first.send_part(part(0, 250_000, b"2" * 16), buffer)
+    (following,) = exchange(first, second, 1)
+    assert bytes(following.payload[:5]) == b"parts"
 
 
 def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(laid):

@@ -92,7 +92,7 @@ def test_parts_whose_digest_nobody_compares_are_not_hashed(pair: StorePair, give
     filled(pair.source, 2.0)
     assert pair.sync().ok
 
-    assert given
+    assert len(given) == 10
     assert not any(part.hashed for _, part in given)
     assert constants(pair.model) == {2.0}
 

@@ -18,8 +18,10 @@ from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SharedMemWeightSyncScheme, Verify
 from weightsync.engine import applier, parts
+from weightsync.engine.driver import Lane
 from weightsync.engine.parts import IncomingParts, OutgoingParts, whole_of
 from weightsync.errors import ProtocolError, TransportError
+from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Part, SlotRef, Update
 from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.base import Received, TakesParts
@@ -178,6 +180,20 @@ def test_parts_go_to_links_that_take_them_and_owe_no_answer_hashed_where_a_diges
     assert [link.sent[0].hashed for link in (mapped, sent)] == hashed
     assert to(lanes[2:]) is None
     assert to(lanes, size=parts.LEAST_NBYTES - 1) is None
+
+
+def test_a_link_that_cannot_carry_parts_is_given_none() -> None:
+    plain: Any = SimpleNamespace(delivery=Delivery.ORDERED)
+    able: Any = Answers(True)
+    able.delivery = Delivery.ORDERED
+
+    assert [Lane(0, link, None).parts for link in (plain, able)] == [None, able]
+
+
+def test_a_payload_that_lies_in_no_segment_is_sent_whole(make: Callable[..., Slots]) -> None:
+    driver = make().sender._driver
+
+    assert driver.in_parts(Buffer(4), parts.LEAST_IF_BUSY, Verify.DIGEST, None) is None
 
 
 def test_a_payload_for_more_workers_than_there_are_cores_for_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,14 @@ from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol import codec
-from weightsync.protocol.messages import Ack, Bye, Hello, Message, SlotRef, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Hello, Message, Part, SlotRef, Update
 
 HELLO = Hello(model_id="policy", incarnation=5, pid=7)
 UPDATE = Update(model_id="policy", incarnation=5, version=1, layout_digest=b"", digest=b"\1" * 16, nbytes=12)
 ACK = Ack(model_id="policy", incarnation=5, version=1)
+PART = Part(model_id="policy", incarnation=5, payload_id=b"\1" * 16, nbytes=12, start=4, end=8)
+IN_PARTS = replace(UPDATE, payload_id=PART.payload_id)
+NOT_IN_PARTS = "a payload that came in parts is empty, lies in a slot, or has a base"
 
 
 def sealed(message: Message, changes: dict[int, bytes]) -> bytes:
@@ -48,6 +51,17 @@ def unread(data: Any, text: str) -> ProtocolError:
         (replace(ACK, seconds=float("inf")), "a duration of inf s is not valid"),
         (replace(ACK, seconds=-0.5), "a duration of -0.5 s is not valid"),
         (replace(UPDATE, digest=b"short"), "its body takes 61 bytes and its digest 5"),
+        (replace(IN_PARTS, nbytes=0), NOT_IN_PARTS),
+        (replace(IN_PARTS, slot=SlotRef(segment=1)), NOT_IN_PARTS),
+        (replace(IN_PARTS, base=BaseRef(version=0)), NOT_IN_PARTS),
+        (replace(IN_PARTS, payload_id=b"\1" * 15), "15 bytes do not name a payload"),
+        (replace(IN_PARTS, payload_id=bytes(16)), "16 bytes do not name a payload"),
+        (replace(PART, payload_id=b"\1" * 17), "17 bytes do not name a payload"),
+        (replace(PART, payload_id=bytes(16)), "16 bytes do not name a payload"),
+        (replace(PART, start=-1), "bytes -1 to 8 are no part of 12"),
+        (replace(PART, start=8), "bytes 8 to 8 are no part of 12"),
+        (replace(PART, end=13), "bytes 4 to 13 are no part of 12"),
+        (replace(PART, nbytes=2**63), f"bytes 4 to 8 are no part of {2**63}"),
     ],
 )
 def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, text: str) -> None:
@@ -66,6 +80,9 @@ def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, 
         replace(UPDATE, nbytes=2**63 - 1),
         replace(UPDATE, slot=SlotRef(segment=1)),
         ACK,
+        IN_PARTS,
+        replace(PART, start=0, end=12),
+        replace(PART, nbytes=2**63 - 1, hashed=True, segment=3),
     ],
 )
 def test_the_first_and_the_last_number_that_mean_something_travel(message: Message) -> None:
@@ -91,6 +108,9 @@ def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPa
         (sealed(UPDATE, {codec.HEADER_NBYTES + 22: b"\4"}), "payload placement 4 is not valid"),
         (sealed(UPDATE, {codec.HEADER_NBYTES + 54: b"\1"}), "payload placement 0 is not valid"),
         (sealed(ACK, {48: bytes(8)}), "version 0 is below 1"),
+        (sealed(PART, {codec.HEADER_NBYTES + 48: b"\2"}), "2 is not a truth value"),
+        (sealed(PART, {24: struct.pack("!Q", 5)}), "its header names another size of its payload"),
+        (sealed(replace(PART, segment=3), {24: struct.pack("!Q", 4)}), "its header names another size of its payload"),
         (sealed(HELLO, {codec.HEADER_NBYTES + 11: struct.pack("!Q", 2**31)}), "process id 2147483648 is out of range"),
     ],
 )

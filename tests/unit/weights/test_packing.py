@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import xxhash
@@ -129,6 +131,25 @@ def test_a_tensor_that_cannot_be_copied_is_named_behind_others_that_were() -> No
         pack(sparse, known, memoryview(bytearray(known.nbytes)))
 
     assert list(caught.value.mismatched) == ["b"]
+
+
+def test_the_digest_of_a_large_tensor_is_that_of_the_tensor_and_not_of_its_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def damages(to: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+        ctypes.memset(to, 0xFF, 1)
+
+    monkeypatch.setattr(packing, "mover", lambda _: damages)
+    weights = read_weights({"large": torch.zeros(CHUNK // 2)})
+    layout = layout_of(weights)
+    view = memoryview(bytearray(layout.nbytes))
+    pieces = Pieces(layout, movable(layout, ordered(weights, layout)))
+
+    found = pack_digested(weights, layout, view, b"", pieces)
+
+    assert bytes(view).count(0xFF)
+    assert found == digest(memoryview(bytes(layout.nbytes)), b"")
 
 
 def test_a_digest_follows_the_copy_chunk_by_chunk() -> None:
