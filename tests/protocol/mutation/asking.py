@@ -69,6 +69,7 @@ FILES = (
     "transports/store/test_store_tree.py",
     "transports/store/test_store_branches.py",
     "transports/store/test_store_fanout.py",
+    "transports/store/test_store_parts.py",
 )
 #: Those of them that are about some modules alone, by how the modules' names begin; they are asked first.
 OWN = {
@@ -81,6 +82,9 @@ OWN = {
         "tests/unit/schemes/test_verified_updates.py",
     ),
     "weightsync.engine.packer": (
+        "tests/unit/engine/test_parts.py::test_several_threads",
+        "tests/unit/engine/test_parts.py::test_only_those",
+        "tests/transports/store/test_store_parts.py::test_parts_whose_digest",
         "tests/unit/engine/test_packer.py",
         "tests/unit/engine/test_slots_at_connect.py",
         "tests/unit/engine/test_payload.py",
@@ -89,6 +93,8 @@ OWN = {
         "tests/transports/device/",
     ),
     "weightsync.engine.applier": (
+        "tests/unit/engine/test_parts.py::test_g2_what_was_hashed",
+        "tests/unit/engine/test_parts.py::test_what_a_worker_writes_over",
         "tests/unit/engine/test_applier.py",
         "tests/unit/engine/test_served_model.py",
         "tests/transports/device/",
@@ -96,12 +102,14 @@ OWN = {
         "tests/unit/schemes/test_verified_updates.py",
     ),
     "weightsync.engine.receiver_driver": (
+        "tests/unit/engine/test_parts.py::test_g2_what_was_hashed",
         "tests/unit/engine/test_receiver_driver.py",
         "tests/unit/engine/test_steady_links.py",
         "tests/unit/schemes/test_delta.py",
         "tests/unit/engine/",
     ),
     "weightsync.engine.sender_driver": (
+        "tests/unit/engine/test_parts.py::test_a_payload_that_lies",
         "tests/unit/engine/test_sender",
         "tests/unit/engine/test_steady_links.py",
         "tests/unit/schemes/test_delta.py",
@@ -109,6 +117,17 @@ OWN = {
         "tests/unit/engine/",
     ),
     "weightsync.engine.reporter": ("tests/unit/engine/test_reporter.py", "tests/unit/schemes/test_delta.py"),
+    "weightsync.engine.parts": (
+        "tests/unit/engine/test_parts.py",
+        "tests/transports/pipe/test_pipe.py",
+        "tests/transports/store/test_store_parts.py",
+        "tests/unit/engine/",
+    ),
+    "weightsync.engine.driver": (
+        "tests/unit/engine/test_parts.py::test_several_threads",
+        "tests/unit/engine/test_parts.py::test_a_link_that_cannot",
+        "tests/unit/engine/",
+    ),
     "weightsync.engine.": ("tests/unit/engine/",),
     "weightsync.weights.destination_checks": ("tests/unit/weights/test_target", "tests/unit/weights/"),
     "weightsync.weights.mapped": (
@@ -125,22 +144,27 @@ OWN = {
     ),
     "weightsync.clock": ("tests/unit/engine/test_timing.py", "tests/unit/schemes/test_fake_clock.py"),
     "weightsync.protocol.": (
+        "tests/unit/engine/test_wire_refusals.py",
         "tests/transports/pipe/test_wire.py",
         "tests/transports/pipe/test_decoding.py",
         "tests/transports/pipe/test_golden.py",
-        "tests/unit/engine/test_wire_refusals.py",
     ),
     "weightsync.weights.packing": (
         "tests/unit/weights/test_packing.py",
         "tests/unit/weights/test_unpacking.py",
+        "tests/unit/weights/test_tree_digest.py",
         "tests/unit/weights/test_send_plan.py",
+        "tests/unit/engine/test_parts.py",
     ),
+    "weightsync.weights.moving": ("tests/unit/weights/test_moving.py", "tests/unit/weights/test_packing.py"),
+    "weightsync.weights.send_plan": ("tests/unit/weights/test_send_plan.py", "tests/unit/weights/test_packing.py"),
     "weightsync.weights.tree_digest": ("tests/unit/weights/test_tree_digest.py",),
     "weightsync.transports.store.store": ("tests/transports/store/test_store_client.py",),
     "weightsync.transports.store.tree": ("tests/transports/store/test_store_tree.py",),
     "weightsync.transports.store.routes": ("tests/transports/store/test_store_tree.py",),
     "weightsync.transports.store.fanout": ("tests/transports/store/test_store_branches.py",),
     "weightsync.transports.process": ("tests/transports/pipe/test_process_watch.py",),
+    "weightsync.transports.mapping": ("tests/transports/pipe/test_memory.py", "tests/transports/pipe/test_pipe.py"),
     "weightsync.transports.buffers": (
         "tests/unit/engine/test_segments.py",
         "tests/unit/engine/test_slots_at_connect.py",
