@@ -94,7 +94,7 @@ class StoreMessage:
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a part of a payload: nothing without the message that names it."""
+        """Whether it is a part of a payload, of no use without the update that names it."""
         return bool(self.payload_id) and self.payload is not None
 
     @property

@@ -131,7 +131,7 @@ class Outgoing:
         """Drop the first message that the peer has to receive from us, and all later ones, which would overtake it.
 
         The messages before it get their own copies of payloads, since no caller waits for them. Parts of a payload are
-        dropped alone: what follows them overtakes nothing, up to the update that names them.
+        dropped too, but the messages behind them stay, up to the update that names those parts.
         """
         left = (store_message for store_message in self._queue if not store_message.is_part)
         leaving = [
