@@ -19,6 +19,7 @@ from modelcheck.mutants_display import hunt_mutants
 from modelcheck.second import SecondSuite, SecondVerdict, second_line, second_summary, story
 from rich.console import Console
 
+from weightsync.cli._check_display import verdict_line
 from weightsync.cli.check import DIFFERS, console, print_summary, run, tools
 from weightsync.errors import WeightSyncError
 from weightsync.model import Coverage, Manifest, Tier, Verdict, find_model
@@ -59,12 +60,17 @@ def check_model(
     if second and not any(second.covers(found.tier) for found in chosen):
         raise typer.BadParameter("none of these configurations is a quick one: use --second all", param_hint="--second")
     started = time.monotonic()
-    verdicts = run(manifest, chosen, screen, Coverage.NOT_COUNTED)
+    verdicts = _undecided_again(manifest, run(manifest, chosen, screen, Coverage.NOT_COUNTED), screen)
     if repin:
         verdicts = _pin(manifest, verdicts, screen)
     print_summary(manifest, verdicts, time.monotonic() - started, screen)
     agreed = second is None or _examine_again(manifest, verdicts, second, screen)
-    if not agreed or not all(verdict.as_expected for verdict in verdicts):
+    differing = [verdict for verdict in verdicts if not verdict.as_expected]
+    if second:
+        # CI keeps only the end of a long output.
+        for verdict in differing:
+            screen.print(verdict_line(verdict), soft_wrap=True)
+    if differing or not agreed:
         raise typer.Exit(DIFFERS)
 
 
@@ -91,6 +97,19 @@ def check_mutants(
     with tools() as toolchain:
         if not hunt_mutants(manifest, ledger, toolchain, console(), _share(share), repin=repin):
             raise typer.Exit(DIFFERS)
+
+
+def _undecided_again(manifest: Manifest, verdicts: list[Verdict], screen: Console) -> list[Verdict]:
+    """Run once more what TLC gave no verdict on, for example because the kernel killed it; print the first result."""
+    undecided = [verdict for verdict in verdicts if verdict.undecided]
+    if not undecided:
+        return verdicts
+    screen.print(f"Runs without a verdict: {len(undecided)}. They run once more:")
+    for verdict in undecided:
+        screen.print(verdict_line(verdict), soft_wrap=True)
+    again = run(manifest, [verdict.configuration for verdict in undecided], screen, Coverage.NOT_COUNTED)
+    found = {verdict.configuration.name: verdict for verdict in (*verdicts, *again)}
+    return list(found.values())
 
 
 def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], tier: Tier, screen: Console) -> bool:

@@ -14,22 +14,28 @@ from pathlib import Path
 from protocolgen.docs import fill, keep
 from protocolgen.source import SpecError
 
-from weightsync.bench import Case, Results, noise
+from weightsync.bench import Case, Kind, Label, Results, noise
+from weightsync.bench.judging import Floor
 from weightsync.bench.reporting import (
     CASE_COLUMNS,
     TARGET_COLUMNS,
     case_rows,
     left_out,
     markdown,
+    ms,
     reached,
+    size,
     target_rows,
     title,
 )
+from weightsync.bench.results import counted
 from weightsync.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/performance.md"
 RESULTS = "docs/performance"
+#: The floors that the summary shows.
+_SHOWN_FLOORS = (Floor.PING.value, Floor.MEMCPY.value, Floor.D2D.value)
 #: What may stand in no published result: paths and names of machines.
 _PRIVATE = re.compile(r"(^|\s)(/|~/)\w|\bfile:|@\w+\.")
 
@@ -62,6 +68,40 @@ def section(found: Mapping[str, Results]) -> str:
     return "\n".join(line for name, results in found.items() for line in _machine(name, results))
 
 
+def summary(found: Mapping[str, Results]) -> str:
+    """The generated summary of the page: for each machine the medians with the fewest workers."""
+    return "\n".join(line for name, results in found.items() for line in _overview(name, results))
+
+
+def _overview(name: str, results: Results) -> Iterator[str]:
+    """A table for each device."""
+    cases = [case for case in results.cases if case.measured]
+    for device in dict.fromkeys(case.device for case in cases):
+        yield from _table(name, [case for case in cases if case.device == device])
+
+
+def _table(name: str, cases: Sequence[Case]) -> Iterator[str]:
+    """One row a contender, one column a payload; the library's schemes with the default for ``verify=``."""
+    fewest = min((case.workers, case.threads) for case in cases)
+    columns = [case for case in cases if (case.workers, case.threads) == fewest]
+    rows = dict.fromkeys(each.label for case in columns for each in case.measured if _in_overview(case, each.label))
+    device = "" if columns[0].device == "cpu" else f"{columns[0].device}, "
+    yield f"**{name}** ({device}{counted(fewest[0], 'worker')}, {counted(fewest[1], 'thread')} in the trainer)\n"
+    heads = ("", *(f"{case.payload}: {size(case.nbytes)} in {counted(case.tensors, 'tensor')}" for case in columns))
+    yield markdown(heads, [(label.name, *(_median(case, label) for case in columns)) for label in rows])
+
+
+def _in_overview(case: Case, label: Label) -> bool:
+    if label.kind is Kind.FLOOR:
+        return label.name in _SHOWN_FLOORS
+    return label.kind is Kind.TORCHRL or (label.kind is Kind.SCHEME and label.verify == case.default_verify)
+
+
+def _median(case: Case, label: Label) -> str:
+    found = case.find(label.name, label.kind, label.verify)
+    return ms(found.median) if found else ""
+
+
 def _machine(name: str, results: Results) -> Iterator[str]:
     yield f"### Results: {name}\n"
     yield markdown(("", ""), [(key, value) for key, value in results.machine.items()])
@@ -87,11 +127,15 @@ def _by_command(results: Results) -> Iterator[tuple[str, list[Case]]]:
         yield command, [case for case in results.cases if case.command == command and case.measured]
 
 
+def _sections(found: Mapping[str, Results]) -> dict[str, str]:
+    return {"summary": summary(found), "results": section(found)}
+
+
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     """Run the command; returns its exit status."""
     page = root / PAGE
     try:
-        text = fill(PAGE, page.read_text(encoding="utf-8"), {"results": section(read(root))})
+        text = fill(PAGE, page.read_text(encoding="utf-8"), _sections(read(root)))
     except SpecError as error:
         print(f"nothing was written:\n{error}", file=sys.stderr)
         return 2

@@ -10,9 +10,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -31,6 +33,23 @@ SCHEMES = {"pipe": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncSc
 def scheme_class(request: pytest.FixtureRequest) -> Any:
     """Each scheme over pipes in turn."""
     return request.param
+
+
+def functions_called(call: Callable[[], object]) -> list[CodeType]:
+    """The Python functions that a call calls in this thread, in order."""
+    found: list[CodeType] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found.append(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- models

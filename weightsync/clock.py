@@ -122,16 +122,21 @@ def monotonic() -> float:
 
 
 class Stopwatch:
-    """Measures the seconds since it was created."""
+    """Measures the seconds since it was created, or started again."""
 
     def __init__(self) -> None:
-        #: When it was created, in seconds of the clock.
+        #: When it was started last, in seconds of the clock.
         self.started = _clock.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Seconds since it was created."""
+        """Seconds since it was started last."""
         return _clock.monotonic() - self.started
+
+    def restart(self) -> float:
+        """Start again; returns the seconds until now."""
+        before, self.started = self.started, _clock.monotonic()
+        return self.started - before
 
 
 def wall_time() -> float:

@@ -273,7 +273,7 @@ class EngineError(WeightSyncError):
     again, and let it join by `add_worker()`.
 
     Attributes:
-        status: the HTTP status; 0: it is none.
+        status: the HTTP status; 0 if there is none.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:

@@ -95,7 +95,8 @@ class KeptTlc:
     def _arguments(self, job: Job) -> list[str]:
         config = Path(self._folder.name) / f"{job.module}.cfg"
         config.write_text(job.config, encoding="utf-8")
-        return ["-tool", "-workers", "1", "-metadir", str(self._meta), "-config", str(config), f"{job.module}.tla"]
+        options = ("-tool", "-lncheck", "final", "-workers", "1")
+        return [*options, "-metadir", str(self._meta), "-config", str(config), f"{job.module}.tla"]
 
     def _started(self) -> subprocess.Popen[str] | None:
         with self._lock:

@@ -79,6 +79,7 @@ INTERNAL = {
     "Challenged": "the call is repeated",
     "EngineLeftError": "the engine is LOST",
     "GivenUp": "the link's worker is LOST",
+    "FunctionalCallError": "the version waits",
     "NoRoom": "the worker refuses",
     "UnreachedError": "the engine is LOST",
     "SwapBroken": "the receiver is closed, and the worker LOST",

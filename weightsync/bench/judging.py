@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weightsync.bench.results import Case, Kind, Label, Measured, Results
+from weightsync.bench.results import Case, Kind, Label, Measured, Results, counted
 from weightsync.bench.settings import MIB, SchemeName
 
 
@@ -235,7 +235,7 @@ def noise(results: Results) -> list[str]:
             if each.label.kind is Kind.FLOOR and each.spread > results.noise_limit
         ]
         if noisy:
-            said.append(f"{case.payload}, {case.workers} workers: {', '.join(noisy)}")
+            said.append(f"{case.payload}, {counted(case.workers, 'worker')}: {', '.join(noisy)}")
     return said
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.bench.judging import Compared, Floor, Line, Verdict, compare, ratio, targets
-from weightsync.bench.results import Case, Kind, Label, Measured, Results
+from weightsync.bench.results import Case, Kind, Label, Measured, Results, counted
 from weightsync.errors import ConfigurationError, MissingExtraError
 
 Rows = list[tuple[str, ...]]
@@ -20,10 +20,9 @@ _ORDER = list(Kind)
 
 def title(case: Case) -> str:
     """What a case is about, in a line."""
-    workers = "1 worker" if case.workers == 1 else f"{case.workers} workers"
-    threads = "1 thread" if case.threads == 1 else f"{case.threads} threads"
-    tensors = "1 tensor" if case.tensors == 1 else f"{case.tensors:,} tensors"
-    return f"{case.payload}: {size(case.nbytes)} in {tensors}, {workers}, {case.device}, {threads} in the trainer"
+    what = f"{case.payload}: {size(case.nbytes)} in {counted(case.tensors, 'tensor')}"
+    threads = counted(case.threads, "thread")
+    return f"{what}, {counted(case.workers, 'worker')}, {case.device}, {threads} in the trainer"
 
 
 def size(nbytes: int) -> str:
@@ -89,7 +88,7 @@ def left_out(results: Results) -> list[str]:
     said = []
     for case in results.cases:
         for name, why in case.left_out.items():
-            what = f"{case.payload} with {case.workers} workers" if name == "all" else name
+            what = f"{case.payload} with {counted(case.workers, 'worker')}" if name == "all" else name
             said.append(f"left out: {what}: {why}.")
     return list(dict.fromkeys(said))
 

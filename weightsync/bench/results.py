@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, with_type
 
 #: The version of the JSON. It changes when a reader of the old one would misunderstand the new one.
 SCHEMA = 1
@@ -169,7 +169,7 @@ class Results:
                 cases = tuple(map(_case, record["cases"]))
                 return cls(dict(record["machine"]), float(record["noise_limit"]), cases)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigurationError(f"{path} holds no results of `weightsync bench`: {error!r}.") from error
+            raise ConfigurationError(f"{path} holds no results of `weightsync bench`: {with_type(error)}.") from error
         raise ConfigurationError(f"{path} is of schema {schema!r}, and this weightsync reads {SCHEMA}: measure again.")
 
 
@@ -238,3 +238,8 @@ def _first(path: str, field: str) -> str:
 
 def _gibibytes(kilobytes: str) -> str:
     return f"{int(kilobytes.partition(' ')[0]) / 2**20:.0f} GiB" if kilobytes else "unknown"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 worker", "2,000 tensors"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.options import Verify
 
 KIB, MIB = 2**10, 2**20
 #: How many seconds workers have to start, and how many one send may take.
@@ -110,7 +111,7 @@ class Settings:
         noise_limit: the relative interquartile range of a floor above which a ratio to it says nothing.
 
     Raises:
-        ConfigurationError: a number is too small, or there is nothing to measure.
+        ConfigurationError: a number is too small, there is nothing to measure, or a value of `verify` is unknown.
     """
 
     payloads: tuple[Payload, ...] = USUAL_PAYLOADS
@@ -130,6 +131,8 @@ class Settings:
             raise ConfigurationError("the bench needs at least 1 worker, 1 thread and 1 round.")
         if not self.seconds > 0 or not self.noise_limit > 0:
             raise ConfigurationError("the bench needs more than 0 seconds, and a noise limit above 0.")
+        for word in self.verify:
+            _known(word, (DEFAULT_VERIFY, *(each.value for each in Verify)), "value of --verify")
 
     @property
     def least_rounds(self) -> int:
@@ -186,7 +189,7 @@ def numbers(words: str) -> tuple[int, ...]:
     """The numbers of a comma-separated list.
 
     Raises:
-        ConfigurationError: one is no whole number.
+        ConfigurationError: one is not a whole number.
     """
     try:
         return tuple(int(word) for word in listed(words))
@@ -201,5 +204,5 @@ def listed(words: str) -> Sequence[str]:
 
 def _known(word: str, known: Iterable[str], what: str) -> str:
     if word not in known:
-        raise ConfigurationError(f"{word!r} is no {what} of the bench: choose from {', '.join(known)}.")
+        raise ConfigurationError(f"{word!r} is not a {what} of the bench: choose from {', '.join(known)}.")
     return word

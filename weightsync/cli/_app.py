@@ -26,7 +26,7 @@ COMMANDS = {
     "check": "Check the protocol's model with TLC.",
     "verify": "Check whether recorded runs conformed to the protocol.",
     "trace": "Show recorded runs as sequence charts, and export them as SVG or for Perfetto.",
-    "soak": "Send at full speed, kill, stop and relink workers at random, and check all that they serve.",
+    "soak": "Send at full speed, kill, stop and reconnect workers at random, and check what they serve.",
     "doctor": "Say which schemes work on this machine, and what to do about the others.",
 }
 
@@ -78,7 +78,7 @@ Report = Annotated[
         "--json",
         metavar="[FILE]",
         callback=_keep_standard_output,
-        help="Write the results to a file; - prints them, and is the default.",
+        help="Write the results as JSON to FILE. Without FILE, or with -, print them.",
     ),
 ]
 

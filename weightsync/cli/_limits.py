@@ -30,7 +30,7 @@ def locked_memory(devices: Path = Path("/sys/class/infiniband")) -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = f"{_size(limit)} may be locked"
     if not devices.is_dir() or not any(devices.iterdir()):
-        return Finding(Status.WORKS, f"{found}; no RDMA device is here that would need it")
+        return Finding(Status.WORKS, f"{found}; there is no RDMA device, which would need it")
     if limit != resource.RLIM_INFINITY and limit < _LOCKED_NBYTES:
         return Finding(
             Status.LIMITED,

@@ -234,12 +234,12 @@ def engines() -> Finding:
     """vLLM and SGLang, which are not imported: that takes long, and allocates on a GPU."""
     there = [f"{package} {importlib.metadata.version(package)}" for package in _ENGINES if _is_installed(package)]
     if there:
-        return Finding(Status.WORKS, f"{', '.join(there)}; servers anywhere by their URL")
+        return Finding(Status.WORKS, f"{', '.join(there)}; servers are reached by URL")
     return Finding(
         Status.ABSENT,
-        "neither vLLM nor SGLang is installed here; servers elsewhere by their URL",
-        "EngineWeightSyncScheme needs neither for an engine behind a URL. To serve here, or to give VLLMEngine an "
-        "object: pip install vllm, or pip install sglang.",
+        "neither vLLM nor SGLang is installed here; servers are reached by URL",
+        "EngineWeightSyncScheme needs neither for a server that it reaches by URL. To run an engine here: pip install "
+        "vllm, or pip install sglang.",
     )
 
 
@@ -254,7 +254,8 @@ def cuda() -> Finding:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch is built for CUDA {built}, and no device was found" if built else "torch is built without CUDA"
-        return Finding(Status.ABSENT, why, "Weights travel through host memory. For GPUs: a CUDA build, and a driver.")
+        remedy = "Weights travel through host memory. GPUs need a driver, and a torch that is built for CUDA."
+        return Finding(Status.ABSENT, why, remedy)
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     apart = [

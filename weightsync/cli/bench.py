@@ -16,6 +16,7 @@ from weightsync.bench.settings import DEFAULT_VERIFY, listed, members, numbers, 
 from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
 from weightsync.cli._bench_display import Display, show, show_compared
 from weightsync.cli.check import console
+from weightsync.errors import ConfigurationError
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: The names in JSON of the columns of a comparison.
@@ -40,10 +41,12 @@ def bench(  # noqa: PLR0917
     ] = f"{DEFAULT_VERIFY},layout,digest",
     device: Annotated[Device, typer.Option(help="Where the trainer's and the workers' models are.")] = Device.CPU,
     threads: Annotated[int, typer.Option(help="torch's threads in the trainer, and memcpy's. A worker has one.")] = 1,
-    seconds: Annotated[float, typer.Option(help="How long to measure one payload with one number of workers.")] = 20.0,
-    rounds: Annotated[int, typer.Option(help="The most sends of one contender in that time.")] = 50,
+    seconds: Annotated[
+        float, typer.Option(help="How long to measure each payload with each number of workers.")
+    ] = 20.0,
+    rounds: Annotated[int, typer.Option(help="The most sends of each contender in that time.")] = 50,
     noise_limit: Annotated[
-        float, typer.Option(help="The relative interquartile range of a floor above which a ratio to it says nothing.")
+        float, typer.Option(help="Relative interquartile range above which a floor counts as noisy.")
     ] = 0.25,
     report: Report = None,
     append: Annotated[
@@ -52,7 +55,7 @@ def bench(  # noqa: PLR0917
     note: Annotated[str, typer.Option(help="A note on the machine, kept with the results.")] = "",
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw cost against size and against workers. Needs weightsync[plot]."),
+        typer.Option(metavar="FILE.png", help=r"Draw cost against size and against workers. Needs weightsync\[plot]."),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.json B.json", help="Compare two results and measure nothing.")
@@ -63,9 +66,9 @@ def bench(  # noqa: PLR0917
     A send ends when every worker has applied the version and acked it. Before and after, each worker proves by digest
     that it has the trainer's weights. What is not installed is left out, and named.
 
-    The exit code is 0 if everything was measured or compared, also where the machine was too noisy to tell or a target
-    was missed; 1 if a worker ended, weights did not arrive, or an option or a file is wrong; 2 for a usage error; and
-    130 after Ctrl-C. In every case all processes have ended.
+    The exit code is 0 if everything was measured or compared, even if a target was missed or the machine was too noisy
+    to tell; 1 if a worker ended, weights did not arrive, or an option or a file is wrong; 2 for a usage error; and 130
+    after Ctrl-C. In every case all processes have ended.
     """
     screen = console(report)
     if compare is not None:
@@ -73,6 +76,8 @@ def bench(  # noqa: PLR0917
         write_report([dict(zip(_COMPARED, row, strict=True)) for row in compared_rows(*both)], report)
         show_compared(screen, *both)
         return
+    if append and (report is None or is_printed(report)):
+        raise ConfigurationError("--append needs --json FILE: the file to which the new results are added.")
     if plot is not None:
         require_matplotlib()
     settings = Settings(
@@ -86,9 +91,7 @@ def bench(  # noqa: PLR0917
         rounds,
         noise_limit,
     )
-    before = (
-        Results.read(report) if append and report is not None and not is_printed(report) and report.exists() else None
-    )
+    before = Results.read(report) if append and report is not None and report.exists() else None
     results = _measured(settings, note, Display(screen))
     if before is not None:
         results = before.joined(results)

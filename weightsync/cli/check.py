@@ -50,7 +50,9 @@ def check(  # noqa: PLR0917
     show: Annotated[bool, typer.Option("--list", help="List the configurations instead of running them.")] = False,
     coverage: Annotated[
         bool,
-        typer.Option("--coverage", help="Run only the proofs, and fail if no proof takes some action."),
+        typer.Option(
+            "--coverage", help="Run only the proofs, and fail if an action of the model is taken in none of them."
+        ),
     ] = False,
     report: Report = None,
     write_cfg: Annotated[

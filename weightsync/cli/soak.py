@@ -17,23 +17,25 @@ from weightsync.soak.run import Action, Soak, Tally, Usage
 #: The exit code if something happened that must not.
 FINDINGS = 1
 _PLAIN_WIDTH = 120
-#: A tebibyte: more is a slip of the pen, and infinity is no size.
+#: A tebibyte: more is a typing error, and infinity is not a size.
 _MOST_MIB = 2.0**20
 _LABELS = {"rss_nbytes": "memory, MiB", "descriptors": "descriptors", "threads": "threads", "children": "processes"}
 
 
 def soak(  # noqa: PLR0917
     scheme: Annotated[SchemeName, typer.Option("--scheme", help="The scheme to soak.")] = SchemeName.SHARED,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="How long.")] = 1.0,
-    workers: Annotated[int, typer.Option("--workers", min=2, help="How many worker processes.")] = 3,
-    mib: Annotated[float, typer.Option("--mib", min=0.001, max=_MOST_MIB, help="The weights in MiB.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random choices; timing still varies.")] = 0,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="How many minutes to run.")] = 1.0,
+    workers: Annotated[int, typer.Option("--workers", min=2, help="The number of worker processes.")] = 3,
+    mib: Annotated[
+        float, typer.Option("--mib", min=0.001, max=_MOST_MIB, help="The size of the weights, in MiB.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="The seed of the random choices. Timing still varies.")] = 0,
     report: Report = None,
 ) -> None:
-    """Send at full speed, kill, stop and relink workers at random, and check all that they serve.
+    """Send at full speed, kill, stop and reconnect workers at random, and check what they serve.
 
-    Every report is held against what the workers serve, and every worker reads its weights all the time.
-    The exit code is 0 if nothing was found, and 1 if something was; --json has all of it.
+    Each report is compared with what the workers serve, and the workers read their weights continuously.
+    The exit code is 0 if no fault was found, and 1 otherwise. --json writes the full result.
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
     run = Soak(scheme, workers, int(mib * 2**20), seed)

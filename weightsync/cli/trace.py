@@ -82,7 +82,7 @@ def export(
 ) -> None:
     """Write a run as an SVG drawing, or as JSON that Perfetto and Chrome's tracing page open.
 
-    With --json, what was written is said as data: the file, its format, its rows and its machines.
+    With --json, the result is a record of what was written: the file, its format, its rows and its machines.
     The exit code is 0, or 2 if a trace cannot be read or has no such run.
     """
     chosen = kind or (Format.PERFETTO if to.suffix == ".json" else Format.SVG)

@@ -23,6 +23,7 @@ from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.device import Slot
 from weightsync.transports.mapping import Mapping
+from weightsync.weights.destination_checks import FunctionalCallError
 from weightsync.weights.target import Mode, SwapBroken, Target
 from weightsync.weights.tree_digest import digest
 
@@ -45,6 +46,8 @@ class Applier:
         #: The slot of the version served, and that of the version before, if it is not tidied up yet.
         self._slot: Callable[[], Slot | None] | None = None
         self._left: Callable[[], Slot | None] | None = None
+        #: Whether a staged version waits until the model has its parameters back.
+        self.awaits_parameters = self._warned = False
         #: Why the last refused version could not be applied; empty if none was refused.
         self.last_refusal = ""
         #: The error of the swap that left the model without a whole version, or None.
@@ -129,9 +132,28 @@ class Applier:
             with self._driver.lock:
                 if not self._appliable() or self._served.target is None:
                     return None
-                return self.apply(self._served.target)
+                return self._apply_outside_functional_call(self._served.target)
         finally:
             serving.end_swap()
+
+    def _apply_outside_functional_call(self, target: Target) -> bool | None:
+        """Apply, unless the model has other tensors in the places of its parameters: then the reader looks again."""
+        target.refuses_functional_calls = self._listening.background_reader is not None
+        try:
+            return self.apply(target)
+        except FunctionalCallError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "model %r: %s The version waits. Call the model inside `with receiver.serving():`, so that it goes "
+                    "live before that.",
+                    self._driver.model_id,
+                    error,
+                )
+            self.awaits_parameters = True
+            return None
+        finally:
+            target.refuses_functional_calls = False
 
     def _stage(self, target: Target) -> bool:
         """Verify and stage the pending version next to the live weights; False: it was refused."""
@@ -159,6 +181,8 @@ class Applier:
 
         Raises:
             WeightSyncError: the swap failed half way and could not be undone; the receiver is closed.
+            FunctionalCallError: other tensors are in the places of the parameters, and a background reader is to wait;
+                nothing has changed.
         """
         ready = self._served.staged
         if ready is None or ready.pending is not self._driver.pending:
@@ -174,6 +198,8 @@ class Applier:
             target.swap(ready.staged)
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error
+        except FunctionalCallError:
+            raise
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
             self.refuse_for(ready.pending, error)
             return False
@@ -198,6 +224,7 @@ class Applier:
         return broken
 
     def _decided(self) -> None:
+        self.awaits_parameters = False
         if self._listening.background_reader is not None:
             self._listening.background_reader.applied()
 

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.engine.serving_lock import Hook, calling_frame
+from weightsync.engine.serving_lock import Hook, calling_frame, compiled_frame
 from weightsync.errors import ProtocolError, TransportError, WeightSyncError
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol._tables import State
@@ -24,6 +25,9 @@ logger = logging.getLogger("weightsync")
 
 #: Seconds that `Background.stop` waits for the thread.
 JOIN_SECONDS: Final = 10.0
+
+#: Seconds until a version is tried again for which the model did not have its own parameters in place.
+LOOK_AGAIN: Final = 0.01
 
 #: Passes the version served on to other workers, and returns the report, or None.
 RelayCall = Callable[[], SyncReport | None]
@@ -36,7 +40,10 @@ class _Before(Hook):
         self._receiver = receiver
 
     def __call__(self, *_: Any) -> None:
-        self._receiver.begin_serving(calling_frame())
+        if torch.compiler.is_compiling():
+            _begin_uncompiled(self._receiver)
+        else:
+            self._receiver.begin_serving(calling_frame())
 
 
 class _After(Hook):
@@ -46,7 +53,75 @@ class _After(Hook):
         self._receiver = receiver
 
     def __call__(self, *_: Any) -> None:
-        self._receiver.end_forward()
+        if torch.compiler.is_compiling():
+            _end_uncompiled(self._receiver)
+        else:
+            self._receiver.end_forward()
+
+
+def _begin(receiver: WeightReceiver) -> None:
+    receiver.begin_serving(compiled_frame())
+
+
+def _end(receiver: WeightReceiver) -> None:
+    receiver.end_forward()
+
+
+def _uncompiled(function: Callable[[WeightReceiver], None]) -> Callable[[WeightReceiver], None]:
+    """The function, which torch's compiler leaves alone, and what it calls: it would compile all of a swap."""
+    reason = "a model that receives in the background is guarded, so it cannot be compiled with fullgraph=True"
+    found: Callable[[WeightReceiver], None] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return found
+
+
+_begin_uncompiled, _end_uncompiled = _uncompiled(_begin), _uncompiled(_end)
+
+
+class Guard:
+    """Makes each forward of a module a block of `WeightReceiver.serving`, of one module at a time.
+
+    In a forked child nothing is guarded.
+
+    Args:
+        receiver: serves the module.
+    """
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self.receiver = receiver
+        self._lock = threading.Lock()
+        self._model: Any = None
+        self._hooks: list[RemovableHandle] = []
+        forget_after_fork(self)
+
+    def set(self, model: Any) -> None:
+        """Guard this model from now on, if it is a module, and no longer the one before.
+
+        Raises RuntimeError: the module takes no hooks (a ScriptModule): it is not guarded.
+        """
+        with self._lock:
+            if model is self._model:
+                return
+            self._remove()
+            if isinstance(model, nn.Module):
+                before = model.register_forward_pre_hook(_Before(self.receiver), prepend=True)
+                after = model.register_forward_hook(_After(self.receiver), always_call=True)
+                self._hooks = [before, after]
+            self._model = model
+
+    def _remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._model = [], None
+
+    def clear(self) -> None:
+        """Guard no model any more."""
+        with self._lock:
+            self._remove()
+
+    def forget(self) -> None:
+        """In a forked child: guard no model."""
+        self._lock = threading.Lock()
+        self._remove()
 
 
 class Background:
@@ -70,7 +145,7 @@ class Background:
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._hooks: list[RemovableHandle] = []
+        self._guard = Guard(receiver)
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
         self.decided_before = receiver.driver.data.decided
@@ -110,14 +185,13 @@ class Background:
                     JOIN_SECONDS,
                 )
         self._receiver.attend(None)
-        self._unguard()
+        self._guard.clear()
         atexit.unregister(self.stop)
 
     def forget(self) -> None:
-        """In a forked child: there is no thread, and the model is not guarded."""
+        """In a forked child: there is no thread."""
         self._news = threading.Condition()
         self._thread = None
-        self._unguard()
         atexit.unregister(self.stop)
 
     @property
@@ -135,18 +209,9 @@ class Background:
 
     def model_set(self, model: Any) -> None:
         """Guard this model from now on, and no longer the one before."""
-        self._unguard()
-        if isinstance(model, nn.Module):
-            before = model.register_forward_pre_hook(_Before(self._receiver), prepend=True)
-            after = model.register_forward_hook(_After(self._receiver), always_call=True)
-            self._hooks = [before, after]
+        self._guard.set(model)
         self._receiver.driver.waker.fire()
         self._spawn()
-
-    def _unguard(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _run(self) -> None:
         waker = self._receiver.driver.waker
@@ -154,7 +219,7 @@ class Background:
             seen = waker.fired
             if not self._go_on():
                 return
-            self._receiver.driver.wait(None, seen)
+            self._receiver.driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
 
     def _go_on(self) -> bool:
         """Do what there is to do now; False: the thread has ended."""

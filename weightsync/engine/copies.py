@@ -6,10 +6,13 @@ import abc
 import enum
 import multiprocessing.context
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from multiprocessing.util import Finalize
+from types import ModuleType, TracebackType
 from typing import Any, Final, Protocol, Self
+from weakref import WeakSet
 
 from weightsync.clock import MAX_FENCE
 from weightsync.engine.packer import Packer, Sources
@@ -20,24 +23,38 @@ from weightsync.protocol._tables import State
 from weightsync.protocol.codec import MAX_NAME_NBYTES
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
-from weightsync.transports.process import forget_after_fork
+from weightsync.transports.process import PerProcess, forget_after_fork
 from weightsync.weights.selection import Selection
 from weightsync.weights.target import Mode
+from weightsync.weights.threads import Keeping
 
 
 class Context:
-    """The user's object on which models are found. It is referenced weakly."""
+    """The user's object on which models are found, or None. It is referenced weakly, if it can be."""
 
-    def __init__(self) -> None:
-        self._held = held(None)
+    def __init__(self, context: Any = None) -> None:
+        self.set(context)
 
     def set(self, context: Any) -> None:
         """Use another object from now on, or none."""
-        self._held = held(context)
+        # One assignment: another thread may be asking.
+        try:
+            self._held: tuple[weakref.ref[Any] | None, Any] = weakref.ref(context), type(context).__name__
+        except TypeError:  # None, or an object that cannot be referenced weakly
+            self._held = None, context
 
     def __call__(self) -> Any:
         """The object, or None. Raises ConfigurationError: it was garbage-collected."""
-        return self._held()
+        reference, kept = self._held
+        if reference is None:
+            return kept
+        context = reference()
+        if context is None:
+            raise ConfigurationError(
+                f"the context (a {kept}) was garbage-collected, because a scheme keeps only a weak reference to "
+                "it. Keep it alive while weights are sent."
+            )
+        return context
 
 
 class Closing(abc.ABC):
@@ -61,6 +78,38 @@ class Closing(abc.ABC):
             self.close()
         else:
             self._close_after(error)
+
+
+class _OpenAtExit(PerProcess):
+    """What is closed when the program ends, before `multiprocessing` waits for the processes that it has started."""
+
+    def _begin(self) -> None:
+        self._open: WeakSet[Closing] = WeakSet()
+        self._at_exit: Finalize | None = None
+
+    def add(self, one: Closing) -> None:
+        """Close it then, if it is still there."""
+        with self._lock:
+            self._open.add(one)
+            if self._at_exit is None:
+                self._at_exit = Finalize(None, self.end, exitpriority=_EARLY)
+
+    def end(self) -> None:
+        """Close all; with the error that ends the program, if one does."""
+        names = vars(sys)
+        error = None if "ps1" in names else names.get("last_value")  # at a prompt, errors end nothing
+        for one in list(self._open):
+            one.__exit__(None if error is None else type(error), error, None)
+
+
+#: Before the finalizers of multiprocessing's own objects.
+_EARLY: Final = 100
+_open_at_exit: Final = _OpenAtExit()
+
+
+def close_at_exit(one: Closing) -> None:
+    """Close a sender when the program ends, so that its workers end too: the program may be waiting for them."""
+    _open_at_exit.add(one)
 
 
 class Configured(Closing):
@@ -102,6 +151,7 @@ class Participant(Closing):
 
     def _start_over(self) -> None:
         self._context = Context()
+        self._threads = Keeping(self)
         self._begin()
         forget_after_fork(self)
 
@@ -123,15 +173,24 @@ class Participant(Closing):
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Set the object on which models are found (referenced weakly), and which model is meant.
 
-        Raises StateError: another model's id is given after the links were laid.
+        Raises StateError: another model's id is given after the links were created.
         """
         if model_id is not None and model_id != self._model_id:
             if self.state is not State.UNINITIALIZED:
-                raise self._driver.refused("set_context", f"the links are laid for model {self._model_id!r} already.")
+                raise self._driver.refused("set_context", f"the links of model {self._model_id!r} exist already.")
             self._model_id = self._driver.model_id = model_id
         self._context.set(context)
 
     _set_context = set_context
+
+    def __repr__(self) -> str:
+        version = f"version {self.version}" if self.version else "no version yet"
+        return f"<{type(self).__name__} of {self._model_id!r}: {self.state.value}, {version}>"
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> int | None:
+        """The newest version that was sent, or the one that is served; 0 or None: there is none."""
 
     @property
     def state(self) -> State:
@@ -192,7 +251,7 @@ def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | N
     """The ids that a send's ``worker_ids`` names; None: all.
 
     Raises:
-        ConfigurationError: one of them is no id.
+        ConfigurationError: one of them is not an id.
     """
     if worker_ids is None:
         return None
@@ -204,18 +263,18 @@ def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | N
 def require_whole(value: Any, argument: str, what: str) -> int:
     """The value as an int of 0 or more; numpy's integers are accepted.
 
-    Raises ConfigurationError: it is no int of 0 or more.
+    Raises ConfigurationError: it is not an int of 0 or more.
     """
     number = _whole(value)
     if number is None:
-        raise ConfigurationError(f"{argument}= is {value!r}: give {what}, an int of 0 or more. Nothing has changed.")
+        raise ConfigurationError(f"{argument}= is {value!r}: give {what} as an int, 0 or more. Nothing has changed.")
     return number
 
 
 def require_fence(value: Any, what: str = "the incarnation to rise above") -> int:
     """The value as an incarnation that a new one can be above.
 
-    Raises ConfigurationError: it is no int of 0 or more, or no incarnation is above it.
+    Raises ConfigurationError: it is not an int of 0 or more, or no incarnation is above it.
     """
     fence = require_whole(value, "fence", what)
     if fence > MAX_FENCE:
@@ -228,7 +287,7 @@ def require_fence(value: Any, what: str = "the incarnation to rise above") -> in
 def expected_number(value: Any) -> int | None:
     """The value of ``expected_workers`` as an int; None if none was given.
 
-    Raises ConfigurationError: it is no number of workers.
+    Raises ConfigurationError: it is not a number of workers.
     """
     return None if value is None else require_whole(value, "expected_workers", "the number of workers")
 
@@ -239,6 +298,15 @@ def _whole(value: Any) -> int | None:
     except TypeError:
         return None
     return number if number >= 0 else None
+
+
+def require_context(value: Any) -> None:
+    """Check that ``ctx=`` makes pipes and processes. Raises ConfigurationError: it is not a multiprocessing context."""
+    if not isinstance(value, multiprocessing.context.BaseContext | ModuleType):
+        raise ConfigurationError(
+            f"ctx= is {value!r}: give a multiprocessing context, such as multiprocessing.get_context('fork'). "
+            "Nothing was started."
+        )
 
 
 def require_name(value: Any, argument: str) -> str:
@@ -275,33 +343,6 @@ def optional(context: Any, name: str) -> Any:
         return getattr(context, name)
     except AttributeError:
         return MISSING
-
-
-def held(context: Any) -> Callable[[], Any]:
-    """Return a function that returns the context, without keeping it alive.
-
-    A context that does not support weak references is kept alive.
-
-    Raises (the returned function):
-        ConfigurationError: the context was garbage-collected.
-    """
-    if context is None:
-        return lambda: None
-    try:
-        reference = weakref.ref(context)
-    except TypeError:
-        return lambda: context
-    kind = type(context).__name__
-    return lambda: _alive(reference(), kind)
-
-
-def _alive(context: Any, kind: str) -> Any:
-    if context is None:
-        raise ConfigurationError(
-            f"the context (a {kind}) was garbage-collected, because a scheme keeps only a weak reference to it. Keep "
-            "it alive while weights are sent."
-        )
-    return context
 
 
 class SchemeServices(Sources, Protocol):

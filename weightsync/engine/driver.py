@@ -19,6 +19,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
+from msgspec import Struct, field
+
 from weightsync.clock import Stopwatch, monotonic
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.protocol._tables import Delivery, State
@@ -400,18 +402,18 @@ DEFERRED = (
 )
 
 
-class Shield:
+class Shield(Struct, eq=False):
     """Records signals instead of handling them; `deliver` and the end of the block call their handlers.
 
     Python runs signal handlers in the main thread only, so in any other thread this does nothing. Signals that
     have no Python handler (ignored, or the default action) act as usual.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._previous: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        #: The signals that came and were not delivered yet.
-        self.recorded: list[tuple[int, FrameType | None]] = []
+    #: Called when a signal is recorded.
+    wake: Callable[[], None]
+    #: The signals that came and were not delivered yet.
+    recorded: list[tuple[int, FrameType | None]] = field(default_factory=list)
+    _previous: dict[int, Callable[[int, FrameType | None], Any]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         try:
@@ -444,4 +446,4 @@ class Shield:
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
         self.recorded.append((signum, frame))
-        self._wake()
+        self.wake()

@@ -70,16 +70,19 @@ class Listening:
             TransportError: the sender is gone.
         """
         driver = self._driver
+        if driver.links():
+            return
         driver.require_open(asked)
-        if driver.links() or (self._listeners and not driver.ended):
+        if self._listeners and not driver.ended:
             return
         if not driver.ended:
             raise driver.refused(asked)
         served = driver.data.served
         kept = f"keeps version {served[1]}" if served else "serves no version"
         raise driver.ended_as(
-            f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}; "
-            "register_worker_transport() gives it a new link: pass a new pipe, or over torch.distributed (store, rank)."
+            f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}. To receive from "
+            "another sender, pass a new pipe to register_worker_transport(); over torch.distributed: (store, rank). "
+            "Over RPC and Ray there is nothing to do: its first call makes a new link."
         )
 
     def stop(self) -> None:

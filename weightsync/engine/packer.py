@@ -23,7 +23,14 @@ from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_non_finite, refuse_overflow
 from weightsync.weights.device.base import Device, DeviceError, DeviceMemory
-from weightsync.weights.device.registry import allocate_memory, backends, device_at, device_of, open_memory
+from weightsync.weights.device.registry import (
+    allocate_memory,
+    backends,
+    device_at,
+    device_of,
+    devices_of,
+    open_memory,
+)
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
@@ -33,7 +40,8 @@ from weightsync.weights.selection import Selection
 from weightsync.weights.send_plan import SendPlan
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import address_of, borrowed
-from weightsync.weights.tree_digest import LEAST, digest
+from weightsync.weights.threads import LEAST_PART
+from weightsync.weights.tree_digest import digest
 from weightsync.weights.unpacking import form_of
 
 logger = logging.getLogger("weightsync")
@@ -152,16 +160,25 @@ class Packer:
             plan = self._plan = SendPlan(read, plan, self.wire_dtype)
         return plan.sent
 
-    def reserve(self) -> None:
+    def reserve(self, readers: Readers | None = None) -> None:
         """Make the slots for weights of the layout that was asked for last, as far as there is memory.
 
-        None for weights on a device, where workers may open slots, or in several places. `pack` makes what is missing.
+        None for weights in several places. `pack` makes what is missing.
+
+        Args:
+            readers: the workers, once they have answered; None: they have not. Until then there are no slots for
+                weights on a device, since workers may be able to open them there.
         """
         plan = self._plan
-        if plan is None or plan.place is None or plan.place.type in backends:
+        if plan is None or plan.place is None:
             return
+        device, pool = device_at(plan.place), self._pool
         with self._lock, contextlib.suppress(TransportError):
-            self._pool.reserve(plan.sent.nbytes)
+            if device is not None:
+                if readers is None:
+                    return
+                pool = self._on_devices.pool(device, readers) or pool
+            pool.reserve(plan.sent.nbytes)
 
     def pack(
         self,
@@ -192,8 +209,10 @@ class Packer:
         if len(plan.names) + len(extras) > MAX_NAMES_AND_EXTRAS_NBYTES:
             raise _too_large(layout, extras)
         device = None
-        if plan.place is None or plan.place.type in backends:
-            device = device_of(read.tensors.values()) if plan.place is None else device_at(plan.place)
+        if plan.place is None:
+            device = _device_of_odd(read)
+        elif plan.place.type in backends:
+            device = device_at(plan.place)
         with self._lock:
             slot = None if device is None else self._on_devices.acquire(device, layout, readers)
             if slot is not None:
@@ -203,7 +222,7 @@ class Packer:
         try:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
-            if device is None and layout.nbytes <= LEAST:
+            if device is None and layout.nbytes <= LEAST_PART:
                 _copy(read, packed, readers, plan, None)
             else:
                 # A thread or kernel that outlived an interrupted copy could write into a buffer that has been reused.
@@ -236,6 +255,18 @@ class Packer:
         with self._lock:
             self._pool.close()
             self._on_devices.close()
+
+
+def _device_of_odd(read: Weights) -> Device | None:
+    """The one device of weights that are in several places, or not plain tensors; None: the host copies them.
+
+    In that case, wait for the kernels of the current streams first: threads that help to copy use streams of their own.
+    """
+    tensors = read.tensors.values()
+    device = device_of(tensors)
+    for each in devices_of(tensors) if device is None else ():
+        each.finish()
+    return device
 
 
 def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, parts: OutgoingParts | None) -> None:
@@ -305,15 +336,9 @@ class DevicePools:
 
         None if the weights are copied through host memory: no worker can open a slot there, or no memory is left.
         """
-        if device.identity in self._full:
-            return None
-        if not any(device.identity in link for link in readers.reached()):
-            return None
-        pool = self._pools.get(device.identity)
+        pool = self.pool(device, readers)
         if pool is None:
-            pool = self._pools[device.identity] = Pool(
-                make=lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes))
-            )
+            return None
         try:
             buffer = pool.acquire(layout.nbytes)
         except DeviceError as error:
@@ -322,6 +347,17 @@ class DevicePools:
             return None
         assert isinstance(buffer, DeviceBuffer)
         return buffer
+
+    def pool(self, device: Device, readers: Readers) -> Pool | None:
+        """The slots on a device; None: see `acquire`."""
+        if device.identity in self._full or not any(device.identity in link for link in readers.reached()):
+            return None
+        pool = self._pools.get(device.identity)
+        if pool is None:
+            pool = self._pools[device.identity] = Pool(
+                make=lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes))
+            )
+        return pool
 
     def close(self) -> None:
         """Drop all slots. Each is freed when no worker has it open any more."""
@@ -390,6 +426,7 @@ class OutgoingWeights:
 
     def __init__(self, services: Sources, driver: SendingDriver, packer: Packer, context: Callable[[], Any]) -> None:
         self._services = services
+        self._strategy = services.strategy
         self._driver = driver
         self._packer = packer
         self._context = context
@@ -415,7 +452,10 @@ class OutgoingWeights:
         # Only weights that are found on the context need it: otherwise it may have been collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._services.weights_to_send(weights, self._driver.model_id, context)
-        packed = self._packer.pack(prepared, self._form(prepared), self._driver, targets)
+        form = None
+        if is_module(type(prepared)):  # type: ignore[arg-type]  # workers get what the strategy would extract
+            form = WeightsForm.TENSORDICT if self._strategy.extract_as == "tensordict" else WeightsForm.FLAT
+        packed = self._packer.pack(prepared, form, self._driver, targets)
         try:
             if weights is not None:
                 self._refuse_other_model(packed.layout)
@@ -424,12 +464,6 @@ class OutgoingWeights:
             self._packer.handed_over(packed)
             raise
         return packed
-
-    def _form(self, weights: Any) -> WeightsForm:
-        """The type in which workers get weights: a module's are those that the strategy would extract."""
-        if not is_module(type(weights)):  # type: ignore[arg-type]
-            return form_of(weights)
-        return WeightsForm.TENSORDICT if self._services.strategy.extract_as == "tensordict" else WeightsForm.FLAT
 
     def _refuse_other_model(self, given: Layout) -> None:
         """Refuse weights of another model than the registered one: every worker would refuse them.

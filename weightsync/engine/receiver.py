@@ -42,6 +42,9 @@ class WeightReceiver(Participant):
     """
 
     _driver: ReceiverDriver
+    #: Whether what is staged goes live as the next forward begins, in that thread, also if `receive` is being called.
+    #: Then the return value of that call says nothing of it.
+    _forwards_swap = False
 
     def _begin(self) -> None:
         self._driver = receiver_driver(self._model_id)
@@ -315,7 +318,7 @@ class WeightReceiver(Participant):
         broken, served = self._applier.broken, self._served
         if broken is not None:
             raise WeightSyncError(str(broken)) from broken
-        behind = served.staged is not None and self._listening.background_reader is not None
+        behind = served.staged is not None and (self._forwards_swap or self._listening.background_reader is not None)
         if behind and not served.serving.mine() and not capturing():
             with Shield(self._driver.waker.fire):
                 self._applier.swap_staged(PATIENCE)
@@ -362,6 +365,7 @@ class WeightReceiver(Participant):
             self._listening.stop()
             close()
             self._served.staged = None
+        self._threads.end()
 
     @property
     def model(self) -> Any:
@@ -384,6 +388,11 @@ class WeightReceiver(Participant):
     def last_refusal(self) -> str:
         """Why the last refused version could not be applied, or else a handshake was refused; empty if neither was."""
         return self._applier.last_refusal or self._driver.turned_away
+
+    @property
+    def awaits_parameters(self) -> bool:
+        """Whether a version waits until the model has its parameters back (after `torch.func.functional_call`)."""
+        return self._applier.awaits_parameters
 
     @property
     def broken(self) -> WeightSyncError | None:

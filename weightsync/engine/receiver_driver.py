@@ -213,6 +213,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _cannot_write(self, number: int, link: Link, reason: str) -> None:
         """A link failed when it was written to. A goodbye that had arrived before says how it ended."""
+        if number == self._unwritable:  # it is about to be closed, and the goodbye has been read
+            return
         self._unwritable, unread = number, _unread(link)
         self._down(number, reason)
         for message in unread:

@@ -47,13 +47,13 @@ class Reporter:
         self._reported |= self._unreported
         self._unreported = {}
 
-    def dispatched(self, packed: Packed) -> None:
-        """Note that ``packed`` was dispatched."""
+    def dispatched(self, packed: Packed, since: Stopwatch) -> None:
+        """Note that ``packed`` was dispatched, and when that began."""
         self._preparing = packed.pack_s
         self._nbytes = packed.nbytes
         self._wire_dtype = packed.wire_dtype
         self._travelling = packed.travelling
-        self._dispatched = Stopwatch()
+        self._dispatched = since
 
     def superseded(self, report: SyncReport) -> None:
         """Note that the version of ``report`` was abandoned in favour of the next one."""
@@ -122,13 +122,17 @@ class Reporter:
             return Outcome(kind=owing)
         entry = self._driver.data.workers[worker]
         silent = self._driver.hearing.silent_for(worker)
-        parts = [
-            "never connected" if entry.link_state is LinkState.EXPECTED else "connected, but has not answered",
-            f"it last served version {entry.served}" if entry.served else "it is not known to serve a version",
-            "it was never heard from" if silent is None else f"it was last heard from {silent:.1f} s ago",
-            _READ[self._driver.has_read(worker)],
-        ]
-        remark = self._driver.remark(worker) or (_ABSENT if entry.link_state is LinkState.EXPECTED else "")
+        expected = entry.link_state is LinkState.EXPECTED
+        parts = ["never connected" if expected else "connected, but has not answered"]
+        if entry.served:
+            parts.append(f"it last served version {entry.served}")
+        elif not expected:
+            parts.append("it is not known to serve a version")
+        if silent is not None:
+            parts.append(f"it was last heard from {silent:.1f} s ago")
+        if not expected:
+            parts.append(_READ[self._driver.has_read(worker)])
+        remark = self._driver.remark(worker) or (_ABSENT if expected else "")
         return Outcome(kind=owing, reason="; ".join([*parts, remark] if remark else parts))
 
     def _report(
@@ -190,7 +194,8 @@ class Reporter:
 _APPLY_S = attrgetter("apply_s")
 #: What a caller looks at first if a worker has never connected.
 _ABSENT = (
-    "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), and does it call receive()?"
+    "is its process running, has it called init_on_worker() or init_on_receiver() (a worker_idx= of its own for each "
+    "worker), and does it call receive()?"
 )
 _READ = {
     True: "it has read the update, and has not applied it yet: a step or a loader may be running",

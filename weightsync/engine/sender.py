@@ -42,7 +42,7 @@ class WeightSender(Participant):
     def _begin(self) -> None:
         self._driver = sender_driver(self._model_id)
         self._packer = self._scheme.packer
-        self._workers = Workers(self._scheme, self._driver)
+        self._workers = Workers(self._scheme, self._driver, self._packer)
         self._outgoing = OutgoingWeights(self._scheme, self._driver, self._packer, self._context)
         self._reporter = Reporter(self._driver)
         #: The least number of workers that a send needs; None means one.
@@ -55,7 +55,7 @@ class WeightSender(Participant):
     def add_worker(self, worker_id: int, pipe_or_context: Any, *, process: Any = None) -> None:
         """Add a worker, or give one that has been added a new link. Never waits.
 
-        A late joiner receives the latest version addressed to it right behind the handshake.
+        A late joiner receives the latest version addressed to it right after the handshake.
 
         Args:
             worker_id: its id, 0 or more.
@@ -66,7 +66,7 @@ class WeightSender(Participant):
 
         Raises:
             StateError: the sender is closed.
-            ConfigurationError: no link can be made of it, or ``process`` is no process.
+            ConfigurationError: no link can be made of it, or ``process`` is not a process.
         """
         self._workers.add(worker_id, pipe_or_context, process)
 
@@ -86,15 +86,15 @@ class WeightSender(Participant):
     _register_worker = register_worker
 
     def connect(self, fence: int | None = None, *, weights: Any = None) -> None:
-        """Create the links; each holds our Hello for its worker. Then make the slots. Never waits for a worker.
+        """Create a link to each worker, put the handshake on it, and reserve shared memory. Never waits for a worker.
 
         Args:
-            fence: the incarnation to rise above, which the `WorkerLostError` of a fenced sender carries.
+            fence: the new incarnation is above this one: the ``fence`` of the `WorkerLostError` of a fenced sender.
             weights: what will be sent first, if not the registered model's: the handshake carries their layout.
 
         Raises:
-            StateError: the links were laid already, or the sender is closed.
-            ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
+            StateError: the sender is connected already, or closed.
+            ConfigurationError, LayoutError: these weights cannot be sent; no link was created.
         """
         incarnation = new_incarnation(0 if fence is None else require_fence(fence))
         self._driver.require(SenderInput.CONNECT)
@@ -116,7 +116,7 @@ class WeightSender(Participant):
             timeout: seconds; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
-            StateError: the links are not laid, or the sender is closed.
+            StateError: the sender is not connected, or closed.
             AckTimeoutError: some had not answered by the deadline. It may be called again.
             WorkerLostError: the others have answered, and some links were lost.
             RefusedError: the others have answered, and some have refused the handshake: their models do not fit.
@@ -143,7 +143,7 @@ class WeightSender(Participant):
                 ``"env.transform[0]"``, or None: the registered model's.
             worker_ids: one or several ids of workers that have been added; None: all.
             timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
-            on_failure: "raise", or "report": return the report whatever is in it.
+            on_failure: "raise", or "report": return the report even if workers failed.
             on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" the report of that
                 one is in `previous`, and its failures are raised once this one was sent. If it is still outstanding
                 when time is up, nothing is sent.
@@ -174,7 +174,7 @@ class WeightSender(Participant):
             if isinstance(packed, SyncReport):
                 return self._delivered(packed, failing)
             with Shield(self._driver.waker.fire) as shield:
-                version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
+                version = self._dispatch(pure.Send(targets), packed, stopwatch)
                 report = self._wait_for(version, deadline, shield)
         except (WorkerLostError, RefusedError) as ended:  # every target is lost already, or has refused
             if failing is OnFailure.RAISE:
@@ -222,7 +222,7 @@ class WeightSender(Participant):
             return self._delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
         with Shield(self._driver.waker.fire), self._driver.lock:
-            self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
+            self._dispatch(pure.SendAsync(targets), packed, stopwatch)
             report = self._reporter.so_far(OutcomeKind.PENDING)
             self._reporter.delivered()
         report.raise_for_previous()
@@ -318,6 +318,7 @@ class WeightSender(Participant):
             close()
             self._packer.close()
             self._workers.endpoints.clear()
+        self._threads.end()
 
     @property
     def version(self) -> int:
@@ -326,7 +327,7 @@ class WeightSender(Participant):
 
     @property
     def incarnation(self) -> int:
-        """This sender's incarnation; 0 before its links are laid."""
+        """This sender's incarnation; 0 before it is connected."""
         return self._driver.data.incarnation
 
     @property
@@ -414,7 +415,7 @@ class WeightSender(Participant):
         return self._pack(weights, wanted.targets, in_the_way and pending is OnPending.SUPERSEDE)
 
     def _refuse_too_few(self, wanted: SendTargets) -> None:
-        """Raise ConfigurationError: there are fewer workers than expected, or what is expected is no number."""
+        """Raise ConfigurationError: there are fewer workers than expected, or what is expected is not a number."""
         data, expected = self._driver.data, expected_number(wanted.expected)
         expected = expected_number(self.expected_workers) if expected is None else expected
         if expected is not None and len(data.workers) < expected:
@@ -422,7 +423,7 @@ class WeightSender(Participant):
             raise ConfigurationError(
                 f"{expected} workers are expected, and {len(data.workers)} have been added: "
                 f"{sorted(data.workers)}.{left} "
-                "Nothing was sent, no version was used. add_worker() adds a worker."
+                "Nothing was sent and no version was used. add_worker() adds a worker."
             )
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
@@ -445,15 +446,15 @@ class WeightSender(Participant):
             raise
         return packed
 
-    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, pack_s: float) -> int:
-        packed.pack_s = pack_s
+    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, stopwatch: Stopwatch) -> int:
+        packed.pack_s = stopwatch.restart()
         try:
             version = self._driver.dispatch(event, packed)
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
             raise self._reporter.all_ended(error) from None
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(packed)
+        self._reporter.dispatched(packed, stopwatch)
         return version
 
     def _wait(self, deadline: Deadline) -> SyncReport:

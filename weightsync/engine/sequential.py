@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.sender import WeightSender
 from weightsync.options import OnFailure
@@ -53,6 +55,9 @@ class SequentialSends:
     ) -> SyncReport:
         """Settle the previous update, then send as `WeightSender.send_async` does.
 
+        Returns:
+            The report so far. If the previous update did not reach every worker, `previous` is its report.
+
         Raises:
             SyncError: the previous update did not reach every worker. This one was dispatched anyway.
                 Otherwise as `WeightSender.send_async`.
@@ -63,6 +68,7 @@ class SequentialSends:
             if failing is OnFailure.RAISE:
                 raise before.error()
             logger.warning("the update before: %s", before.error())
+            return replace(report, previous=before)
         return report
 
     def settle(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> SyncReport | None:

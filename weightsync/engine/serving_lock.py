@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, Final
 
 from msgspec import Struct
+from torch import nn
 
 from weightsync.clock import Deadline
 from weightsync.engine.copies import SchemeServices
@@ -174,6 +175,19 @@ def calling_frame() -> FrameType:
     return sys._getframe(2)
 
 
+def compiled_frame() -> FrameType:
+    """The frame of the compiled call that runs the hook: past those of torch's compiler, and of the hook itself."""
+    frame = sys._getframe(1)
+    ours = frame.f_globals["__name__"]
+    while frame.f_back is not None and _is_beside(frame.f_globals.get("__name__", ""), ours):
+        frame = frame.f_back
+    return frame
+
+
+def _is_beside(module: str, ours: str) -> bool:
+    return module == ours or module.startswith("torch._dynamo")
+
+
 class Ready(Struct, frozen=True):
     """A version that has been verified and staged, and only has to be swapped in."""
 
@@ -232,6 +246,8 @@ class ServedModel:
     def _replace(self, model: Any, path: str | None) -> None:
         """Serve another model; the caller holds the driver's lock."""
         served = self._served_digest()
+        if self.target is not None and model is not self.model:
+            self.target.leave()
         self.model, self.path = model, path
         self.target = self.staged = None
         try:
@@ -321,7 +337,10 @@ class ServedModel:
                 return RelayTarget(model)
             case Loader():
                 return LoaderTarget(model, self._pending_version)
-        return Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
+        target = Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
+        if isinstance(model, nn.Module):
+            target.unshare()
+        return target
 
     def _pending_version(self) -> int:
         pending = self._driver.pending

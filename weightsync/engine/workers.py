@@ -9,6 +9,7 @@ from msgspec import Struct
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import SchemeServices, require_worker_id
 from weightsync.engine.driver import Shield
+from weightsync.engine.packer import Packer
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import AckTimeoutError, RefusedError, WorkerLostError
 from weightsync.protocol import sender as pure
@@ -38,9 +39,10 @@ class Workers:
     The methods are those of `WeightSender` by the same names, which documents them.
     """
 
-    def __init__(self, services: SchemeServices, driver: SenderDriver) -> None:
+    def __init__(self, services: SchemeServices, driver: SenderDriver, packer: Packer) -> None:
         self._services = services
         self._driver = driver
+        self._packer = packer
         #: How each worker is reached, by its id: what `SchemeServices.lay_link` was given.
         self.endpoints: dict[int, Any] = {}
 
@@ -77,6 +79,11 @@ class Workers:
                 shield.deliver()
                 self._driver.wait(until_look(deadline.nap) if self._driver.awaited else deadline.nap, seen)
         self._require_all_up()
+        self.make_slots()
+
+    def make_slots(self) -> None:
+        """Make the slots that had to wait for the workers' answers."""
+        self._packer.reserve(self._driver)
 
     def _time_out(self, expected: list[int]) -> NoReturn:
         remarks = "".join(

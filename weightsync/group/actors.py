@@ -169,6 +169,10 @@ class ActorLauncher:
     def __init__(self, scheme: RayWeightSyncScheme, asked: GroupArguments) -> None:
         asked.refuse_others("ctx")
         options = asked.actor_options or {}
+        if not isinstance(options, Mapping):
+            raise ConfigurationError(
+                f"actor_options= is {options!r}: give a dict with the keywords of Ray's options(). Nothing was started."
+            )
         taken = sorted(_OURS & options.keys())
         if taken:
             raise ConfigurationError(
@@ -186,8 +190,13 @@ class ActorLauncher:
         self._ray = require_ray("WorkerGroup")
         if not self._ray.is_initialized():
             raise ConfigurationError("Ray is not running in this process: call ray.init() before the group is started.")
+        try:
+            self._class = self._ray.remote(GroupActor).options(
+                max_concurrency=_THREADS, max_restarts=0, **self._options
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(f"Ray takes no such actor_options=: {error} Nothing was started.") from error
         self._reception = ChannelListener(self._ray.util.get_node_ip_address())
-        self._class = self._ray.remote(GroupActor)
 
     def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.reached`."""
@@ -200,7 +209,7 @@ class ActorLauncher:
         if not self._ray.is_initialized():  # otherwise Ray would start a cluster for it
             raise TransportError(f"Ray was shut down: worker {index} cannot be started.")
         invitation, channel = self._reception.expect()
-        handle = self._class.options(max_concurrency=_THREADS, max_restarts=0, **self._options).remote()
+        handle = self._class.remote()
         job = Job(self._plan, index, restarts, self.scheme, {}, invitation, None)
         try:
             process = ActorProcess(handle, job)

@@ -16,8 +16,10 @@ import socket
 import struct
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 from weightsync.clock import Deadline
@@ -102,11 +104,11 @@ class TrainerEnd:
     def __init__(self, sock: socket.socket | None, arrival: Arrival | None = None) -> None:
         self._sock: socket.socket | None = None
         self._arrival = arrival
-        self._inbox = bytearray()
+        #: What has arrived of frames that were not read yet, in pieces.
+        self._pieces: deque[bytes] = deque()
         self._outbox = bytearray()
         self._announced = self._told = 0
-        #: How many bytes have arrived: a large result is on its way while this grows.
-        self.nbytes = 0
+        self._nbytes_read = 0
         #: Whether the worker's end is closed, and all that it sent has been read.
         self.ended = False
         forget_after_fork(self)
@@ -140,30 +142,45 @@ class TrainerEnd:
         if self._arrival is not None and not self.attached:
             self._arrival.admit()
         self._flush()
-        with contextlib.suppress(BlockingIOError):
-            while self._sock is not None and not self.ended:
-                self._take(self._sock)
-        frames = []
-        while (frame := self._next()) is not None:
-            frames.append(frame)
-        return frames
+        if self._sock is not None and not self.ended:
+            self._take(self._sock)
+        return self._frames()
 
     def _take(self, sock: socket.socket) -> None:
-        data = _received(sock)
-        self._inbox += data
-        self.nbytes += len(data)
-        self.ended = not data
+        with contextlib.suppress(BlockingIOError):
+            try:
+                # One call: a signal handler's exception, such as KeyboardInterrupt, loses nothing that has arrived.
+                self._pieces.extend(iter(partial(sock.recv, _CHUNK, socket.MSG_DONTWAIT), b""))
+            except BlockingIOError:
+                raise
+            except OSError:  # reset, or closed here
+                pass
+            self.ended = True
 
-    def _next(self) -> Frame | None:
-        start = _LENGTH.size
-        if len(self._inbox) < start:
-            return None
-        (nbytes,) = _LENGTH.unpack_from(self._inbox)
-        if len(self._inbox) < start + nbytes:
-            return None
-        frame: Frame = pickle.loads(memoryview(self._inbox)[start : start + nbytes])
-        del self._inbox[: start + nbytes]
-        return frame
+    @property
+    def nbytes(self) -> int:
+        """How many bytes have arrived: a large result is on its way while this grows."""
+        return self._nbytes_read + sum(map(len, self._pieces))
+
+    def _frames(self) -> list[Frame]:
+        """The whole frames among what has arrived. They are taken from it last, for the same reason."""
+        frames: list[Frame] = []
+        if not self._is_one_whole():
+            return frames
+        data, start = memoryview(b"".join(self._pieces)), 0
+        while (frame := _first_frame(data[start:])) is not None:
+            frames.append(pickle.loads(frame))
+            start += _LENGTH.size + len(frame)
+        left = deque([bytes(data[start:])] if start < len(data) else [])
+        self._nbytes_read, self._pieces = self._nbytes_read + start, left
+        return frames
+
+    def _is_one_whole(self) -> bool:
+        """Whether the first frame is there."""
+        if self._pieces and len(self._pieces[0]) < _LENGTH.size:
+            self._pieces = deque([b"".join(self._pieces)])
+        there = sum(map(len, self._pieces))
+        return there >= _LENGTH.size and there >= _LENGTH.size + _LENGTH.unpack_from(self._pieces[0])[0]
 
     def make_room(self) -> None:
         """Let the worker put one more result."""
@@ -210,6 +227,15 @@ class TrainerEnd:
         if self._sock is not None:
             self._sock.close()
         self.ended = True
+
+
+def _first_frame(data: memoryview) -> memoryview | None:
+    """The first frame, without its length; None: it is not whole."""
+    start = _LENGTH.size
+    if len(data) < start:
+        return None
+    (nbytes,) = _LENGTH.unpack_from(data)
+    return data[start : start + nbytes] if len(data) >= start + nbytes else None
 
 
 class WorkerEnd:

@@ -56,7 +56,7 @@ def require_make_model(make_model: object) -> Any:
     """The function that makes a worker's model.
 
     Raises:
-        ConfigurationError: it is no function, or needs arguments.
+        ConfigurationError: it is not a function, or needs arguments.
     """
     remedy = f"give a function that takes no argument and returns a new nn.Module. {_NOTHING_STARTED}"
     if isinstance(make_model, nn.Module):
@@ -77,7 +77,7 @@ def require_make_model(make_model: object) -> Any:
 
 
 def require_made(make_model: object, made: object) -> nn.Module:
-    """What `make_model` has made, in the worker. Raises ConfigurationError: it is no model."""
+    """What `make_model` has made, in the worker. Raises ConfigurationError: it is not a model."""
     if not isinstance(made, nn.Module):
         raise ConfigurationError(
             f"make_model= ({name_of(make_model)}) returned {made!r}: it has to return an nn.Module."

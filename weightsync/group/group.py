@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
@@ -19,7 +18,7 @@ from weightsync.errors import ResultTimeoutError, StateError, SyncError, WorkerF
 from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
 from weightsync.group.launcher import GroupArguments, Launched, names_of, rules_of
 from weightsync.group.launchers import launcher_for
-from weightsync.group.members import Member, Members, MemberState, Running, Waiting
+from weightsync.group.members import Member, Members, MemberState, Running
 from weightsync.group.sending import Sending, own_failures
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Worker
@@ -112,7 +111,7 @@ class WorkerGroup:
     ) -> None:
         self._model, self._model_id = model, model_id
         rules = rules_of(capacity, max_restarts, restart_delay, deadline)
-        limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "0 or more versions")
+        limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "a number of versions")
         staleness = Staleness(limit, OnStale(on_stale))
         self._chosen = names_of(names)
         self._check_finite = switch(check_finite, "check_finite")
@@ -256,7 +255,7 @@ class WorkerGroup:
         Args:
             weights: None: the model's; otherwise as for `WeightSender.send`.
             timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
-            on_failure: "raise", or "report": return the report whatever is in it.
+            on_failure: "raise", or "report": return the report even if workers failed.
 
         Returns:
             The outcome of each worker. Those that are finished are not among them.
@@ -410,7 +409,8 @@ class WorkerGroup:
             self._require(State.READY, "results")
             self._members.pump()
             if self._members.results:
-                return _taken(self._members.results.popleft())
+                waiting, value = self._members.take_first()
+                return WorkerResult(waiting.member.index, waiting.put.versions, value)
             self._raise_failed()
             if self._members.over:
                 return None
@@ -484,8 +484,3 @@ class WorkerGroup:
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:
             raise refusal(self._state, asked)
-
-
-def _taken(waiting: Waiting) -> WorkerResult:
-    waiting.member.take(waiting)
-    return WorkerResult(waiting.member.index, waiting.put.versions, pickle.loads(waiting.put.pickled))

@@ -8,11 +8,12 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from weightsync.engine.copies import require_whole
+from weightsync.engine.copies import require_context, require_name, require_whole
 from weightsync.errors import ConfigurationError
 from weightsync.group.function import require_make_model, require_run
 from weightsync.group.members import Rules, Running
@@ -40,7 +41,10 @@ class GroupArguments:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError: the model is none, or has no weights."""
+        """Raise ConfigurationError: the model is not a module or has no weights; or its name or ``ctx`` is wrong."""
+        require_name(self.model_id, "model_id")
+        if self.ctx is not None:
+            require_context(self.ctx)
         if not isinstance(self.model, nn.Module):
             raise ConfigurationError(
                 f"model= is {self.model!r}: give the trainer's nn.Module, whose weights the workers get. Nothing was "
@@ -86,19 +90,26 @@ def least_one(value: object, argument: str) -> int:
 
 
 def names_of(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """The names of the weights that are sent, as a tuple; None: all. Raises ConfigurationError: they are no names."""
+    """The names of the weights that are sent, as a tuple; None: all. Raises ConfigurationError: they are not names."""
     given: Any = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else names
     if given is not None:
         Selection(given)
     return (given,) if isinstance(given, str) else given
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def rules_of(capacity: int, max_restarts: int, restart_delay: float, deadline: float | None) -> Rules:
     """What the group is told about its workers. Raises ConfigurationError: an argument is out of range."""
-    for argument, seconds in (("restart_delay", restart_delay), ("deadline", deadline)):
-        if seconds is not None and not seconds >= 0:
-            raise ConfigurationError(f"{argument}= is {seconds}: give seconds, 0 or more. Nothing was started.")
-    restarts = require_whole(max_restarts, "max_restarts", "how often each worker is restarted, 0 or more")
+    if not _is_number(restart_delay) or not restart_delay >= 0:
+        raise ConfigurationError(f"restart_delay= is {restart_delay!r}: give seconds, 0 or more. Nothing was started.")
+    if deadline is not None and not (_is_number(deadline) and deadline > 0):
+        raise ConfigurationError(
+            f"deadline= is {deadline!r}: give seconds, more than 0, or None for no limit. Nothing was started."
+        )
+    restarts = require_whole(max_restarts, "max_restarts", "the number of restarts of each worker")
     return Rules(least_one(capacity, "capacity"), restarts, restart_delay, deadline)
 
 

@@ -44,8 +44,10 @@ def _named(backend: str) -> WeightSyncScheme:
 
 
 def _unusable(scheme: object) -> ConfigurationError:
+    used = isinstance(scheme, WeightSyncScheme) and scheme.initialized_on_sender
+    given = f"a {type(scheme).__name__} that is in use already" if used else repr(scheme)
     return ConfigurationError(
-        f"scheme= is {scheme!r}: give a new SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, "
+        f"scheme= is {given}: give a new SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, "
         "RayWeightSyncScheme or DistributedWeightSyncScheme, which the group initialises, or "
         '"shared", "process", "ray" or "distributed". Nothing was started.'
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import pickle
 import select
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -364,6 +365,21 @@ class Members:
                 self._failed(member, member.died(self._served(member.index)))
             else:
                 self._failed(member, member.judge())
+
+    def take_first(self) -> tuple[Waiting, Any]:
+        """Take the first result, and unpickle it. An interrupt such as KeyboardInterrupt meanwhile leaves it there."""
+        first = self.results[0]
+        try:
+            value = pickle.loads(first.put.pickled)
+        except Exception:
+            self._take_off()  # what cannot be unpickled is not tried again
+            raise
+        self._take_off()
+        return first, value
+
+    def _take_off(self) -> None:
+        first = self.results.popleft()
+        first.member.take(first)
 
     def starting(self) -> list[Running]:
         """The lives whose functions have not begun, by all that has arrived."""

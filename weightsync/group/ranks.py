@@ -57,8 +57,12 @@ def _world() -> _World:
     return _World(store, dist.get_rank(), dist.get_world_size())
 
 
+def _name_of(number: int) -> str:
+    return f"{_PREFIX} {number}"
+
+
 def _store_of_group(world: _World, number: int) -> PrefixStore:
-    return PrefixStore(f"{_PREFIX} {number}", world.store)
+    return PrefixStore(_name_of(number), world.store)
 
 
 class RankProcess:
@@ -145,15 +149,18 @@ class RankLauncher:
             "names": asked.names,
         }
         self._reception: ChannelListener | None = None
+        #: Where notes are left, and the key before theirs once the group has a number.
+        self._notes: Client | None = None
+        self._name = ""
 
     def open(self) -> None:
         """Listen for the ranks' channels: see `Launcher.open`."""
-        with contextlib.closing(Client(self._world.store)) as client:
-            number = client.add(_PREFIX, 1)
-            local = _is_loopback(base_of(self._world.store).host)
-            self._reception = ChannelListener(own_address(local, client.own_address), SharedKey.given(self.scheme._key))
-        self._store = _store_of_group(self._world, number)
-        self._notes = Client(self._store)
+        self._notes = notes = Client(self._world.store)
+        local = _is_loopback(base_of(self._world.store).host)
+        self._reception = ChannelListener(own_address(local, notes.own_address), SharedKey.given(self.scheme._key))
+        # Last: the ranks wait for a note of each number.
+        number = notes.add(_PREFIX, 1)
+        self._name, self._store = _name_of(number), _store_of_group(self._world, number)
 
     def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.reached`."""
@@ -161,22 +168,24 @@ class RankLauncher:
 
     def launch(self, index: int, restarts: int) -> Launched:  # noqa: ARG002 - it has one life
         """Leave a rank its note: see `Launcher.launch`."""
-        if self._reception is None:
+        if self._reception is None or self._notes is None:
             raise TransportError("the group is closed.")
         rank = index + 1
         invitation, channel = self._reception.expect()
         reach = {"host": invitation.host, "port": invitation.port, "token": invitation.token.hex()}
-        self._notes.set(str(rank), json.dumps({**self._terms, **reach}).encode())
+        self._notes.set(f"{self._name}/{rank}", json.dumps({**self._terms, **reach}).encode())
         return Launched(Running(RankProcess(rank, channel), channel, channel.announce), (self._store, rank), None)
 
     def close(self, unreached: Sequence[Launched]) -> None:  # noqa: ARG002 - ranks leave nothing to close
         """Stop listening, and leave a note that the group is closed."""
+        notes, self._notes = self._notes, None
+        if notes is not None:
+            with contextlib.closing(notes), contextlib.suppress(TransportError):
+                if self._name:
+                    notes.set(f"{self._name}/{_CLOSED}", b"")
         if self._reception is not None:
-            with contextlib.suppress(TransportError):
-                self._notes.set(_CLOSED, b"")
             self._reception.close()
             self._reception = None
-            self._notes.close()
 
 
 def _is_loopback(host: str) -> bool:
@@ -244,7 +253,7 @@ def _await_note(world: _World, deadline: Deadline) -> tuple[PrefixStore, dict[st
     with contextlib.closing(Client(world.store)) as client:
         joined = f"{_PREFIX}s of rank {world.rank}"
         number = client.add(joined, 0) + 1
-        key = f"{_PREFIX} {number}/{world.rank}"
+        key = f"{_name_of(number)}/{world.rank}"
         while not client.present(key):
             if deadline.passed:
                 raise AckTimeoutError(

@@ -94,7 +94,7 @@ def by_hand(name: str, job: Job) -> str:
     return (
         f"cd {job.folder} && T=$(mktemp -d) && weightsync check --model . --write-cfg $T {name}"
         f" && java -Djava.io.tmpdir=$T -cp {jar_place()} tlc2.TLC"
-        f" -workers {job.workers} -metadir $T -config $T/{name}.cfg {job.module}.tla"
+        f" -lncheck final -workers {job.workers} -metadir $T -config $T/{name}.cfg {job.module}.tla"
     )
 
 
@@ -153,7 +153,8 @@ def _command(toolchain: Toolchain, job: Job, folder: str, config: Path) -> list[
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
     command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
-    command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
+    # By default TLC checks temporal properties once a minute too: what a run finds first would depend on the machine.
+    command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool", "-lncheck", "final"]
     command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", str(config)]
     if job.coverage is Coverage.COUNTED:
         command += ["-coverage", "1"]

@@ -15,6 +15,8 @@ from weightsync.model.text import Library
 
 #: The wording for violations of statements that have no name.
 _NAMELESS = {Kind.DEADLOCK: "a deadlock", Kind.ASSUMPTION: "a false assumption", Kind.ASSERTION: "a false assertion"}
+#: TLC's exit codes with a verdict; 14 is a violated assertion. Other codes are errors.
+_DECIDED = frozenset({*(expected.exit_code for expected in Expected), 14})
 _SHOWN = {Expected.DEADLOCK: "a deadlock", Expected.ASSUMPTION: "a false assumption"}
 
 
@@ -42,6 +44,14 @@ class Verdict:
     def as_expected(self) -> bool:
         """Whether everything is as expected."""
         return not self.complaints
+
+    @property
+    def undecided(self) -> bool:
+        """Whether TLC ran and gave no verdict: it was killed, ran out of time, or met an error of its own."""
+        run = self.outcome
+        return run is not None and (
+            run.exit_code not in _DECIDED or (run.exit_code == 0 and not run.findings.completed)
+        )
 
     @property
     def summary(self) -> str:

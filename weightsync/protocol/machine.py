@@ -186,7 +186,8 @@ class RoleMachine(Generic[Input]):
     @property
     def steps(self) -> Steps:
         """The last steps, oldest first: the input, and the states before and after it."""
-        return tuple((input.value, before.value, after.value) for input, before, after in self._history)
+        with self.lock:
+            return tuple((input.value, before.value, after.value) for input, before, after in self._history)
 
     #: The current state. A property that is no call in Python: it is read at each step.
     state: State = property(attrgetter("_state"))  # type: ignore[assignment]

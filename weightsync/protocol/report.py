@@ -356,13 +356,13 @@ def advice_for_lost(usual: str, fences: Sequence[int]) -> str:
     return "\n".join([*([] if all(fences) else [usual]), *([fenced] if any(fences) else [])])
 
 
-_LEFT = "Workers that said goodbye are no longer among the workers: add_worker() adds one again, on a new link."
+_LEFT = "A worker that said goodbye is no longer a member: add_worker() adds it again, on a new link."
 
 #: What the caller of a sender can do next about each kind of failure.
 ADVICE: Final[Mapping[OutcomeKind, str]] = {
     OutcomeKind.TIMED_OUT: "The update is still outstanding: wait_async() waits for it again, abandon() gives it up.",
     OutcomeKind.LOST: (
-        "Lost workers remain among the workers: add_worker() reconnects one on a new link, remove_worker() removes it."
+        "A lost worker stays a member: add_worker() reconnects it on a new link, and remove_worker() removes it."
     ),
     OutcomeKind.REFUSED: (
         "Workers that refused serve what they served before, unless your method or loader raised halfway through. "

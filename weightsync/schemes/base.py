@@ -15,8 +15,8 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.engine.background import Background, RelayCall
 from weightsync.engine.copies import (
     Configured,
+    Context,
     expected_number,
-    held,
     optional,
     require_fence,
     require_name,
@@ -145,7 +145,7 @@ class WeightSyncScheme(Configured):
         """Become uninitialised on both sides."""
         self._sender_side = SenderSide(self)
         self._receiver_side = ReceiverSide()
-        self._context: Callable[[], Any] = held(None)
+        self._context = Context()
         #: The events of both sides; None until a callback is registered.
         self._events: Events | None = None
         #: Held while the first callback is registered: of two threads, one makes the events.
@@ -213,7 +213,7 @@ class WeightSyncScheme(Configured):
         sender = self.create_sender()
         reports = self._report_events(sender, None)
         self.per_worker_weights = self.per_worker_weights or has_factories(context)
-        side.given, self._context, side.worker_set = given, held(context), workers
+        side.given, self._context, side.worker_set = given, Context(context), workers
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
             sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
@@ -288,12 +288,12 @@ class WeightSyncScheme(Configured):
         if worker_idx is not None:
             self._receiver_side.worker_idx = require_worker_id(worker_idx)
         if self._sender_side.sender is None:
-            self._context = held(context)
+            self._context.set(context)
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """How each worker is reached: worker id to what `lay_link` takes.
 
-        Raises ConfigurationError: it is not given, or contradictory. No link has been laid.
+        Raises ConfigurationError: it is not given, or contradictory. No link has been created.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
@@ -407,7 +407,7 @@ class WeightSyncScheme(Configured):
                 may leave workers out; they keep what they serve.
             worker_ids: one or several worker ids; None: all workers.
             timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
-            on_failure: "raise", or "report": return the report whatever is in it.
+            on_failure: "raise", or "report": return the report even if workers failed.
 
         Returns:
             Each worker's outcome; PENDING with ``sync=False``, where the next send or `shutdown` reports it.
@@ -621,8 +621,8 @@ class WeightSyncScheme(Configured):
             return transport.link(model_id, peer)
         if transport is None:
             raise ConfigurationError(
-                f"{type(self).__name__} lays no links: give it a TransportBackend, have create_transport() return one, "
-                "or override lay_link() to return a Link of your own."
+                f"{type(self).__name__} makes no links: give it a TransportBackend, have create_transport() return "
+                "one, or override lay_link() to return a Link of your own."
             )
         return user_link(transport, peer)
 
@@ -744,7 +744,7 @@ class WeightSyncScheme(Configured):
 
     @context.setter
     def context(self, context: Any) -> None:
-        self._context = held(context)
+        self._context.set(context)
         for participant in self._participants:
             if participant is not None:
                 participant.set_context(context)
@@ -777,7 +777,7 @@ class WeightSyncScheme(Configured):
 
     @property
     def sender_transports(self) -> dict[int, Link]:
-        """Each worker's link, by its id; empty in a worker, and before the links are laid."""
+        """Each worker's link, by its id; empty in a worker, and before the links are created."""
         sender = self._sender_side.sender
         return {} if sender is None else sender.transports()
 

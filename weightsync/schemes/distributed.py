@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from weightsync.clock import Deadline, seconds
 from weightsync.engine.copies import MISSING, optional
@@ -19,14 +18,12 @@ from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
-from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import FOR_EVER, Hints, Store, TCPStore, base_of, hosted, keep_in_child, reached
 from weightsync.transports.store.stream import hosts_address
-from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
 
 #: Buckets of a payload in flight at once, with ``sync=False``.
@@ -51,7 +48,7 @@ def _require_fanout(fanout: int | None, backend: str) -> None:
 
 
 def _address_in(info: Any) -> tuple[str, int]:
-    """Host and port of a ``store_info``. Raises ConfigurationError: it is none."""
+    """Host and port of a ``store_info``. Raises ConfigurationError: it has none."""
     host: Any = info.get("host") if isinstance(info, Mapping) else None
     port: Any = info.get("port") if isinstance(info, Mapping) else None
     is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < _PORTS
@@ -61,6 +58,17 @@ def _address_in(info: Any) -> tuple[str, int]:
             "Nothing has changed."
         )
     return host, port
+
+
+def _port_beside(base_port: Any) -> int:
+    """The port for a store of our own, next to TorchRL's; 0: any. Raises ConfigurationError: that is not a port."""
+    if base_port in (MISSING, None):
+        return 0
+    try:
+        port = int(base_port) + _PORT_OFFSET
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigurationError(f"context.tcp_port is {base_port!r}: it must be the number of a port.") from None
+    return port if 0 < port < _PORTS else 0
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
@@ -87,7 +95,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     Raises:
         ConfigurationError: another backend, or one that is not available here; an empty key; or a ``fanout`` that is
-            no whole number of at least 1, or with NCCL; or a ``timeout`` that is no number of seconds.
+            not a whole number of at least 1, or with NCCL; or a ``timeout`` that is not a number of seconds.
     """
 
     _carries_deltas = True
@@ -152,13 +160,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         workers = sorted(given.get("params_map", range(count)))
         return {worker: self._store_end_at(store, worker + 1) for worker in workers}
 
-    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """The model given or found; that of a TorchRL collector gets memory of its own: see `unshare`."""
-        found = super()._worker_model(given, context, model_id)
-        if is_torchrls(context) and isinstance(found, nn.Module):
-            unshare(found)
-        return found
-
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The rendezvous for our rank, at ``store=``, ``context.store`` or the store of ``store_info``."""
         rank = given_or_found(given, context, "rank")
@@ -179,8 +180,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return StoreEnd(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _make_store(self, base_port: Any) -> TCPStore:
-        port = 0 if base_port in (MISSING, None) else int(base_port) + _PORT_OFFSET
-        host = hosts_address()
+        host, port = hosts_address(), _port_beside(base_port)
         for wanted in (port, 0):
             try:
                 return hosted(host, wanted, self._patience())

@@ -52,7 +52,9 @@ class FacadeServices:
     def _layer(self) -> LinkLayer:
         layer = self._facade()
         if layer is None:
-            raise StateError("transport", "gone", "a link", ["keep the transport while its links are used"])
+            raise StateError(
+                "transport", "garbage-collected", "link", [], "Keep the transport while its links are used."
+            )
         return layer
 
     @property

@@ -171,4 +171,4 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError("NoWeightSyncScheme lays no links: use another scheme to reach workers.")
+        raise ConfigurationError("NoWeightSyncScheme makes no links: use another scheme to reach workers.")

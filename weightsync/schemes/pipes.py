@@ -5,14 +5,13 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from weightsync.engine.copies import pipes_travel, require_worker_id
+from weightsync.engine.copies import close_at_exit, pipes_travel, require_context, require_worker_id
 from weightsync.engine.packer import open_slot
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.protocol.sender import LinkState
@@ -71,6 +70,12 @@ class PipeScheme(WeightSyncScheme):
         self.sync = switch(sync, "sync")
         self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
 
+    def create_sender(self) -> WeightSender:
+        """A sender without workers: see `WeightSyncScheme.create_sender`. It is closed when the program ends."""
+        sender = super().create_sender()
+        close_at_exit(sender)
+        return sender
+
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
         if self._lays_links_at_connect(given, context):
@@ -97,8 +102,7 @@ class PipeScheme(WeightSyncScheme):
                 ".num_workers."
             )
         ctx = given.get("ctx", multiprocessing)
-        if not isinstance(ctx, BaseContext | ModuleType):
-            raise ConfigurationError(f"ctx= is {ctx!r}: give a multiprocessing context, as get_context() returns.")
+        require_context(ctx)
         ours = {}
         for worker in sorted(given.get("params_map", range(given["num_workers"]))):
             ours[worker], self._ends[worker] = ctx.Pipe()
@@ -225,7 +229,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
 
 def _listed(pipes: Any) -> list[Any]:
-    """The pipes, one a worker. Raises ConfigurationError: this is no list of them."""
+    """The pipes, one for each worker. Raises ConfigurationError: this is not a list of them."""
     if not isinstance(pipes, Iterable) or isinstance(pipes, str | bytes | Mapping):
         raise ConfigurationError(
             f"pipes= is {pipes!r}: give a list with our end of one multiprocessing.Pipe() per worker. Nothing has "
@@ -235,7 +239,7 @@ def _listed(pipes: Any) -> list[Any]:
 
 
 def _refuse_unusable(pipes: Sequence[Any]) -> None:
-    """Refuse pipes before a link is laid over any of them, so that the good ones can be given again."""
+    """Refuse pipes before a link is created over any of them, so that the good ones can be given again."""
     connections = [connection_of(pipe) for pipe in pipes]
     if len({id(connection) for connection in connections}) < len(connections):
         raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe per worker.")
@@ -243,4 +247,6 @@ def _refuse_unusable(pipes: Sequence[Any]) -> None:
         try:
             Channel.of(connection)
         except ConfigurationError as error:
-            raise ConfigurationError(f"pipes= is no list of pipes: at {index}, {error} Nothing has changed.") from None
+            raise ConfigurationError(
+                f"pipes= has an entry that cannot be used, at index {index}. {error} Nothing has changed."
+            ) from None

@@ -28,11 +28,13 @@ from weightsync.schemes.peers.ray_actors import (
     ActorLinks,
     Backend,
     TensorTransport,
+    handle_of,
     method_of,
     tensor_transport_of,
 )
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender, ActorServer, actor_server_of
 from weightsync.schemes.relay import is_torchrls
+from weightsync.schemes.worker_set import refuse_repeated
 from weightsync.transports.base import Link
 from weightsync.transports.calls.server import Frames
 from weightsync.transports.ray.session import require_ray
@@ -96,6 +98,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
                 raise ConfigurationError(f"{name} is {count}, but there are {len(actors)} actors: give one per worker.")
         for worker_id, actor in enumerate(actors):
             method_of(actor, methods_for(self.strategy), f"worker {worker_id}")
+        refuse_repeated({worker_id: handle_of(actor) for worker_id, actor in enumerate(actors)})
         return dict(enumerate(actors))
 
     def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
@@ -234,10 +237,11 @@ class WeightSyncActor:
             def __init__(self):
                 self.policy = make_policy()
 
-    Weights are applied between two calls of a serial actor. If forward passes run in other threads
-    (``max_concurrency``, your own threads), put them in ``with self.weight_receiver().serving():``. The model is what
-    ``self.get_model(model_id)`` returns, else ``self.<model_id>``, such as ``self.policy``. An actor may initialise a
-    `RayWeightSyncScheme` itself, by `init_on_worker`; that one is used then.
+    Weights are applied between two calls of a serial actor. In a threaded one (``max_concurrency``) none go live amid a
+    forward of the module. Put several forwards that belong together, and those of your own threads, in
+    ``with self.weight_receiver().serving():``. The model is what ``self.get_model(model_id)`` returns, else
+    ``self.<model_id>``, such as ``self.policy``. An actor may initialise a `RayWeightSyncScheme` itself, by
+    `init_on_worker`; that one is used then.
 
     Attributes:
         weight_key: the key shared with the trainer, for an actor that sets it in ``__init__``: senders with another

@@ -61,6 +61,11 @@ class RayModuleTransformSender(ActorSender):
         if ONLY not in self.worker_ids and not self._workers.endpoints:
             self.add_worker(ONLY, self._scheme.actor(self._context(), self._model_id))
 
+    @property
+    def found_actor(self) -> Any:
+        """The actor that was found or added; None: it was not needed yet."""
+        return self._workers.endpoints.get(ONLY)
+
 
 #: The receiver in the actor.
 RayModuleTransformReceiver = ActorReceiver
@@ -106,7 +111,17 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._transform: Any = None
 
     def set_transform(self, ray_transform: Any) -> None:
-        """Set the transform whose actor gets the weights; TorchRL's ``RayModuleTransform`` calls this."""
+        """Set the transform whose actor gets the weights; TorchRL's ``RayModuleTransform`` calls this.
+
+        Raises ConfigurationError: another actor gets them already.
+        """
+        actor, sender = self._actor_behind(ray_transform), self._sender_side.sender
+        found = sender.found_actor if isinstance(sender, RayModuleTransformSender) else None
+        if actor is not None and found is not None and found != actor:
+            raise ConfigurationError(
+                "set_transform(): the weights go to the actor of another transform already. To send them to this one "
+                f"from now on, call the sender's add_worker({ONLY}, actor). Nothing has changed."
+            )
         self._transform = ray_transform
 
     _set_transform = set_transform

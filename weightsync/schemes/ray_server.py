@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from weightsync.clock import Deadline
+from weightsync.engine.background import Guard
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import (
@@ -47,7 +49,7 @@ Answer = concurrent.futures.Future[Frames]
 
 
 class _CameEarly(Exception):
-    """Calls that were begun before this one have not arrived, and cannot as long as it blocks the event loop."""
+    """What this call waits for takes longer than it may block the event loop, such as calls begun before it."""
 
 
 class ActorServer:
@@ -62,6 +64,10 @@ class ActorServer:
         self._call_server = CallServer(model_id, WAY, own_actor)
         self._listening = False
         self._unanswered: dict[str, list[Answer]] = {}
+        #: Guards the forwards of an actor that is not serial.
+        self._guard: Guard | None = None
+        #: The model that could not be guarded.
+        self._unguarded: Any = None
 
     @property
     def attended(self) -> bool:
@@ -89,6 +95,8 @@ class ActorServer:
             self._listening = False
             server.leave(self.model_id)
             shut()
+            if self._guard is not None:
+                self._guard.clear()
 
         return stop
 
@@ -141,8 +149,8 @@ class ActorServer:
             # handshake is then answered with the first weights.
             if parcel.number:
                 return self._rejected(parcel, error)
-            self._unanswered[parcel.link] = answers
-            return []
+            # Another call may have had the receiver answer it meanwhile.
+            self._unanswered[parcel.link] = [answer for answer in answers if not answer.done()]
         return [frame for answer in answers if answer.done() for frame in answer.result()]
 
     def _rejected(self, parcel: Parcel, error: WeightSyncError) -> Frames:
@@ -181,6 +189,8 @@ class ActorServer:
                 if ordered.passed:
                     raise _too_early(f"calls for {self.model_id!r} that were begun before this one have not arrived.")
             elif loop.passed:
+                if self.receiver is not None and not self.receiver.serves_here:
+                    raise _too_early("another thread was in a forward, or in serving(), for a minute.")
                 raise StateError(
                     "receiver", "serving", "an update on the event loop", [], "Leave serving() before you await."
                 )
@@ -189,6 +199,8 @@ class ActorServer:
         if self.receiver is None:
             concurrent.futures.wait([answer], timeout=STEP)
             return
+        if not _in_order():
+            self._guard_forwards(self.receiver)
         try:
             self.receiver.receive(timeout=timeout)
         except TransportError:
@@ -202,6 +214,24 @@ class ActorServer:
             logger.error("model %r: a sender broke the protocol: %s", self.model_id, error)
         if self.receiver.state is State.CLOSED and not answer.done():
             raise StateError("receiver", "closed", "a call", [])
+
+    def _guard_forwards(self, receiver: WeightReceiver) -> None:
+        """Have no version go live amid a forward: other threads of the actor may act beside this one."""
+        with contextlib.suppress(WeightSyncError):  # there is no model yet: who applies weights reports it
+            receiver.target()  # its path may lead to another model by now
+        with self.lock:
+            if self._guard is None or self._guard.receiver is not receiver:
+                self._guard = Guard(receiver)
+            try:
+                self._guard.set(receiver.model)
+            except RuntimeError as error:
+                if self._unguarded is not receiver.model:
+                    logger.warning(
+                        "model %r: forwards that are not inside serving() may see two versions: %s",
+                        self.model_id,
+                        error,
+                    )
+                self._unguarded = receiver.model
 
 
 def _on_a_loop() -> bool:
@@ -218,7 +248,7 @@ def _patience_for_order() -> float:
 
 
 def _too_early(reason: str) -> Exception:
-    """What ends a call whose predecessors have not arrived. On an event loop its sender repeats it for a while."""
+    """What ends a call that cannot be decided yet. On an event loop its sender repeats it for a while."""
     return _CameEarly(reason) if _on_a_loop() else TransportError(reason)
 
 
@@ -246,6 +276,9 @@ class ActorSender(WeightSender):
 
 class ActorReceiver(WeightReceiver):
     """A receiver driven by the calls to this process's actor: `receive` need not be called."""
+
+    # Otherwise threads that act without a pause would never let a call apply what it has brought.
+    _forwards_swap = True
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
         """Listen for senders' calls: see `WeightReceiver.register_worker_transport`."""

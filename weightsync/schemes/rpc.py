@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport, SharedPresenter
-from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to
+from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to, worker_of
 from weightsync.transports.base import Link
-from weightsync.transports.rpc import call_server_of, is_called, require_rpc, worker_named
+from weightsync.transports.rpc import call_server_of, is_called, require_rpc
 from weightsync.weights.strategy import WeightStrategy
 
 
@@ -63,8 +64,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One worker each, from ``collector_infos=`` and ``collector_rrefs=``, or the context's."""
-        infos = given_or_found(given, context, "collector_infos")
-        rrefs = given_or_found(given, context, "collector_rrefs")
+        infos = _listed(given_or_found(given, context, "collector_infos"), "collector_infos")
+        rrefs = _listed(given_or_found(given, context, "collector_rrefs"), "collector_rrefs")
         kind = given_or_found(given, context, "collector_class")
         if infos is None and rrefs is None:
             raise ConfigurationError(
@@ -73,7 +74,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             )
         if kind is not None and rrefs is None:
             raise ConfigurationError("collector_class= needs collector_rrefs=: one reference per worker.")
-        count = len(infos) if infos is not None else len(rrefs)
+        count = len(infos if infos is not None else rrefs or [])
         for name, many in (
             ("collector_rrefs", rrefs and len(rrefs)),
             ("num_workers", given_or_found(given, context, "num_workers")),
@@ -81,9 +82,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             if many not in (None, count):
                 raise ConfigurationError(f"{name}: {many}, but there are {count} workers: give one per worker.")
         found = {worker: Collector(infos and infos[worker], rrefs and rrefs[worker], kind) for worker in range(count)}
-        for worker, collector in found.items():
-            _refuse_unreachable(collector, f"worker {worker}")
-        return found
+        return {worker: _reachable(collector, f"worker {worker}") for worker, collector in found.items()}
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to a worker.
@@ -154,9 +153,22 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             super()._await_first(receiver, background, deadline)
 
 
-def _refuse_unreachable(collector: Collector, peer: str) -> None:
-    """Refuse before any link is laid, so that the valid ones can be given again."""
+def _listed(given: Any, name: str) -> list[Any] | None:
+    """One entry for each worker, or None. Raises ConfigurationError: this is not a list."""
+    if given is None:
+        return None
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping | Set):
+        raise ConfigurationError(f"{name}= is {given!r}: give a list with one entry per worker. Nothing was sent.")
+    return list(given)
+
+
+def _reachable(collector: Collector, peer: str) -> Collector:
+    """The collector, with the worker as RPC knows it: equal however it was named.
+
+    Raises ConfigurationError: it cannot be reached. No link has been created, so valid ones can be given again.
+    """
     require_rpc(peer)
-    worker = worker_named(collector.worker if collector.worker is not None else collector.rref.owner(), peer)
+    worker = worker_of(collector, peer)
     if collector.rref is not None or collector.kind is not None:
         calling(collector, worker, peer)
+    return replace(collector, worker=worker)

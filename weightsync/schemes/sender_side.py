@@ -83,6 +83,7 @@ class SenderSide:
             sender.connect(fence=self.given.get("fence"), weights=groups[0][0] if groups else None)
         if groups:
             send_to_groups(sends.send, groups, deadline, OnFailure.RAISE)
+            sender._workers.make_slots()
         else:
             sender._workers.wait(deadline.remaining, "connect")
 

@@ -82,7 +82,8 @@ def send_sharded(
     if scheme is None or not sends:
         return _learned(ranks.result_of(root), root, failing)
     try:
-        given = scheme.strategy.extract_weights(whole)
+        extras = {extra_state_name(module): state for module, state in weights.extras().items()}
+        given = scheme.strategy.extract_weights(whole | extras)
         report = scheme.send(given, worker_ids, timeout=ranks.deadline.remaining, on_failure=OnFailure.REPORT)
         report = replace(report, sent_by_rank=root)
     except BaseException as error:
@@ -124,13 +125,13 @@ def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int
 
 
 def _gathered(ranks: _Ranks, weights: ShardedWeights, sends: bool) -> dict[str, Any]:
-    """The whole tensors and the extra state by name, on the rank that sends; empty on the others."""
+    """The whole tensors by name, on the rank that sends; empty on the others."""
     whole: dict[str, Any] = {}
     with ranks.limited(*weights.groups) as limit, _failing("gather the weights", "Nothing was sent"):
         for name, tensor in weights.gather(limit):
             if sends:
                 whole[name] = tensor.cpu()
-    return whole | {extra_state_name(module): state for module, state in weights.extras().items() if sends}
+    return whole
 
 
 def _failure_of(report: SyncReport) -> str:

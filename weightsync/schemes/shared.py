@@ -11,8 +11,9 @@ from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.pipes import PipeScheme
+from weightsync.weights.layout import extra_state_name
 from weightsync.weights.strategy import WeightStrategy
-from weightsync.weights.target import Mode
+from weightsync.weights.target import Mode, Target
 
 
 class _DefaultTrue(int):
@@ -97,7 +98,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
             **queues: refused: shared memory uses no queues.
 
         Raises:
-            ConfigurationError: something else was given, or it is no duplex pipe.
+            ConfigurationError: something else was given, or it is not a duplex pipe.
         """
         if queues:
             raise ConfigurationError(f"create_transport() of shared memory takes a pipe, not {', '.join(queues)}.")
@@ -120,10 +121,14 @@ class SharedMemWeightSyncScheme(PipeScheme):
         return super()._source(weights, model_id, context)
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Copy a version into the model's registered copy target, if it has one."""
-        target = self._policy_weights.get(model_id)
-        if target is not None:
+        """Copy a version, or what ``names=`` chooses of it, into the registered copy target, if there is one."""
+        target, chosen = self._policy_weights.get(model_id), self._sender_side.selection
+        if target is not None and chosen is None:
             self.strategy.apply_weights(target, weights)
+        elif target is not None and chosen is not None:  # the rest was not sent, and perhaps cannot be read
+            found = chosen.read(weights)
+            extras = {extra_state_name(module): value for module, value in found.extras().items()}
+            Target(target, Mode.COPY, chosen.read).apply({**found.tensors, **extras})
 
 
 def require_registered(model_id: str, known: Mapping[str, Any]) -> None:

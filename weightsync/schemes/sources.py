@@ -130,7 +130,7 @@ def refuse_shards(given: Mapping[str, Any]) -> None:
 
     Raises ConfigurationError: one of the sources given is sharded over ranks.
     """
-    for name in (*_GIVEN, "cached_weights"):
+    for name in _GIVEN:
         if is_sharded(given.get(name)):
             raise ConfigurationError(
                 f"{name}= is sharded over ranks (fully_shard(), or DTensors): this rank holds only its shards. Leave "
@@ -142,7 +142,7 @@ def refuse_shards(given: Mapping[str, Any]) -> None:
 def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     if given.get("cached_weights") is not None:
         return given["cached_weights"]
-    get = MISSING if context is None else optional(context, "get_cached_weights")
+    get = optional(context, "get_cached_weights")
     return MISSING if get is MISSING else get(model_id)
 
 
@@ -186,6 +186,6 @@ def _at_init(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     return MISSING
 
 
-_GIVEN = ("model", "source_model", "weights")
+_GIVEN = ("cached_weights", "model", "source_model", "weights")
 _SOURCES = (_cached, _from_get_model, _from_path, _fallback, _at_init)
-_WITHOUT_CONTEXT = (_cached, _at_init)
+_WITHOUT_CONTEXT = (_at_init,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from tensordict import TensorDictBase
 
 from weightsync.clock import Deadline
 from weightsync.engine.copies import MISSING, optional, require_whole, require_worker_id
-from weightsync.errors import ConfigurationError, WorkerLostError
+from weightsync.errors import ConfigurationError, RefusedError, WeightSyncError, WorkerLostError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.weights.packing import digest_of_weights
@@ -28,41 +29,77 @@ def send_to_groups(send: Send, groups: Groups, deadline: Deadline, failing: OnFa
     """Send to one group after another; each is a version of its own.
 
     Raises:
-        As ``send``, once every group has been served.
+        As ``send``. If the first group's weights cannot be sent, nothing was sent; if another's cannot, that is raised
+        once every other group has been served, and a note says what those were sent.
     """
     if len(groups) == 1:
         return send(*groups[0], deadline, failing)
-    merged = _merged([_served(send, group, deadline) for group in groups])
+    reports: list[SyncReport] = []
+    errors: list[WeightSyncError] = []
+    for weights, workers in groups:
+        left = {worker for report in reports for worker in report.left}
+        if still_there := [worker for worker in workers or () if worker not in left]:
+            try:
+                reports.append(_served(send, (weights, still_there), deadline))
+            except WeightSyncError as error:
+                if not reports:
+                    raise
+                errors.append(error)
+    merged = _merged(reports)
+    if errors:
+        raise _noted(errors, merged)
     if failing is OnFailure.RAISE:
         merged.raise_on_failure()
     return merged
 
 
-def _served(send: Send, group: tuple[Any, list[int] | None], deadline: Deadline) -> SyncReport:
+def _served(send: Send, group: tuple[Any, list[int]], deadline: Deadline) -> SyncReport:
     try:
         return send(*group, deadline, OnFailure.REPORT)
-    except WorkerLostError as error:
+    except (WorkerLostError, RefusedError) as error:
         if not isinstance(error.report, SyncReport):
             raise
         return error.report
 
 
+def _noted(errors: Sequence[WeightSyncError], merged: SyncReport) -> WeightSyncError:
+    """The first of the errors, with notes: the others, and what the other groups were sent."""
+    first, *others = errors
+    for other in others:
+        first.add_note(f"Weights of another group could not be sent either: {other}")
+    first.add_note(f"The other groups were sent theirs: {merged}")
+    return first
+
+
 def _merged(reports: Sequence[SyncReport]) -> SyncReport:
     """One report of several, with their newest ``version``."""
     versions = [report.version for report in reports if report.version is not None]
-    outcomes = {worker: outcome for report in reports for worker, outcome in report.outcomes.items()}
     return replace(
         reports[-1],
         version=max(versions, default=None),
-        outcomes=dict(sorted(outcomes.items())),
+        outcomes=dict(sorted(_united(reports, "outcomes").items())),
         nbytes=sum(report.nbytes for report in reports),
+        payload_nbytes=_united(reports, "payload_nbytes"),
         pack_s=sum(report.pack_s for report in reports),
         connect_s=sum(report.connect_s for report in reports),
         transfer_s=sum(report.transfer_s for report in reports),
         apply_s=max(report.apply_s for report in reports),
-        superseded={w: versions for report in reports for w, versions in report.superseded.items()},
-        not_caught_up={w: outcome for report in reports for w, outcome in report.not_caught_up.items()},
+        superseded=_united(reports, "superseded"),
+        not_caught_up=_united(reports, "not_caught_up"),
+        previous=functools.reduce(_before, (report.previous for report in reports)),
+        left=_united(reports, "left"),
+        reported_before=_united(reports, "reported_before"),
     )
+
+
+def _united(reports: Sequence[SyncReport], name: str) -> dict[int, Any]:
+    """What a field of the reports says of each worker."""
+    return {worker: said for report in reports for worker, said in getattr(report, name).items()}
+
+
+def _before(earlier: SyncReport | None, later: SyncReport | None) -> SyncReport | None:
+    """Two reports of updates before this one, as one chain."""
+    return earlier if later is None else replace(later, previous=_before(earlier, later.previous))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +160,7 @@ def _identity(endpoint: Any) -> Any:
 def per_worker(weights: Any, where: str) -> dict[int, Any]:
     """Weights given for each worker.
 
-    Raises ConfigurationError: this is no dict with worker ids as keys, or it is empty.
+    Raises ConfigurationError: this is not a dict with worker ids as keys, or it is empty.
     """
     if not _is_dict(weights) or not weights:
         raise ConfigurationError(f"{where} is a dict of worker ids to weights, with an entry for each worker.")

@@ -7,7 +7,7 @@ segment of shared memory does, and is freed with its last mapping. Nothing here 
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
@@ -145,7 +145,7 @@ class DeviceBuffer(Buffer):
 
     def seal(self) -> None:
         """It is filled: draw its seal."""
-        self.slot.put(secrets.token_bytes(SEAL_NBYTES))
+        self.slot.put(os.urandom(SEAL_NBYTES))
 
     def sealed(self) -> bytes:
         """The seal of what it holds, on the device and in its host copy."""

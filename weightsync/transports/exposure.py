@@ -43,8 +43,8 @@ def warn_exposed(link: str, remedy: str = _OUR_KEY) -> None:
     """Warn in the log, once per process, that others can reach a link without a key."""
     if _warning.once():
         logger.warning(
-            "%s, and no key is set: anyone who reaches it can read the weights and send others. %s, or keep the "
-            "network to yourself: see SECURITY.md. This warning is logged once.",
+            "%s, and no key is set: anyone who reaches it can read the weights and send others. %s, or use a private "
+            "network: see SECURITY.md. This warning is logged once per process.",
             link,
             remedy,
         )

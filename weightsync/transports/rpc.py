@@ -202,7 +202,7 @@ def worker_named(worker: Any, peer: str) -> WorkerInfo:
         raise ConfigurationError(f"{peer} is a {type(worker).__name__}: give the name, rank or WorkerInfo of a worker.")
     try:
         return torch_rpc.api._to_worker_info(worker)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: the number is too large for a rank
         raise ConfigurationError(
             f"{peer}: RPC knows no worker {worker!r} ({plain(error)}). If it replaces one that died: {NOBODY_NEW}."
         ) from error

@@ -33,7 +33,7 @@ from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, Message, Part, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.exposure import warn_exposed
-from weightsync.transports.process import own_host
+from weightsync.transports.process import PerProcess, own_host
 
 MAGIC: Final = b"WSYK"
 _HEAD: Final = struct.Struct("!4sBBQ32s")
@@ -103,8 +103,19 @@ class _Computed:
         self.digests: dict[tuple[int, int], bytes] = {}
 
 
-_lock = threading.Lock()
-_known: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
+class _Known(PerProcess):
+    """The digests of what the buffers of this process held last."""
+
+    def _begin(self) -> None:
+        self._computed: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
+
+    def of(self, payload: Buffer) -> _Computed:
+        """Those of one buffer."""
+        with self._lock:
+            return self._computed.setdefault(payload, _Computed())
+
+
+_known: Final = _Known()
 
 
 def digest_of(payload: memoryview) -> bytes:
@@ -123,8 +134,7 @@ def sent_part_digest(part: Part, payload: Buffer) -> bytes:
 
 
 def _sent_range_digest(held: tuple[int, int] | bytes, payload: Buffer, start: int, end: int) -> bytes:
-    with _lock:
-        computed = _known.setdefault(payload, _Computed())
+    computed = _known.of(payload)
     with computed.lock:
         if computed.held != held:
             computed.held, computed.digests = held, {}

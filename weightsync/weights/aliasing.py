@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weightsync.weights.tensors import bits_of
+from weightsync.weights.tensors import bits_of, on_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _may_share_memory(tensor: Tensor, place: torch.device) -> bool:
 def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     """Whether overlapping tensors can hold all of these values at once. This is tried out on a scratch copy."""
     base = min(tensor.data_ptr() for tensor in tensors) // 64 * 64
-    scratch = torch.zeros(max(map(_end, tensors)) - base, dtype=torch.uint8)
+    scratch = on_cpu(max(map(_end, tensors)) - base).zero_()
     places = []
     for tensor, value in zip(tensors, values, strict=True):
         typed = scratch[tensor.data_ptr() - base : _end(tensor) - base].view(tensor.dtype)

@@ -92,8 +92,8 @@ def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
     if found:
         counts = [f"{quoted(name)} ({nans} NaN, {infinite} infinite)" for name, (nans, infinite) in found.items()]
         raise NonFiniteError(
-            f"{len(found)} tensors of {model_id!r} have values that are not finite: {listed(counts)}. No version "
-            "was sent, the workers keep their version.",
+            f"tensors of {model_id!r} with values that are not finite: {listed(counts)}. No version was sent; the "
+            "workers keep the version that they serve.",
             found,
         )
 
@@ -121,10 +121,12 @@ def _refuse_overflow_of(entry: Entry, source: Tensor, cast: Tensor) -> None:
     lost = cast.isinf().cpu() & source.isfinite().cpu()
     if not lost.any():
         return
+    count = int(lost.sum())
+    several = f"{count} value{'s' * (count > 1)}"
     value, most = float(source.cpu()[lost][0]), torch.finfo(cast.dtype).max
     advice = "wire_dtype='bfloat16' has the range of float32" if entry.dtype == "float16" else "bring it into range"
     raise LayoutError(
-        f"'{entry.name}' has {int(lost.sum())} values, such as {value:g}, that would be sent as inf: the largest "
+        f"'{entry.name}' has {several}, such as {value:g}, that would be sent as inf: the largest "
         f"{entry.dtype} is {most:g}, and wire_dtype='{entry.dtype}' was chosen. No version was sent: {advice}.",
         mismatched={entry.name: f"{value:g} does not fit into {entry.dtype}"},
     )

@@ -20,12 +20,11 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy
-import torch
 
 from weightsync.protocol.codec import malformed
 from weightsync.weights.layout import Layout
 from weightsync.weights.tensors import DTYPES
-from weightsync.weights.tree_digest import in_threads, shares
+from weightsync.weights.threads import in_threads, shares, threads_for
 
 _HEAD: Final = struct.Struct("<QIHH")
 _WORDS: Final[dict[int, Any]] = {2: numpy.dtype("<u2"), 4: numpy.dtype("<u4")}
@@ -62,7 +61,8 @@ def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes
     whole = payload.nbytes // word * word
     old = numpy.frombuffer(base[:whole], _WORDS[word])
     new = numpy.frombuffer(payload[:whole], _WORDS[word])
-    parts = shares(whole, _STRIDE * BLOCK * word, torch.get_num_threads())
+    threads = threads_for(whole)
+    parts = shares(whole, _STRIDE * BLOCK * word, threads)
     found: dict[int, list[_Block]] = {start: [] for start, _ in parts}
     sizes = dict.fromkeys(found, _HEAD.size)
 
@@ -75,7 +75,7 @@ def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes
                 found[start].append(block)
                 sizes[start] += _RECORD.itemsize + len(block[2]) + len(block[3])
 
-    in_threads(compare, parts)
+    in_threads(compare, parts, threads)
     if sum(sizes.values()) > most:
         return None
     blocks = [block for start in sorted(found) for block in found[start]]

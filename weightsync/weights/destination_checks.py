@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.aliasing import Sharing, agrees, same_bits, shared_with
@@ -15,6 +15,26 @@ from weightsync.weights.tensors import PLAIN, why_unsupported
 
 #: Reads the tensors of a destination.
 Read = Callable[[object], Weights]
+
+
+class FunctionalCallError(LayoutError):
+    """A module has other tensors in the places of its parameters for now, as in `torch.func.functional_call`."""
+
+
+def refuse_functional_call(known: Weights, found: Weights) -> None:
+    """Raise FunctionalCallError if parameters that were read before are plain tensors now.
+
+    A module accepts no such tensor in the place of a parameter, so its parameters will come back. What is written to
+    these tensors would be lost then.
+    """
+    for name, tensor in known.tensors.items():
+        now = found.tensors.get(name)
+        if isinstance(tensor, nn.Parameter) and now is not None and not isinstance(now, nn.Parameter):
+            raise FunctionalCallError(
+                f"'{name}' of the destination is not its parameter now, but another tensor "
+                "(torch.func.functional_call): nothing was written there.",
+                mismatched={name: "is another tensor now"},
+            )
 
 
 def expanded(layout: Layout, index: int) -> LayoutError:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.weights.layout import extra_state_name, is_sane, listed, quoted
-from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, bits_of, why_uncopied, why_unsupported
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, bits_of, on_cpu, why_uncopied, why_unsupported
 
 #: What a module's extra state may be: ``None | bool | int | float | complex | str | bytes | Tensor``, and lists,
 #: tuples and dicts (keys str or int) of them.
@@ -199,7 +199,7 @@ def _decoded_tensor(reader: _Reader, _depth: int) -> Tensor:
     if len(data) != torch.Size(shape).numel() * dtype.itemsize:
         raise ValueError("a tensor's bytes do not fill its shape")
     # The module owns its state, so it must not alias the message: bytearray makes a copy.
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else on_cpu(0)
     return flat.view(dtype).view(shape)
 
 

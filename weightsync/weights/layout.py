@@ -250,9 +250,10 @@ class Layout:
         if len(pairs) != 1:
             return error
         ((wanted, given),) = pairs
-        cast = f"cast the model: model.to(torch.{given})"
-        hint = f"give the trainer's scheme wire_dtype='{wanted}', or {cast}" if wanted in _WIRE_DTYPES else cast
-        message = f"{error} Weights must have the model's dtype: {hint}."
+        hint = f"cast the worker's model with model.to(torch.{given})"
+        if wanted in _WIRE_DTYPES:
+            hint = f"give the trainer's scheme wire_dtype='{wanted}', or {hint}"
+        message = f"{error} Both must have the same dtype: {hint}."
         return LayoutError(message, error.missing, error.unexpected, error.mismatched)
 
 

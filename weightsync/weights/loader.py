@@ -205,7 +205,7 @@ class _Taken(Iterator[tuple[str, Tensor]]):
 
 
 def require_names(names: Any) -> None:
-    """Raise ConfigurationError: this is no mapping of names to names."""
+    """Raise ConfigurationError: this is not a mapping of names to names."""
     if names is None:
         return
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):

@@ -14,7 +14,7 @@ from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights
-from weightsync.weights.tensors import Form, address_of, owning
+from weightsync.weights.tensors import Form, address_of, on_cpu, owning, set_data
 
 #: Copies of payloads smaller than this are kept for the next versions, and what came inline is copied.
 KEPT_BELOW_NBYTES: Final = 256 << 10
@@ -50,19 +50,31 @@ class MappedPayload:
         #: The tensors that are copied beside the mapped ones.
         self.copied: Sequence[int] = ()
         self._form: Form | None = None
-        self._storage = (views[0] if views else torch.empty(0)).untyped_storage()
-        self._unused = 0 if _uses is None else _uses(self._storage._cdata)
+        self.storage = (views[0] if views else on_cpu(0)).untyped_storage()
+        #: Where it is. Torch moves it elsewhere if a tensor in it is passed to a process, or `share_memory` is called.
+        self.address = self.storage.data_ptr()
+        self._unused = 0 if _uses is None else _uses(self.storage._cdata)
 
     @property
     def used(self) -> bool:
         """Whether any tensor but our own views refers to the memory: a parameter, or a view that is kept elsewhere."""
-        return _uses is None or _uses(self._storage._cdata) != self._unused
+        return _uses is None or _uses(self.storage._cdata) != self._unused
 
     def prepare(self, family: object, sources: Iterable[int], copied: Sequence[int]) -> None:
         """Choose the parameters' memory: the views with these indices."""
         self.family, self._form = family, None
         self.memory = [self.views[source] for source in sources]
         self.copied = copied
+
+    def leave(self, parameters: list[Tensor]) -> None:
+        """Give the parameters that have this memory copies of it; tied ones the same copy."""
+        own: dict[int, Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, view in zip(parameters, self.memory, strict=True):
+                if parameter.data_ptr() == view.data_ptr():
+                    if id(view) not in own:
+                        own[id(view)] = view.clone()
+                    set_data([(parameter, own[id(view)])])
 
     def form(self, weights: Weights) -> Form:
         """What the destination's tensors are known by, once the parameters have that memory."""
@@ -76,12 +88,11 @@ class CopiedPayload(MappedPayload):
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        super().__init__(views(layout, torch.empty(layout.nbytes, dtype=torch.uint8)))
-        self._address = self._storage.data_ptr()
+        super().__init__(views(layout, on_cpu(layout.nbytes)))
 
     def fill(self, address: int) -> None:
         """Copy the payload at an address."""
-        ctypes.memmove(self._address, address, self.layout.nbytes)
+        ctypes.memmove(self.address, address, self.layout.nbytes)
 
 
 class MappedPayloads:
@@ -116,7 +127,9 @@ class MappedPayloads:
         # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
         key = address, layout.digest
         again = key in self._kept
-        found = self._kept.pop(key, None) or MappedPayload(views(layout, owning(payload)), payload)
+        found = self._kept.pop(key, None)
+        if found is None or found.storage.data_ptr() != address:
+            found = MappedPayload(views(layout, owning(payload)), payload)
         self._kept[key] = found if again else None
         while len(self._kept) > (KEPT_PAYLOADS if layout.nbytes < LARGE_NBYTES else KEPT_LARGE):
             self._kept.popitem(last=False)
@@ -128,7 +141,7 @@ class MappedPayloads:
 
     def _copied(self, layout: Layout, address: int) -> MappedPayload:
         for copy in self._copies:
-            if copy.layout is layout and not copy.used:
+            if copy.layout is layout and not copy.used and copy.storage.data_ptr() == copy.address:
                 break
         else:
             copy = CopiedPayload(layout)

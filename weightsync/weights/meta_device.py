@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from tensordict import TensorDictParams
 from torch import Tensor, nn
 
 from weightsync.errors import LayoutError
@@ -30,29 +33,49 @@ def fill_in(module: nn.Module) -> bool:
                     "persistent, or give it data before the scheme is initialised.",
                     mismatched={where: "is on the meta device, and not persistent"},
                 )
+    # First: other modules may share its tensors.
+    given = [_fill_in_place(owner) for owner in module.modules() if isinstance(owner, TensorDictParams)]
     filled: dict[int, Tensor] = {}
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
             for key, tensor in held.items():
                 if tensor is not None and _is_meta(tensor):
                     held[key] = filled.setdefault(id(tensor), _filled(tensor))  # type: ignore[assignment]
-    return bool(filled)
+    return bool(filled) or any(given)
 
 
-def unshare(module: nn.Module) -> None:
-    """Move a module's parameters and buffers out of shared memory into memory of their own. Ties are kept.
+def _fill_in_place(owner: TensorDictParams) -> bool:
+    """Give the tensors on the meta device memory; whether there were any. They remain the same objects.
+
+    They are those of its TensorDict: TorchRL's collectors exchange these, and not what it has as a module.
+    """
+    on_meta = [tensor for tensor in owner.values(True, True) if isinstance(tensor, Tensor) and tensor.is_meta]
+    for tensor in on_meta:
+        torch.utils.swap_tensors(tensor, _filled(tensor))  # type: ignore[no-untyped-call]
+    if on_meta:
+        owner.auto_device_()
+        owner.update({})  # which has it read its parameters and buffers anew
+    return bool(on_meta)
+
+
+def unshare(tensors: Iterable[Tensor]) -> bool:
+    """Move tensors out of shared memory into memory of their own; whether any was there. Ties are kept.
 
     Tensors that `multiprocessing` passes to a process stay shared with the trainer and all other workers. A version
-    applied by one process would then be live in all of them, in the middle of their forward passes.
+    applied by one process would then be live in all of them, in the middle of their forward passes; and in the trainer
+    it would replace newer weights.
     """
     copies: dict[int, torch.UntypedStorage] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
             shared = tensor.untyped_storage()
-            own = copies.setdefault(shared.data_ptr(), shared.clone())  # type: ignore[no-untyped-call]
-            moved = torch.empty(0, dtype=tensor.dtype)
-            moved.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
-            tensor.data = moved
+            if shared.data_ptr() not in copies:
+                copies[shared.data_ptr()] = shared.clone()  # type: ignore[no-untyped-call]
+            with torch.inference_mode(tensor.is_inference()):
+                moved = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                moved.set_(copies[shared.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())
+                tensor.data = moved
+    return bool(copies)
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import compress, repeat
 from operator import getitem, setitem
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.weights.division import LARGE, Divided, Move, Step, divided, steps_of
 from weightsync.weights.extra_state import encode_extras
-from weightsync.weights.layout import Entry, Layout
+from weightsync.weights.layout import Layout
 from weightsync.weights.moving import mover
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import (
@@ -31,16 +31,17 @@ from weightsync.weights.tensors import (
     address_of,
     borrowed,
     memory_at,
+    on_cpu,
     why_uncopied,
 )
+from weightsync.weights.threads import Work, in_threads
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
-from weightsync.weights.tree_digest import ChunkHashes, Part, StreamedDigest, digest, in_threads, shares
+from weightsync.weights.tree_digest import ChunkHashes, StreamedDigest, digest
 
 #: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
-#: Tensors of this size are moved without the GIL, on several threads. Of smaller ones many are moved with it, by one
-#: thread: to release it and wait for it again would take longer than the copy.
-LARGE: Final = 32 << 10
+#: Smaller tensors are copied and hashed by one thread: two would wait for the GIL, and be no faster.
+LARGE_HASHED: Final = 192 << 10
 
 #: ``into[place] = source`` and ``source[place]`` of memoryviews. To call `memmove` by ctypes takes three times as long.
 _put: Final[Any] = setitem
@@ -129,64 +130,6 @@ def scatter(
     pieces.empty_into(tensors, base, chosen)
 
 
-class Move(Enum):
-    """How a part of a buffer is copied."""
-
-    #: One large tensor, as bytes.
-    BYTES = "bytes"
-    #: A run of small tensors, as bytes. They are moved so if that was planned.
-    JOINED = "joined"
-    #: One tensor or a run of them, by torch: what is no plain memory, is cast, or is a bool, which arrives as 0 or 1.
-    BY_TORCH = "by torch"
-
-
-class Step(NamedTuple):
-    """A part of a buffer that is copied in one go, without gaps."""
-
-    start: int
-    end: int
-    first: int
-    last: int
-    move: Move
-
-
-@lru_cache(maxsize=8)
-def _steps(layout: Layout, movable: frozenset[int]) -> tuple[Step, ...]:
-    """All entries, in the order of the buffer; `movable`: those whose bytes are moved."""
-    steps: list[Step] = []
-    for index, entry in enumerate(layout.entries):
-        end, before = entry.offset + entry.nbytes, steps[-1] if steps else None
-        move = Move.BY_TORCH if index not in movable else Move.BYTES if entry.nbytes >= LARGE else Move.JOINED
-        alone = entry.nbytes >= LARGE and entry.dtype != "bool"
-        if alone or before is None or not _continues(before, entry, move):
-            steps.append(Step(entry.offset, end, index, index + 1, move))
-        else:
-            steps[-1] = before._replace(end=end, last=index + 1)
-    return tuple(steps)
-
-
-def _continues(run: Step, entry: Entry, move: Move) -> bool:
-    """Whether an entry can be copied together with the run of small ones before it."""
-    small = run.last - run.first > 1 or run.end - run.start < LARGE
-    touches = move is Move.BY_TORCH or run.end == entry.offset
-    return small and run.move is move and touches and entry.offset + entry.nbytes - run.start <= DIGEST_CHUNK
-
-
-@lru_cache(maxsize=8)
-def _parts(layout: Layout, movable: frozenset[int], threads: int) -> tuple[Part, ...]:
-    """The parts of a buffer for that many threads. Only what is moved as bytes is cut anywhere."""
-    parts: list[Part] = []
-    at = 0
-    for _, cut in shares(layout.nbytes, DIGEST_CHUNK, threads):
-        runs = (step for step in _steps(layout, movable) if step.move is not Move.BYTES)
-        run = next((step for step in runs if step.start < cut < step.end), None)
-        end = cut if run is None else run.end
-        if at < end or not parts:
-            parts.append((at, end))
-        at = end
-    return tuple(parts)
-
-
 def movable(layout: Layout, tensors: Sequence[Tensor], least: int = LARGE) -> dict[int, int]:
     """The addresses of the tensors of at least this size whose bytes can be moved, by index."""
     return {
@@ -211,7 +154,7 @@ class Pieces:
         self._layout = layout
         self._move = mover(layout.nbytes)
         self._places = places
-        steps = _steps(layout, chosen)
+        steps = steps_of(layout, chosen)
         #: The large tensors that only torch can copy: it uses its own threads.
         self._alone = [step for step in steps if self._is_alone(step)]
         self._steps = [step for step in steps if not self._is_alone(step)]
@@ -219,9 +162,16 @@ class Pieces:
         self._moved = [index for index in range(len(layout.entries)) if index in chosen]
         #: Of each run of small tensors: where in the run each lies, and its memory.
         self._runs = {step.first: self._run(step) for step in steps if step.move is Move.JOINED}
-        # What is copied with the GIL is no work for another thread.
-        unlocked = sum(step.end - step.start for step in steps if step.move is not Move.JOINED)
-        self._parts = _parts(layout, chosen, len(shares(unlocked, DIGEST_CHUNK, torch.get_num_threads())))
+
+    @cached_property
+    def _whole(self) -> Divided:
+        """How the buffer is divided if it is only filled, or emptied."""
+        return divided(self._layout, self._steps, self._places, unit=self._layout.nbytes, least=0)
+
+    @cached_property
+    def _chunked(self) -> Divided:
+        """How the buffer is divided if it is hashed, or named, while it is filled."""
+        return divided(self._layout, self._steps, self._places, unit=DIGEST_CHUNK, least=LARGE_HASHED)
 
     def fill(
         self, tensors: list[Tensor], base: int, hashes: ChunkHashes | None = None, behind: Behind | None = None
@@ -234,22 +184,18 @@ class Pieces:
         """
         for step in self._alone:
             self._fill_run(tensors, base, step)
-        begin = None if hashes is None and behind is None else partial(_Following, base, hashes, behind)
-        fill_part = partial(self._fill_part, tensors, base, begin)
-        if len(self._parts) == 1:
-            fill_part(*self._parts[0])
-            return
-        in_threads(fill_part, self._parts)
+        if hashes is None and behind is None:
+            _each(self._whole, partial(self._fill_part, tensors, base, None))
+        else:
+            begin = partial(_Following, base, hashes, behind)
+            _each(self._chunked, partial(self._fill_part, tensors, base, begin))
 
     def empty_into(self, tensors: list[Tensor], base: int, chosen: Sequence[int]) -> None:
         """Copy the `chosen` tensors out of the buffer at `base`."""
         wanted = frozenset(chosen)
         for step in self._alone:
             self._empty_run(tensors, base, wanted, step)
-        if len(self._parts) == 1:
-            self._empty_part(tensors, base, wanted, *self._parts[0])
-        else:
-            in_threads(partial(self._empty_part, tensors, base, wanted), self._parts)
+        _each(self._whole, partial(self._empty_part, tensors, base, wanted))
         moved = [tensors[index] for index in self._moved if index in wanted]
         try:
             torch.autograd.graph.increment_version(moved)
@@ -263,32 +209,23 @@ class Pieces:
     def _fill_part(
         self, tensors: list[Tensor], base: int, begin: Callable[[int], _Following] | None, start: int, end: int
     ) -> None:
-        following = None if begin is None else begin(start)
-        for step in self._steps:
-            if step.move is not Move.BYTES and start <= step.start < end:
-                self._fill_run(tensors, base, step)
-            low, stop = max(step.start, start), min(step.end, end)
-            while low < stop:
-                high = stop if following is None else min(stop, low // DIGEST_CHUNK * DIGEST_CHUNK + DIGEST_CHUNK)
-                source = base + low
-                if step.move is Move.BYTES:
-                    source = self._places[step.first] - step.start + low
-                    self._move(base + low, source, high - low)
-                if following is not None:
-                    following.written(low, high, source)
-                low = high
+        divided, following = (self._whole, None) if begin is None else (self._chunked, begin(start))
+        for cut in divided.parts[start, end]:
+            if cut.source:
+                self._move(base + cut.start, cut.source, cut.end - cut.start)
+            else:
+                self._fill_run(tensors, base, cut.step)
+            if following is not None:
+                following.written(cut.start, cut.end, cut.source or base + cut.start)
         if following is not None:
             following.written(end, end, base + end)
 
     def _empty_part(self, tensors: list[Tensor], base: int, wanted: frozenset[int], start: int, end: int) -> None:
-        for step in self._steps:
-            if step.move is not Move.BYTES:
-                if start <= step.start < end:
-                    self._empty_run(tensors, base, wanted, step)
-            elif step.first in wanted:
-                low, high = max(step.start, start), min(step.end, end)
-                if low < high:
-                    self._move(self._places[step.first] - step.start + low, base + low, high - low)
+        for cut in self._whole.parts[start, end]:
+            if not cut.source:
+                self._empty_run(tensors, base, wanted, cut.step)
+            elif cut.step.first in wanted:
+                self._move(cut.source, base + cut.start, cut.end - cut.start)
 
     def _run(self, step: Step) -> tuple[list[slice], list[memoryview]]:
         indices = range(step.first, step.last)
@@ -318,6 +255,15 @@ class Pieces:
             return
         with torch.inference_mode():
             torch._foreach_copy_([tensors[index] for index in indices], [found[index] for index in indices])
+
+
+def _each(divided: Divided, work: Work) -> None:
+    """Work on each part of a buffer."""
+    if divided.threads == 1:
+        (whole,) = divided.parts
+        work(*whole)
+    else:
+        in_threads(work, divided.parts, divided.threads)
 
 
 class _Following:
@@ -367,7 +313,7 @@ def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:
         start = layout.entries[first].offset
         hashed.take(bytes(start - end))
         end = layout.entries[last - 1].offset + layout.entries[last - 1].nbytes
-        scratch = torch.empty(end - start, dtype=torch.uint8)
+        scratch = on_cpu(end - start)
         _fill(layout, first, last, tensors, scratch.data_ptr() - start)
         hashed.take(scratch.numpy().data)
     return hashed.combined(extras)

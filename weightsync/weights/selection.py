@@ -21,7 +21,7 @@ class Selection:
         names: names, or patterns as a shell has them: ``"*.lora_?.*"``. A dot is matched as any other character.
 
     Raises:
-        ConfigurationError: they are no names.
+        ConfigurationError: they are not names.
     """
 
     def __init__(self, names: str | Iterable[str]) -> None:
@@ -75,7 +75,7 @@ class Selection:
         if unmatched:
             has = listed([quoted(name) for name in sorted(found.tensors)]) or "no tensors"
             lacking = listed([quoted(each) for each in unmatched])
-            text = f"names= contains {lacking}, which match no weights. Available: {has}."
+            text = f"no weights match {lacking} in names=. Available: {has}."
             raise LayoutError(text, missing=unmatched)
         self._matched = names
 

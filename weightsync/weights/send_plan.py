@@ -13,7 +13,7 @@ from weightsync.weights.casting import sent_layout
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import Pieces, movable
 from weightsync.weights.reading import Weights, layout_of, ordered
-from weightsync.weights.tensors import PLAIN, WITH_STORAGE, Form
+from weightsync.weights.tensors import PLAIN, WITH_STORAGE, Form, past_modes
 
 _DEVICE: Final = attrgetter("device")
 
@@ -79,4 +79,5 @@ def _place_of(weights: Weights) -> torch.device | None:
 
 def _held(weights: Weights) -> list[int]:
     """The sizes of the tensors' storages, in bytes."""
-    return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, weights.tensors.values())))
+    with past_modes():
+        return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, weights.tensors.values())))

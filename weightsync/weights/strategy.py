@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -16,7 +15,7 @@ from weightsync.weights.layout import extra_state_name
 from weightsync.weights.packing import pack, views
 from weightsync.weights.reading import Weights, layout_of, ordered, read_live, read_weights
 from weightsync.weights.target import Mode, Target
-from weightsync.weights.tensors import PLAIN, why_unsupported
+from weightsync.weights.tensors import PLAIN, on_cpu, why_unsupported
 
 #: The formats in which weights are extracted.
 FORMATS = ("tensordict", "state_dict")
@@ -131,7 +130,7 @@ def _replace(destination: object, weights: Weights) -> None:
     target = Target(destination)
     _refuse_fixed(destination)
     layout = layout_of(weights, target.layout)
-    flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+    flat = on_cpu(layout.nbytes)
     payload = flat.numpy().data
     pack(weights, layout, payload)
     staged = target.stage(layout, payload, encode_extras(weights.extras()))

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import is_
-from typing import Final
 
 import torch
 from msgspec import Struct, field
@@ -22,22 +21,18 @@ from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.weights import destination_checks as checks
 from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory
-from weightsync.weights.device.captures import is_compiled
+from weightsync.weights.device.captures import CAPTURED, is_compiled
 from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.device.transfer import scatter_onto
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
+from weightsync.weights.meta_device import unshare
 from weightsync.weights.packing import Pieces, digest_of, kept_views, movable, pack, scatter
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
-from weightsync.weights.tensors import Form, address_of, set_data
+from weightsync.weights.tensors import Form, address_of, on_cpu, set_data
 
 logger = logging.getLogger("weightsync")
-
-_CAPTURED: Final = (
-    "map_on_device: this process has captured a CUDA graph, which keeps addresses; so parameters stay where they are "
-    "from now on, and each version is copied into them"
-)
 
 
 class DestinationPlan(Struct, frozen=True, eq=False):
@@ -170,6 +165,8 @@ class Target:
     def __init__(self, destination: object, mode: Mode = Mode.COPY, read: checks.Read = read_live) -> None:
         self.destination = destination
         self.mode = mode
+        #: Whether a swap is refused while the module has other tensors in the places of its parameters.
+        self.refuses_functional_calls = False
         self._read = read
         self._plan = plan_for(destination, None, read)
         if not isinstance(destination, nn.Module):
@@ -236,7 +233,7 @@ class Target:
 
         Raises:
             LayoutError: the destination has changed since the update was staged (by the user, or in its own hook) and
-                the update no longer fits it; nothing is changed.
+                the update no longer fits it, or has other tensors for now (`FunctionalCallError`); nothing is changed.
             SwapBroken: the swap failed half way and could not be undone.
             Exception: whatever a module's own `set_extra_state` raised; nothing is changed.
         """
@@ -280,7 +277,7 @@ class Target:
         """
         found = read_weights(weights)
         layout = layout_of(found, self._plan.layout)
-        payload = torch.empty(layout.nbytes, dtype=torch.uint8).numpy().data
+        payload = on_cpu(layout.nbytes).numpy().data
         pack(found, layout, payload)
         self.swap(self.stage(layout, payload, encode_extras(found.extras())))
 
@@ -289,9 +286,20 @@ class Target:
         plan = self._refreshed_plan()
         return digest_of(plan.weights, plan.layout, encode_extras(plan.weights.extras()))
 
+    def unshare(self) -> None:
+        """Have swaps write nothing that other processes see: see `weightsync.weights.meta_device.unshare`."""
+        mapped = () if self.mode is Mode.COPY else self._plan.mappable
+        if unshare(tensor for index, tensor in enumerate(self._plan.tensors) if index not in mapped):
+            self._refreshed_plan()
+
     def only_keeps(self, payload: memoryview) -> bool:
         """Whether nothing refers to the memory of a mapped payload but views that are kept for its next use."""
         return self._mapped.only_keeps(payload)
+
+    def leave(self) -> None:
+        """Give mapped parameters memory of their own: slots are written again, and this model is served no longer."""
+        if self._plan.mapped is not None:
+            self._plan.mapped.leave(self._plan.parameters)
 
     def release(self) -> None:
         """Drop the cached views of payloads, except those that are live."""
@@ -335,7 +343,10 @@ class Target:
 
     def _revalidated(self, staged: Staged) -> DestinationPlan:
         """The staged plan, or, if the destination has changed since, a new plan after validating the update again."""
-        plan = _if_unchanged(self._read(self.destination), staged.plan)
+        found = self._read(self.destination)
+        plan = _if_unchanged(found, staged.plan)
+        if plan is None and self.refuses_functional_calls:
+            checks.refuse_functional_call(staged.plan.weights, found)
         return plan or self._validated(self._refreshed_plan(), staged.layout, staged.payload)
 
     def _pieces_of(self, plan: DestinationPlan) -> Pieces | None:
@@ -404,7 +415,7 @@ class Target:
         with self._moving:
             if self._movable is not False:
                 self._movable = False
-                logger.warning(_CAPTURED)
+                logger.warning(CAPTURED)
             if self._slot is None:
                 return
             plan = self._plan
@@ -418,15 +429,15 @@ class Target:
 
     def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
         """Whether the payload is in the memory in which the parameters are, and they may move there."""
+        place = plan.tensors[next(iter(plan.mappable))].device
         if not isinstance(payload, DeviceMemory):
-            return not plan.devices
-        here = plan.tensors[next(iter(plan.mappable))].device == payload.flat.device
-        if not here or self.mode is not Mode.MAP_ON_DEVICE or is_compiled(self.destination):
+            return not plan.devices and place.type == "cpu"  # a device that cannot share memory is in no plan
+        if place != payload.flat.device or self.mode is not Mode.MAP_ON_DEVICE or is_compiled(self.destination):
             return False
         if self._movable is None:
             self._movable = not payload.device.watch_captures(self)
             if not self._movable:
-                logger.warning(_CAPTURED)
+                logger.warning(CAPTURED)
         return self._movable
 
 
@@ -481,5 +492,7 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], piec
         scatter_onto(plan.devices[0], plan.layout, plan.tensors, chosen, staged.pinned or payload)
     else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
+        for device in plan.devices:
+            device.synchronize()  # threads that help to copy launch kernels in streams of their own
     for device in plan.devices:
         device.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.weights.layout import ITEMSIZES
+from weightsync.weights.threads import alone
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -33,6 +35,10 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 #: Types without surprises: a tensor of one of them that is strided and of a known dtype has its own bytes.
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
+#: Plain tensors are read past torch's function modes, which change nothing about them. Each call would be one of Python
+#: otherwise where the user has set torch's default device, which is such a mode.
+past_modes: Final[Any] = torch._C.DisableTorchFunction
+
 
 class Form:
     """What plain tensors are known by: dtypes, shapes, strides, and where their memory is. It refers to none of them.
@@ -45,18 +51,21 @@ class Form:
     """
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
-        self._addresses = list(map(Tensor.data_ptr, tensors))
-        self._traits = _traits(tensors)
+        self._reading = past_modes if PLAIN.issuperset(map(type, tensors)) else contextlib.nullcontext
+        with self._reading():
+            self._addresses = list(map(Tensor.data_ptr, tensors))
+            self._traits = _traits(tensors)
         self._guards = _guards_of(tensors)
 
     def fits(self, tensors: Collection[Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same form."""
         try:
-            if list(map(Tensor.data_ptr, tensors)) != self._addresses:
-                return False
-            if self._guards is not None and self._guards.check(*tensors):
-                return True
-            fits = _traits(tensors) == self._traits
+            with self._reading():
+                if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+                    return False
+                if self._guards is not None and self._guards.check(*tensors):
+                    return True
+                fits = _traits(tensors) == self._traits
         except RuntimeError:  # one of them is sparse by now
             return False
         if fits and self._guards is not None:  # other tensors need a gradient by now, or this is another mode
@@ -84,8 +93,8 @@ def _traits(tensors: Collection[Tensor]) -> tuple[object, ...]:
         dtypes,
         list(map(_SHAPE, tensors)),
         list(map(Tensor.stride, tensors)),
-        any(map(Tensor.is_neg, tensors)),
-        not _COMPLEX.isdisjoint(dtypes) and any(map(Tensor.is_conj, tensors)),
+        list(map(Tensor.is_neg, tensors)),
+        _COMPLEX.isdisjoint(dtypes) or list(map(Tensor.is_conj, tensors)),
     )
 
 
@@ -117,7 +126,7 @@ def _why_unsupported(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}: convert it to a dense tensor"
     if tensor.is_meta:
-        return "is on the meta device and has no data: give its model memory, by to_empty(device=), and weights first"
+        return "is on the meta device and has no data: call to_empty(device=...) on its model and load weights first"
     if is_dtensor(tensor):
         return (
             "is a DTensor, of which this rank holds only a shard: to send the whole model, call "
@@ -186,10 +195,15 @@ def are_backed(tensors: Sequence[Tensor], sizes: list[int]) -> bool:
     return all(_bytes_needed(tensor) <= nbytes for tensor, nbytes in zip(tensors, held, strict=True))
 
 
+def on_cpu(nbytes: int) -> Tensor:
+    """New memory on the CPU, as uint8. Tensors are made elsewhere where the user has set torch's default device."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """Copy the tensor's elements to the CPU, in row-major order and bit for bit, as uint8 of shape (nbytes,)."""
     # Allocated as bytes, because torch warns when it allocates some dtypes.
-    bits = torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
+    bits = on_cpu(tensor.numel() * tensor.itemsize)
     bits.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return bits
 
@@ -197,7 +211,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 def owning(view: memoryview) -> Tensor:
     """View the bytes of `view`, which must be writable, as a tensor that keeps the memory alive."""
     if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return on_cpu(0)
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
@@ -208,7 +222,7 @@ def borrowed(address: int, nbytes: int) -> Tensor:
     memory without a warning from torch; the caller must not write to it then.
     """
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return on_cpu(0)
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
@@ -244,9 +258,10 @@ def set_data(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     (``parameter.sum()`` is enough), it may hold the lock and wait for the GIL: both threads then wait forever. This was
     seen with torch 2.15.
     """
-    alone = threading.active_count() == 1
-    for tensor, data in pairs:
-        if alone or not tensor.requires_grad:
-            tensor.data = data
-        else:
-            _SET_DATA(tensor, data)
+    only_one = threading.active_count() == 1 or alone()
+    with past_modes():
+        for tensor, data in pairs:
+            if only_one or not tensor.requires_grad:
+                tensor.data = data
+            else:
+                _SET_DATA(tensor, data)

@@ -1,4 +1,4 @@
-"""Work on large buffers in threads, and the digest of an update.
+"""The digest of an update.
 
 The flat buffer is cut into chunks of 512 KiB, the last one shorter; an empty buffer has none. With ``h`` for xxh3-128
 and its 16 bytes in the canonical order (big-endian), the digest is::
@@ -11,13 +11,12 @@ A chunk is hashed right behind the copy that fills it, while it is still in the 
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import Final
 
-import torch
 import xxhash
+
+from weightsync.weights.threads import in_threads, shares, threads_for
 
 #: Bytes in a chunk. Part of the protocol: another size is another digest.
 CHUNK: Final = 512 << 10
@@ -60,11 +59,12 @@ class ChunkHashes:
     def combined(self, extras: bytes) -> bytes:
         """The digest, once the whole buffer is filled. Hashes what `reach` has left, such as chunks of two threads."""
         left = [index for index, found in enumerate(self._found) if not found]
-        if len(left) * CHUNK < 2 * LEAST:
+        threads = threads_for(len(left) * CHUNK)
+        if threads == 1:
             self._hash(left)
         else:
-            parts = shares(len(left) * CHUNK, CHUNK, torch.get_num_threads())
-            in_threads(lambda start, end: self._hash(left[start // CHUNK : end // CHUNK]), parts)
+            parts = shares(len(left) * CHUNK, CHUNK, threads)
+            in_threads(lambda start, end: self._hash(left[start // CHUNK : end // CHUNK]), parts, threads)
         return combined(self._nbytes, self._found, extras)
 
 
@@ -119,47 +119,3 @@ class StreamedDigest(InOrder):
         """The digest of everything that was taken. Nothing can be taken after this."""
         self.end()
         return combined(self._at, self._chunks, extras)
-
-
-#: The least number of bytes that are worth a thread of their own.
-LEAST: Final = 4 << 20
-
-Part = tuple[int, int]
-
-
-def shares(nbytes: int, unit: int, threads: int) -> list[Part]:
-    """Cut ``0:nbytes`` into parts of about equal size, one for each thread; all but the last end at a whole `unit`."""
-    count = max(1, min(threads, nbytes // LEAST))
-    cuts = [nbytes * number // count // unit * unit for number in range(count)] + [nbytes]
-    return list(pairwise(cuts))
-
-
-def in_threads(work: Callable[[int, int], None], parts: Sequence[Part]) -> None:
-    """Call ``work(start, end)`` for each part: for the first in this thread, for each other in one of its own.
-
-    Returns once all have ended. A part for which no thread can be started is worked on in this one.
-
-    Raises Exception: the first error that `work` raised. The other parts were still worked on.
-    """
-    errors: list[BaseException] = []
-
-    def guarded(part: Part) -> None:
-        try:
-            work(*part)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the calling thread
-            errors.append(error)
-
-    started: list[threading.Thread] = []
-    for part in parts[1:]:
-        thread = threading.Thread(target=guarded, args=(part,), name="weightsync-copy")
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be started now
-            guarded(part)
-        else:
-            started.append(thread)
-    guarded(parts[0])
-    for thread in started:
-        thread.join()
-    if errors:
-        raise errors[0]

@@ -15,7 +15,7 @@ from weightsync.weights.extra_state import decode_extras
 from weightsync.weights.layout import Entry, Layout, extra_state_name, is_extra_state
 from weightsync.weights.packing import views
 from weightsync.weights.strategy import WeightStrategy
-from weightsync.weights.tensors import DTYPES, address_of, borrowed
+from weightsync.weights.tensors import DTYPES, address_of, borrowed, on_cpu
 
 #: A parameter that ``update_policy_weights_`` has in all of TorchRL's collectors.
 _OF_COLLECTORS: Final = "worker_ids"
@@ -86,4 +86,4 @@ def _empty(entry: Entry) -> Tensor:
     if dtype is None:
         raise ProtocolError(f"'{entry.name}' has the dtype {entry.dtype}, which this version of torch lacks.")
     # Allocated as bytes, because torch warns when it allocates some dtypes.
-    return torch.empty(entry.nbytes, dtype=torch.uint8).view(dtype).view(entry.shape)
+    return on_cpu(entry.nbytes).view(dtype).view(entry.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ def verdict(manifest: Manifest, name: str) -> Verdict:
     [configuration] = manifest.select([name])
     job = Job(SPECS, configuration.module, configuration.config.text)
     return Verdict(
-        configuration, job, Outcome(Ending.EXITED, 0, Findings(counts=Counts(2003, 2002, 2002)), 1.25), (), ()
+        configuration,
+        job,
+        Outcome(Ending.EXITED, 0, Findings(counts=Counts(2003, 2002, 2002), completed=True), 1.25),
+        (),
+        (),
     )
 
 
@@ -88,6 +93,59 @@ def test_the_second_checker_looks_at_those_of_its_tier(
 
     assert result.exit_code == 0, result.output
     assert examined == [found.name for found in manifest.tier(tier)]
+
+
+def failing_first(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *changes: dict[str, Any]) -> None:
+    """Let the first configuration end differently: in each run as the changes in turn say, and then as usual."""
+    users, left = importlib.import_module("weightsync.cli.check"), list(changes)
+
+    class First(users.Suite):
+        def run(self, configurations: Any) -> list[Verdict]:
+            found = [verdict(manifest, each.name) for each in configurations]
+            return [replace(found[0], **left.pop(0)), *found[1:]] if left else found
+
+    monkeypatch.setattr(users, "Suite", First)
+
+
+@pytest.mark.usefixtures("examined")
+def test_the_last_lines_say_what_differs(
+    runner: CliRunner, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_first(monkeypatch, manifest, {"complaints": ("the state graph has changed",)})
+
+    result = runner.invoke(check.app, ["model", "--all", "--second", "quick", "--model", str(SPECS)])
+
+    assert result.exit_code == 1
+    name = manifest.configurations[0].name
+    assert result.output.splitlines()[-2:] == [
+        f"DIFFERS  {name}  2,002 distinct states  1.2 s",
+        "    the state graph has changed",
+    ]
+
+
+@pytest.mark.usefixtures("examined")
+@pytest.mark.parametrize(("times", "exit_code"), [(1, 0), (2, 1)])
+def test_a_run_without_a_verdict_is_shown_and_runs_once_more(
+    runner: CliRunner,
+    manifest: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
+    exit_code: int,
+) -> None:
+    killed = {
+        "complaints": ("no verdict: TLC exited with -9",),
+        "outcome": Outcome(Ending.EXITED, -9, Findings(), 1.25),
+    }
+    failing_first(monkeypatch, manifest, *[killed] * times)
+
+    result = runner.invoke(check.app, ["model", "--all", "--second", "quick", "--model", str(SPECS)])
+
+    assert result.exit_code == exit_code, result.output
+    name = manifest.configurations[0].name
+    assert (
+        f"Runs without a verdict: 1. They run once more:\nDIFFERS  {name}  1.2 s\n    no verdict: TLC exited with -9\n"
+        in result.output
+    )
 
 
 def test_a_second_checker_that_would_look_at_nothing_is_refused(

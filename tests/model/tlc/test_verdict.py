@@ -130,6 +130,23 @@ def test_a_run_without_an_end_is_no_verdict(court: Court) -> None:
     assert verdict.complaints == ("no verdict: timed out after 2 s (753,571 distinct states so far, 0 in the queue)",)
 
 
+@pytest.mark.parametrize(
+    ("run", "exit_code", "ending", "undecided"),
+    [
+        ("holds_with_coverage", 0, Ending.EXITED, False),
+        ("invariant", 12, Ending.EXITED, False),
+        ("syntax_error", 150, Ending.EXITED, True),
+        ("syntax_error", 0, Ending.EXITED, True),
+        ("progress", -9, Ending.EXITED, True),
+        ("progress", None, Ending.TIMED_OUT, True),
+    ],
+)
+def test_a_run_is_undecided_unless_tlc_ended_with_a_verdict(
+    court: Court, run: str, exit_code: int | None, ending: Ending, undecided: bool
+) -> None:
+    assert court.judge(court.configuration("Holds"), run, exit_code, ending).undecided is undecided
+
+
 def test_two_temporal_properties_cannot_be_told_apart(court: Court) -> None:
     unfair = court.configuration("Unfair")
     configuration = replace(unfair, config=replace(unfair.config, properties=("Ends", "Settles")))

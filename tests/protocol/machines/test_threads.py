@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ import pytest
 
 from weightsync.errors import StateError
 from weightsync.protocol._tables import SenderInput, State
-from weightsync.protocol.machine import SenderMachine
+from weightsync.protocol.machine import REMEMBERED, SenderMachine
 
 THREADS = 8
 
@@ -90,6 +91,34 @@ def test_without_the_lock_this_would_be_seen():
     machine.lock = contextlib.nullcontext()
 
     assert sends_that_succeed(machine) > 1
+
+
+class SlowHistory(deque):
+    """Steps between which every other thread is let in when they are read."""
+
+    def __iter__(self):
+        for step in super().__iter__():
+            time.sleep(0.001)
+            yield step
+
+
+def test_steps_are_read_while_others_are_taken(role):
+    machine = role.machine()
+    machine._history = SlowHistory(maxlen=REMEMBERED)
+    inputs, read = [step for step in role.inputs if step.value not in ("CLOSE", "BROKEN")], []
+
+    def hammer(number: int) -> None:
+        choose = random.Random(number)
+        for _ in range(20):
+            with contextlib.suppress(StateError):
+                machine.fire(choose.choice(inputs))
+            read.append(machine.steps)
+
+    together(hammer)
+
+    chains = (itertools.pairwise(steps) for steps in read)
+    assert all(earlier[2] == later[1] for chain in chains for earlier, later in chain)
+    assert max(map(len, read)) == REMEMBERED
 
 
 def test_all_steps_of_all_threads_make_one_chain(role):

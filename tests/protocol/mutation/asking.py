@@ -47,6 +47,7 @@ FILES = (
     "unit/schemes/test_wire_dtype.py",
     "unit/schemes/test_finite.py",
     "unit/schemes/test_models_by_path.py",
+    "unit/schemes/test_shared_models.py",
     "unit/schemes/test_weights_of_another_model.py",
     "transports/faults/test_bad_input.py",
     "transports/faults/test_wire_damage.py",
@@ -57,6 +58,8 @@ FILES = (
     "transports/faults/test_other_hosts.py",
     "torchrl/generation_b/test_background.py",
     "torchrl/generation_b/test_background_by_path.py",
+    "torchrl/generation_b/test_background_compiled.py",
+    "torchrl/generation_b/test_background_functional.py",
     "torchrl/generation_b/test_cascade.py",
     "torchrl/generation_b/test_copies_b.py",
     "transports/store/test_store_group.py",
@@ -75,6 +78,8 @@ FILES = (
 OWN = {
     "weightsync.engine.serving_lock": (
         "tests/unit/engine/test_serv",
+        "tests/torchrl/generation_b/test_background_compiled.py",
+        "tests/unit/schemes/test_shared_models.py",
         "tests/torchrl/generation_b/test_cascade.py",
         "tests/unit/schemes/test_models_by_path.py",
         "tests/unit/schemes/test_loaders.py",
@@ -93,6 +98,7 @@ OWN = {
         "tests/transports/device/",
     ),
     "weightsync.engine.applier": (
+        "tests/torchrl/generation_b/test_background_functional.py",
         "tests/unit/engine/test_parts.py::test_g2_what_was_hashed",
         "tests/unit/engine/test_parts.py::test_what_a_worker_writes_over",
         "tests/unit/engine/test_applier.py",
@@ -129,13 +135,24 @@ OWN = {
         "tests/unit/engine/",
     ),
     "weightsync.engine.": ("tests/unit/engine/",),
-    "weightsync.weights.destination_checks": ("tests/unit/weights/test_target", "tests/unit/weights/"),
+    "weightsync.weights.destination_checks": (
+        "tests/torchrl/generation_b/test_background_functional.py",
+        "tests/unit/weights/test_target",
+        "tests/unit/weights/",
+    ),
     "weightsync.weights.mapped": (
+        "tests/unit/schemes/test_shared_models.py",
         "tests/unit/weights/test_mapped.py",
         "tests/unit/weights/",
         "tests/transports/device/",
     ),
-    "weightsync.weights.target": ("tests/transports/device/", "tests/unit/weights/test_target", "tests/unit/weights/"),
+    "weightsync.weights.target": (
+        "tests/unit/schemes/test_shared_models.py",
+        "tests/torchrl/generation_b/test_background_functional.py",
+        "tests/transports/device/",
+        "tests/unit/weights/test_target",
+        "tests/unit/weights/",
+    ),
     "weightsync.transports.pipe.framing": ("tests/transports/pipe/test_framing.py", "tests/transports/pipe/"),
     "weightsync.transports.pipe.link": (
         "tests/transports/pipe/test_framing.py",
@@ -156,6 +173,12 @@ OWN = {
         "tests/unit/weights/test_send_plan.py",
         "tests/unit/engine/test_parts.py",
     ),
+    "weightsync.weights.division": (
+        "tests/unit/weights/test_tree_digest.py",
+        "tests/unit/weights/test_packing.py",
+        "tests/unit/weights/test_copy_threads.py",
+    ),
+    "weightsync.weights.threads": ("tests/unit/weights/test_copy_threads.py", "tests/unit/weights/test_tree_digest.py"),
     "weightsync.weights.moving": ("tests/unit/weights/test_moving.py", "tests/unit/weights/test_packing.py"),
     "weightsync.weights.send_plan": ("tests/unit/weights/test_send_plan.py", "tests/unit/weights/test_packing.py"),
     "weightsync.weights.tree_digest": ("tests/unit/weights/test_tree_digest.py",),

@@ -19,6 +19,8 @@ DRIVEN = (
     "weightsync.protocol.codec",
     "weightsync.protocol.report_codec",
     "weightsync.weights.packing",
+    "weightsync.weights.division",
+    "weightsync.weights.threads",
     "weightsync.weights.moving",
     "weightsync.weights.send_plan",
     "weightsync.weights.tree_digest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
@@ -164,6 +165,7 @@ def test_a_worker_comes_back_over_a_new_pipe(scheme_class: Any) -> None:
 
 
 def test_descriptors_are_all_given_back() -> None:
+    gc.collect()  # what other tests have left
     before = len(descriptors())
     for _ in range(3):
         with MultiProcessWeightSyncScheme() as scheme:

@@ -44,6 +44,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_what_cannot_work_is_refused",
             "test_a_program_for_torchrls_vllm_runs_with_a_carrier",
             "test_versions_in_a_directory_are_read_whole_and_once",
+            "test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_written",
             "test_a_version_that_is_being_written_is_not_read",
             "test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest",
             "test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load",

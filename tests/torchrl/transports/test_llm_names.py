@@ -198,6 +198,25 @@ def test_versions_in_a_directory_are_read_whole_and_once(tmp_path: Path) -> None
     assert sorted(each.name for each in (tmp_path / "weights").iterdir()) == ["2", "3", "newest"]
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_written(
+    tmp_path: Path, before: int
+) -> None:
+    scheme, model, engine = llm.VLLMDoubleBufferSyncScheme(str(tmp_path / "weights")), small(1.0), LLM()
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
+    for _ in range(before):
+        sender.update_weights(model)
+    assert receiver.poll_and_apply(timeout=PATIENCE)
+
+    shutil.rmtree(tmp_path / "weights")
+    assert not receiver.poll_and_apply(timeout=0)
+    torch.nn.init.constant_(model[0].weight, 2.0)
+    scheme.create_sender().update_weights(model)
+
+    assert receiver.poll_and_apply(timeout=PATIENCE)  # although its number is that of the version before
+    assert torch.equal(engine.held["0.weight"], model[0].weight)
+
+
 def test_a_version_that_is_being_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = llm.VLLMDoubleBufferTransport(str(tmp_path))
     assert transport.receive_weights() is None

@@ -138,6 +138,17 @@ def test_modules_dicts_and_tensordicts_can_be_pushed(pool: list[Any]) -> None:
     assert constant(get(pool[0].last.remote())) == {7.0}
 
 
+def test_a_copy_on_another_node_calls_the_actors_from_there(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray  # noqa: PLC0415
+
+    copied = get(ray.put(RayWeightUpdater(weights(9.0), pool)))
+    job, _ = session._current(ray)
+    monkeypatch.setattr(session, "_current", lambda _: (job, "another node"))
+
+    assert copied.push_weights(timeout=PATIENCE).ok
+    assert seen(pool) == [9.0, 9.0]
+
+
 # ------------------------------------------------------------------------------------------------------ intervals
 
 
@@ -159,6 +170,21 @@ def test_the_interval_holds_for_named_workers_too_each_with_its_own(pool: list[A
     assert report.version is None
     assert report.failed == ()
     assert kinds(updater.push_weights()) == [APPLIED, APPLIED]
+
+
+def test_an_actor_that_replaces_another_is_not_skipped(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(), pool[:1], max_interval=5)
+    updater.push_weights()
+
+    updater.remote_collectors[0] = pool[1]
+
+    assert [kinds(updater.push_weights()) for _ in range(2)] == [[APPLIED], [SKIPPED]]
+
+
+@pytest.mark.parametrize("given", [None, "2", 1.5, float("nan")])
+def test_an_interval_is_a_whole_number(given: Any, pool: list[Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"max_interval=.*whole number"):
+        RayWeightUpdater(weights(), pool, max_interval=given)
 
 
 def test_a_negative_interval_is_none(pool: list[Any]) -> None:
@@ -199,7 +225,7 @@ def test_a_collector_that_raises_is_reported_with_its_own_traceback_after_the_ot
         (None, "give a list"),
         ("eve", "give a list"),
         (["eve"], r"worker 0 is the str 'eve', .*ray\.get_actor"),
-        ([object()], r"worker 0 \(object\) is no actor .*update_policy_weights_"),
+        ([object()], r"worker 0 \(object\) is not an actor .*update_policy_weights_"),
         ([RemoteCollector], r"worker 0 is the class RemoteCollector, .*remote\("),
     ],
 )
@@ -212,7 +238,7 @@ def test_a_wrong_collector_that_comes_later_is_refused_and_the_others_are_served
     updater = RayWeightUpdater(weights(12.0), [*pool[:1]])
     updater.remote_collectors = [object(), pool[0]]
 
-    with pytest.raises(RefusedError, match=r"worker 0 \(object\) is no actor .*update_policy_weights_"):
+    with pytest.raises(RefusedError, match=r"worker 0 \(object\) is not an actor .*update_policy_weights_"):
         updater.push_weights(timeout=PATIENCE)
 
     assert seen(pool[:1]) == [12.0]

@@ -185,7 +185,7 @@ def test_a_worker_whose_model_has_another_dtype_is_refused_before_the_first_send
     for _, message in errors:
         assert "dtype bfloat16, expected float32" in message
         assert "'0.weight'" in message
-        assert "give the trainer's scheme wire_dtype='float32', or cast the model: model.to(torch.bfloat16)" in message
+        assert "wire_dtype='float32', or cast the worker's model with model.to(torch.bfloat16)" in message
     world.forget(model_id)
 
 

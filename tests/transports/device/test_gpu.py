@@ -13,7 +13,7 @@ from fleet import PATIENCE, Crew, WorkerSetup, filled, serve, serve_until_gone
 from test_kernels import copied, mapped
 from torch import nn
 
-from weightsync import OutcomeKind, SharedMemWeightSyncScheme
+from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme
 from weightsync.transports.buffers import Segment
 from weightsync.transports.mapping import Mapping
 from weightsync.weights.device.base import DeviceMemory
@@ -307,6 +307,27 @@ def test_every_bit_of_every_dtype_arrives(name: str) -> None:
     pack_from(device, weights, layout, crossed)
     pack(read_weights({each: tensor.cpu() for each, tensor in source.items()}), layout, expected)
     assert bytes(host) == bytes(crossed) == bytes(expected)
+
+
+def join_by_default(setup: WorkerSetup) -> None:
+    torch.set_default_device("cuda")
+    join_gpu(setup)
+
+
+@pytest.mark.parametrize("verify", ["auto", "digest"])
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("trainer_on", ["cpu", "cuda"])
+def test_torch_may_make_tensors_on_the_gpu_by_default(crew: Crew, scheme: Any, verify: str, trainer_on: str) -> None:
+    given = scheme("state_dict", verify=verify)
+    (worker,), model = crew.start(given), on_gpu(1.0).to(trainer_on)
+    worker.do(join_by_default)
+    with torch.device("cuda"), trainer(scheme("state_dict", verify=verify), worker, model=model) as sender:
+        for version in (1, 2, 3):
+            filled(model, float(version))
+            worker.tell(serve, version)
+            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+            worker.answer()
+            assert worker.do(contents) == {float(version)}
 
 
 def several(fill: float = 0.0) -> nn.Module:

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice, fake_device, on_lane
-from fleet import PATIENCE, Pair
+from fleet import PATIENCE, Pair, constants
 from torch import nn
 
 from weightsync import OutcomeKind, SharedMemWeightSyncScheme
+from weightsync.engine import packer
+from weightsync.engine.packer import Packer
+from weightsync.weights import target
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.target import Mode
+
+
+class Odd(torch.Tensor):
+    """A tensor that is not plain: it may be anywhere."""
 
 
 def policy(fill: float = 0.0) -> nn.Module:
@@ -206,6 +213,44 @@ def test_g3_a_snapshot_is_whole_before_the_optimizer_goes_on(bench: Bench) -> No
     stepping.result(PATIENCE)
     assert bench.receive()
     assert bench.values() == {3.0}
+
+
+def test_g3_weights_in_several_places_are_copied_behind_the_current_stream(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packer, "device_of", lambda tensors: None)
+    weights = {"weight": torch.zeros(8), "odd": torch.zeros(8).as_subclass(Odd)}
+
+    def kernel() -> None:
+        time.sleep(0.2)
+        for tensor in weights.values():
+            tensor.fill_(3.0)
+
+    device.launch(kernel)
+    packed = Packer().pack(weights)
+
+    assert set(packed.buffer.view[: packed.layout.nbytes].cast("f")) == {3.0}
+
+
+def test_g3_a_swap_of_tensors_in_several_places_ends_with_the_kernels_of_all_streams(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "device_of", lambda tensors: None)
+    scatter = target.scatter
+
+    def in_another_stream(*given: Any) -> None:
+        def kernel() -> None:
+            time.sleep(0.2)
+            scatter(*given)
+
+        with on_lane("this process", "of a thread that helps"):
+            device.launch(kernel)
+
+    monkeypatch.setattr(target, "scatter", in_another_stream)
+    model = policy()
+    target.Target(model).apply(policy(3.0))
+
+    assert constants(model) == {3.0}
 
 
 def test_a_swap_is_whole_before_the_next_forward_whatever_its_stream(device: FakeDevice) -> None:

@@ -147,7 +147,7 @@ def test_weights_are_cast_on_the_device(narrowed: Pair, monkeypatch: pytest.Monk
 def test_a_value_that_would_become_infinite_on_the_device_stops_the_send(narrowed: Pair) -> None:
     with torch.no_grad():
         narrowed.source.weight[3, 3] = 1e6
-    with pytest.raises(LayoutError, match="'weight' has 1 values, such as 1e\\+06"):
+    with pytest.raises(LayoutError, match="'weight' has 1 value, such as 1e\\+06"):
         narrowed.sender.send_async()
     filled(narrowed.source, 2.0)
     assert narrowed.sync().outcomes[0].kind is OutcomeKind.APPLIED

@@ -7,14 +7,27 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_device as fake_device_module
 import pytest
 import torch
 from fake_device import FakeDevice, fake_device
-from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, large, serve, serve_until_gone
+from fleet import (
+    PATIENCE,
+    Crew,
+    Pair,
+    WorkerSetup,
+    constants,
+    filled,
+    functions_called,
+    join,
+    large,
+    serve,
+    serve_until_gone,
+)
 from msgspec.structs import replace
 from test_kernels import mapped, policy
 from torch import nn
@@ -26,7 +39,11 @@ from weightsync.protocol.messages import Hello, SlotRef, Update
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.device.base import DeviceError
+from weightsync.weights.device.captures import is_compiled
 from weightsync.weights.device.registry import device_of
+
+#: The most calls of Python functions that a small send takes, trainer and worker.
+TRAINER_CALLS, WORKER_CALLS = 200, 130
 
 
 @pytest.fixture
@@ -305,6 +322,34 @@ def test_the_host_copy_of_a_slot_is_made_once_a_version(device: FakeDevice, monk
     assert [bytes(buffer.view), bytes(buffer.view)] == [bytes(8)] * 2
     buffer.unseal()
     assert (bytes(buffer.view), len(read)) == (bytes(8), 2)
+
+
+def calls(call: Callable[[], object]) -> int:
+    """How many Python functions a call calls in this thread, but for those of the fake device and its locks."""
+    beside = (fake_device_module.__file__, threading.__file__)
+    return sum(code.co_filename not in beside for code in functions_called(call))
+
+
+@pytest.mark.untraced("a recorded driver calls more")
+@pytest.mark.usefixtures("device")
+def test_a_small_send_takes_few_calls_of_python() -> None:
+    found = []
+    with paired() as pair:
+        for _ in range(8):
+            in_trainer = calls(pair.sender.send_async)
+            in_worker = calls(lambda: pair.receiver.receive(timeout=0.0))
+            found.append((in_trainer + calls(pair.sender.wait_async), in_worker))
+    in_trainer, in_worker = map(min, zip(*found[3:], strict=True))
+    assert (in_trainer <= TRAINER_CALLS, in_worker <= WORKER_CALLS) == (True, True), (in_trainer, in_worker)
+
+
+@pytest.mark.usefixtures("device")
+def test_compiled_modules_are_looked_for_at_each_swap_without_calls_for_each_module() -> None:
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 1), nn.ReLU()) for _ in range(50)))
+    deep.register_module("absent", None)
+    deep[0].register_module("itself", deep)
+
+    assert calls(lambda: is_compiled(deep)) == 2
 
 
 def test_on_the_host_nobody_is_asked_about_devices() -> None:

@@ -426,7 +426,7 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
         (lambda: SGLangEngine("http://localhost:port"), "is not the URL of an engine"),
         (lambda: SGLangEngine("http://localhost:1", name_map=["a"]), "give a mapping"),
         (lambda: VLLMEngine("http://localhost:1", Inline(), name_map={"a": 3}), "give a mapping"),
-        (lambda: VLLMEngine("http://localhost:1", 3), "is no Carrier"),
+        (lambda: VLLMEngine("http://localhost:1", 3), "is not a Carrier"),
         (lambda: VLLMEngine(object(), Inline()), "has no init_weight_transfer_engine"),
         (lambda: VLLMEngine("http://localhost:1", Inline(), pause="doze"), "doze"),
         (lambda: SGLangEngine("http://localhost:1", tp_size=0), "tp_size= is 0"),

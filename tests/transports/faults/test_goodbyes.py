@@ -6,6 +6,9 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ from fleet import PATIENCE, Pair, large, small
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, SenderClosed, TransportError, WorkerLostError
 from weightsync.transports.base import Link
+from weightsync.weights.target import Staged
 
 
 def leave_by(side: Any, error: BaseException) -> None:
@@ -124,6 +128,69 @@ def test_a_trainer_that_leaves_its_block_as_it_should_says_goodbye(pair: Pair, e
 
     with pytest.raises(SenderClosed, match="said goodbye"):
         pair.receiver.receive(timeout=PATIENCE)
+
+
+def test_a_trainer_that_closes_while_its_worker_applies_a_version_says_goodbye(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.sync()
+    target = pair.receiver.target()
+    swap = target.swap
+
+    def closed_amid(staged: Staged) -> None:
+        swap(staged)
+        pair.sender.close()
+
+    monkeypatch.setattr(target, "swap", closed_amid)
+    pair.sender.send_async(small(7.0))
+
+    assert pair.receiver.receive(timeout=PATIENCE)
+    with pytest.raises(SenderClosed, match="said goodbye"):
+        pair.receiver.receive(timeout=PATIENCE)
+
+
+#: A trainer that ends with an open sender, while its worker, which is no daemon, waits for the next version.
+LEFT_OPEN = """
+import multiprocessing, sys
+from fleet import small
+from weightsync import MultiProcessWeightSyncScheme as Scheme, TransportError
+
+def serve(pipe):
+    scheme = Scheme()
+    scheme.init_on_worker("policy", pipe=pipe, model=small())
+    try:
+        while True:
+            scheme.get_receiver().receive()
+    except TransportError as error:
+        print(type(error).__name__, error, flush=True)
+
+ours, theirs = multiprocessing.Pipe()
+multiprocessing.get_context("fork").Process(target=serve, args=(theirs,)).start()
+scheme = Scheme()
+scheme.init_on_sender("policy", pipes=[ours], model=small())
+scheme.connect()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("", 0, "SenderClosed .*the sender said goodbye"),
+        ("sys.exit(3)", 3, "SenderClosed .*the sender said goodbye"),
+        ("1 / 0", 1, "TransportError .*the sender failed: ZeroDivisionError"),
+    ],
+    ids=["its last line", "exit", "an error"],
+)
+def test_a_trainer_whose_program_ends_says_goodbye_and_does_not_wait_for_its_workers_forever(
+    end: str, code: int, said: str
+) -> None:
+    program = [sys.executable, "-c", LEFT_OPEN.format(end=end)]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(program, env=path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+    assert ended.returncode == code
+    assert re.match(said, ended.stdout)
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.INFO], ids=["unexpected", "expected"])

@@ -20,7 +20,6 @@ from weightsync import (
 )
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
-from weightsync.schemes import rpc as scheme_module
 from weightsync.transports import rpc as module
 from weightsync.transports.calls.server import CallServer, Parcel
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind, NoSeal
@@ -69,7 +68,6 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    monkeypatch.setattr(scheme_module, "worker_named", lambda worker, peer: worker)
     monkeypatch.setattr("weightsync.schemes.peers.collectors.worker_named", lambda worker, peer: Worker)
     return Calls(monkeypatch)
 

@@ -92,6 +92,21 @@ def test_what_is_read_makes_room(call_server: tuple[CallServer, list[Any]], monk
         assert len(links[0].receive()) == 1
 
 
+def test_the_goodbye_of_a_link_that_there_was_no_room_for_is_refused_as_its_handshake_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "MAX_UNMET", 1)
+    unopened = CallServer("m")
+    unopened.submit(Parcel("waits", 0, hello()))
+    with pytest.raises(TransportError, match="nobody listens"):
+        unopened.submit(Parcel("another", 0, hello()))
+
+    with pytest.raises(TransportError, match="nobody listens"):
+        unopened.hang_up(Parcel("another", 1, codec.encode(Bye(model_id="m", incarnation=1))))
+
+    unopened.hang_up(Parcel("waits", 1, codec.encode(Bye(model_id="m", incarnation=1))))
+
+
 def test_links_that_ended_are_forgotten_but_for_the_last_and_more_open_ones_are_refused(
     call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,21 @@ def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(laid):
     assert [received.payload for received in exchange(first, second, 7)][-1] == buffers[0].view
 
 
+def test_a_part_of_a_segment_that_others_have_displaced_while_it_was_filled_is_not_sent(laid):
+    first, second = laid()
+    buffers = [filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS) for _ in range(5)]
+    first.send(update(1, INLINE_BELOW_NBYTES), buffers[0])
+    assert first.takes_parts(buffers[0], INLINE_BELOW_NBYTES, True)
+    for version, buffer in enumerate(buffers[1:], 2):  # sent by other threads
+        first.send(update(version, buffer.nbytes), buffer)
+    first.send_part(part(0), buffers[0])
+    first.send(update(6, INLINE_BELOW_NBYTES), buffers[0])
+
+    received = exchange(first, second, 6)
+    assert [each.message.version for each in received] == [1, 2, 3, 4, 5, 6]
+    assert received[-1].payload == buffers[0].view
+
+
 @pytest.mark.parametrize(
     ("named", "error"), [(7, "names segment 7, which it never passed"), (None, "400000 bytes in a segment of 65536")]
 )

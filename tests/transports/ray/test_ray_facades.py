@@ -146,6 +146,23 @@ def context_with(transform: Any, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(env=SimpleNamespace(transform=[transform]), **more)
 
 
+def test_another_transform_comes_too_late_once_the_actor_is_found(module: Any, plain: Any) -> None:
+    with RayModuleTransformScheme() as scheme:
+        scheme.set_transform(SimpleNamespace(_actor=module))
+        scheme.init_on_sender("module", model=small(6.0))
+        sender = scheme.get_sender()
+        sender.send(timeout=PATIENCE)
+        scheme.set_transform(SimpleNamespace(_actor=module))
+
+        with pytest.raises(ConfigurationError, match=r"another transform already.*add_worker"):
+            scheme.set_transform(SimpleNamespace(_actor=plain))
+
+        sender.add_worker(0, plain)
+        assert sender.send(small(7.0), timeout=PATIENCE).ok
+        assert _shown(plain) == {7.0}
+        assert _shown(module) == {6.0}
+
+
 def test_a_path_to_an_actor_is_no_source_of_weights(module: Any) -> None:
     context = context_with(SimpleNamespace(_actor=module), actor_refs=[module])
     with RayModuleTransformScheme() as scheme:

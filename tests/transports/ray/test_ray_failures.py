@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray_alone import alone
 from ray_cluster import ENVIRONMENT
-from ray_fleet import PATIENCE, Loop, Plain, Threads, WorkerSetup, ray, small
+from ray_fleet import PATIENCE, Loop, Plain, Threads, WorkerSetup, ray, set_policy, small
+from torch import nn
 
-from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
+from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WeightSyncActor, WorkerLostError
 from weightsync.transports.ray.session import ACTOR_WATCH, Session
 
 
@@ -175,6 +179,51 @@ def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) ->
     assert get(threads.shows.remote()) == {2.0}
 
 
+class Slow(nn.Module):
+    """Its forward reads its two weights one after the other."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor(value))
+        self.second = nn.Parameter(torch.tensor(value))
+        self.seconds = 0.005
+
+    def forward(self) -> tuple[float, float]:
+        first = self.first.item()
+        time.sleep(self.seconds)
+        return first, self.second.item()
+
+
+def act(actor: Any, in_blocks: bool) -> set[tuple[float, float]]:
+    """Act without a pause until asked to stop; what the forwards saw."""
+    actor.inside.set()
+    seen = set()
+    while not actor.released.is_set():
+        with actor.weight_receiver().serving() if in_blocks else contextlib.nullcontext():
+            seen.add(actor.policy())
+    return seen
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_g3_threads_that_act_without_a_pause_see_whole_versions_and_starve_no_update(
+    in_blocks: bool, cluster: Any, trainer: Any
+) -> None:
+    threads = ray.remote(num_cpus=0, max_concurrency=4)(Threads).remote()
+    get(threads.do.remote(set_policy, Slow))
+    sender = trainer([threads], Slow(1.0))
+    sender.send(timeout=PATIENCE)
+    acting = [threads.do.remote(act, in_blocks) for _ in range(2)]
+    get(threads.is_inside.remote())
+
+    for version in range(2, 12):
+        sender.send(Slow(float(version)), timeout=PATIENCE)
+
+    get(threads.open_gate.remote())
+    seen = set.union(*get(acting))
+    assert all(first == second for first, second in seen)
+    ray.kill(threads)
+
+
 def test_calls_of_a_threaded_actor_are_put_in_order(fresh: Any, trainer: Any) -> None:
     sender = trainer([fresh["threads"]], small(0.0))
     for version in range(1, 20):
@@ -197,6 +246,50 @@ def test_an_async_actor_applies_between_two_awaits(fresh: Any, trainer: Any) -> 
     assert "serving() before you await" in report[0].reason
     get([loop.let_go.remote(), held])
     assert get(loop.shows.remote()) == {1.0}
+
+
+class Executing(WeightSyncActor):
+    """An async actor whose forwards run in other threads."""
+
+    def __init__(self) -> None:
+        self.policy = Slow()
+        self.begun, self.released = asyncio.Event(), asyncio.Event()
+
+    async def act(self) -> set[tuple[float, float]]:
+        seen = set()
+        while not self.released.is_set():
+            self.begun.set()
+            seen.add(await asyncio.get_running_loop().run_in_executor(None, self.policy))
+        return seen
+
+    async def has_begun(self) -> bool:
+        return await self.begun.wait()
+
+    async def let_go(self) -> None:
+        self.released.set()
+
+
+@pytest.mark.parametrize(("seconds", "threads", "versions"), [(0.02, 2, 10), (2.5, 1, 2)])
+def test_g3_no_version_goes_live_amid_a_forward_of_an_async_actors_other_threads(
+    seconds: float, threads: int, versions: int, cluster: Any, trainer: Any
+) -> None:
+    actor = ray.remote(num_cpus=0)(Executing).remote()
+    sender = trainer([actor], Slow(1.0))
+    sender.send(timeout=PATIENCE)
+    get(actor.__ray_call__.remote(_takes, seconds))
+    acting = [actor.act.remote() for _ in range(threads)]
+    get(actor.has_begun.remote())
+
+    for version in range(2, 2 + versions):
+        sender.send(Slow(float(version)), timeout=PATIENCE)
+
+    get(actor.let_go.remote())
+    assert all(first == second for first, second in set.union(*get(acting)))
+    ray.kill(actor)
+
+
+def _takes(actor: Any, seconds: float) -> None:
+    actor.policy.seconds = seconds
 
 
 PROGRAM = """

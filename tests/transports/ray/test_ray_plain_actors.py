@@ -35,10 +35,10 @@ def stranger(actors: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (Collector, r"the class Collector, and no running actor: .*remote\(Collector\)"),
-        (Collector(), r"an object of the class Collector, and no running actor: .*remote\(Collector\)"),
-        ("eve", r"the str 'eve', and no actor: .*ray.get_actor\('eve'\)"),
-        pytest.param(None, "an ObjectRef, the result of a call, and no actor: .*handle", id="ObjectRef"),
+        (Collector, r"the class Collector, not a running actor: .*remote\(Collector\)"),
+        (Collector(), r"an object of the class Collector, not a running actor: .*remote\(Collector\)"),
+        ("eve", r"the str 'eve', not an actor: .*ray.get_actor\('eve'\)"),
+        pytest.param(None, "an ObjectRef, the result of a call, not an actor: .*handle", id="ObjectRef"),
     ],
 )
 def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, said: str) -> None:
@@ -55,6 +55,15 @@ def test_an_actor_that_is_given_twice_is_refused_also_by_two_handles(collector: 
     ):
         scheme.init_on_sender("policy", remote_collectors=[collector, again], model=small(1.0))
     assert again is not collector
+
+
+def test_nor_may_it_be_given_once_as_it_is_and_once_behind_an_object(collector: Any) -> None:
+    behind = SimpleNamespace(_actor=collector)
+    with (
+        RayWeightSyncScheme() as scheme,
+        pytest.raises(ConfigurationError, match="workers 0 and 1 are the same ActorHandle"),
+    ):
+        scheme.init_on_sender("policy", remote_collectors=[collector, behind], model=small(1.0))
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])

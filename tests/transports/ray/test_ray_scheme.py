@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from weightsync import (
     AuthenticationError,
     ConfigurationError,
     Evidence,
+    ModelPathError,
     OutcomeKind,
     RayModuleTransformScheme,
     RayWeightSyncScheme,
@@ -278,6 +280,23 @@ def test_weights_for_a_model_that_is_not_there_are_a_loss_that_says_so(setups: l
     assert sender.send(timeout=PATIENCE).ok
 
 
+def _get_models_from(actor: Any, models: dict[str, nn.Module] | None) -> None:
+    if models is None:
+        del actor.get_model
+    else:
+        actor.get_model = models.__getitem__
+
+
+def test_what_an_actors_own_code_raises_is_named_with_its_type(setups: list[Any], trainer: Any) -> None:
+    get(setups[0].do.remote(_get_models_from, {}))
+
+    report = trainer(setups[:1], small(9.0), model_id="critic").send(timeout=PATIENCE, on_failure="report")
+
+    get(setups[0].do.remote(_get_models_from, None))
+    assert report[0].kind is OutcomeKind.LOST
+    assert "KeyError: 'critic'" in report[0].reason
+
+
 def _ambiguous(actor: Any) -> None:
     _without_model(actor)
     actor.policy = actor.module = small()
@@ -458,6 +477,52 @@ def test_what_breaks_the_protocol_on_one_link_ends_no_call_of_another() -> None:
 
         (told,) = decoded(bad.result(timeout=0))
         assert "has not carried" in told.reason
+    finally:
+        scheme.close()
+        ray_server._servers.clear()
+
+
+def test_a_handshake_that_another_call_has_answered_meanwhile_returns_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context, scheme = SimpleNamespace(), RayWeightSyncScheme()
+    scheme.init_on_worker("policy", context=context)
+    actor_server = ray_server.actor_server_of("policy")
+    decide = actor_server._decide
+
+    def overtaken(*given: Any) -> None:
+        try:
+            decide(*given)
+        except ModelPathError:
+            context.policy = small()
+            scheme.get_receiver().receive(timeout=0)  # as a call in another thread does
+            raise
+
+    monkeypatch.setattr(actor_server, "_decide", overtaken)
+    try:
+        (answer,) = decoded(actor_server.call(_parcel(0), ()))
+        assert isinstance(answer, Hello)
+    finally:
+        scheme.close()
+        ray_server._servers.clear()
+
+
+class WithoutHooks(nn.Linear):
+    """As torch's ScriptModules are."""
+
+    def register_forward_pre_hook(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("register_forward_pre_hook is not supported on ScriptModules")
+
+
+def test_a_module_that_takes_no_hooks_is_warned_of_once_in_a_threaded_actor(caplog: pytest.LogCaptureFixture) -> None:
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_worker("policy", model=WithoutHooks(2, 2))
+    actor_server = ray_server.actor_server_of("policy")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            for link in ("one", "another"):
+                assert pool.submit(actor_server.call, replace(_parcel(0), link=link), ()).result()
+        assert len([line for line in caplog.messages if "inside serving()" in line]) == 1
     finally:
         scheme.close()
         ray_server._servers.clear()

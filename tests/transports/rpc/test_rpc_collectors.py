@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,36 @@ def test_a_collector_that_raises_refuses_with_its_own_traceback(trainer: Any) ->
     assert outcome.evidence is Evidence.CALL
     assert outcome.reason == "ValueError: the collector does not want them"
     assert "update_policy_weights_" in outcome.remote_traceback
+
+
+def local_class() -> Any:
+    """A collector of a class that no other process can import."""
+
+    class Here(Collector):
+        pass
+
+    return Here()
+
+
+def never() -> Any:
+    raise ValueError("there is no collector here")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(local_class, "AttributeError: .*Here"), (never, "ValueError: there is no collector here")]
+)
+def test_a_collector_whose_class_cannot_be_found_out_is_lost_with_that_reason(
+    trainer: Any, make: Any, why: str
+) -> None:
+    trainer.do(command_collectors, make, ["w0"], "state_dict", ())
+
+    for _ in range(2):
+        error = trainer.do(attempt, send, 2.0)
+        assert isinstance(error, WorkerLostError)
+        reason = error.report[0].reason
+        assert re.search(f"class of the collector behind collector_rref cannot be found out: {why}", reason)
+        assert "frame #" not in reason
+        assert "\n" not in reason
 
 
 def test_weights_of_every_dtype_reach_a_collector(trainer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 import xxhash
@@ -11,10 +12,11 @@ from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.sealing import digest_of
+from weightsync.transports.store import fanout
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.mailbox import INLINE_NBYTES, StoreMessage
 from weightsync.transports.store.routes import Ask, Listening, Routed, Supply, Why, route_in
-from weightsync.transports.store.tree import Node
+from weightsync.transports.store.tree import Node, tree_of
 
 NBYTES = INLINE_NBYTES + 8
 HOST = b"one host"
@@ -189,6 +191,27 @@ def test_a_parent_whom_nobody_has_reached_yet_is_no_parent_any_more() -> None:
     workers.dispatch(payload())
     workers.branches[1].asked(Ask(1, Why.UNREACHABLE))
     assert [branch.node for branch in workers.branches] == [None, Node(HOST)]
+
+
+def test_a_parent_whom_nobody_reaches_as_is_heard_during_the_dispatch_is_nobodys_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers, buffer = Workers(3), payload()
+    workers.dispatch(payload(), 1)
+
+    def chain(nodes: Sequence[Node], width: int) -> list[int | None]:
+        made = tree_of(nodes, width)
+        workers.branches[1].asked(Ask(1, Why.UNREACHABLE))  # as the thread that reads its link does
+        return made
+
+    monkeypatch.setattr(fanout, "tree_of", chain)
+    workers.dispatch(buffer, 2)
+    second, third = workers.routes()[1:]
+    assert second is not None
+    assert third is not None
+    assert (second.parent, second.children, second.digest) == ("", 1, b"")
+    assert third.parent == "10.0.0.1:2"
+    assert workers.posted[1][-1].payload == buffer.view
 
 
 def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:

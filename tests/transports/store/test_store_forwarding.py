@@ -21,6 +21,7 @@ from weightsync.transports.store import fetching, forwarding
 from weightsync.transports.store.fetching import NotFetched, fetch
 from weightsync.transports.store.forwarding import Feed, Forwarder
 from weightsync.transports.store.routes import Routed, Why
+from weightsync.transports.store.stream import dial
 
 TOKEN = b"0123456789abcdef"
 #: More than three pieces.
@@ -260,9 +261,19 @@ def test_a_child_whose_own_link_ends_stops_waiting_for_its_parent() -> None:
         parent.close()
 
 
-@pytest.mark.parametrize("parent", ["127.0.0.1:1", "127.0.0.1:99999"])
+@pytest.mark.parametrize("parent", ["127.0.0.1:1", "127.0.0.1:0", "127.0.0.1:port", "127.0.0.1", "no..host:1"])
 def test_a_parent_that_cannot_be_reached_is_said_to_be(parent: str) -> None:
     assert why_not(routed(parent)) is Why.UNREACHABLE
+
+
+def test_no_other_port_is_called_in_place_of_one_that_cannot_be() -> None:
+    """The resolver takes a port modulo 65536."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1] + 2**16}"
+
+        assert why_not(routed(address)) is Why.UNREACHABLE
+        with pytest.raises(TransportError, match="has no port from 1 to 65535"):
+            dial(address, "a link")
 
 
 def test_a_parent_at_an_address_of_ipv6_is_called_there(monkeypatch: pytest.MonkeyPatch) -> None:

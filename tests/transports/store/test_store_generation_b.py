@@ -109,6 +109,17 @@ def test_a_collectors_port_plus_two_is_the_stores() -> None:
         assert port == scheme.get_store_info()["port"]
 
 
+def test_a_collectors_port_plus_two_that_is_none_is_any_free_port() -> None:
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1, tcp_port="65535"))
+        assert scheme.get_store_info()["port"]
+
+
+def test_a_collectors_port_that_is_no_number_is_refused() -> None:
+    with DistributedWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match="tcp_port is 'a port'"):
+        scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1, tcp_port="a port"))
+
+
 def test_from_backend_gives_the_scheme() -> None:
     scheme = WeightSyncScheme.from_backend("distributed", sync=False, timeout=60.0)
 

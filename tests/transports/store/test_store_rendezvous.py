@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -13,7 +16,10 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError
+from weightsync.transports.store.announcing import SENDERS, Models
 from weightsync.transports.store.group import Rendezvous
+from weightsync.transports.store.heartbeat import process_name
+from weightsync.transports.store.listener import _OtherProcess
 from weightsync.transports.store.store import Client
 
 #: Seconds; reached only by a failure.
@@ -141,3 +147,53 @@ def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
             late.init_on_worker("policy", store=store, rank=1, model=nn.Linear(2, 2))
             assert late.get_receiver().receive(timeout=PATIENCE)
             assert not sender._driver.remark(0)
+
+
+def test_a_sender_whose_link_was_taken_or_that_has_closed_does_not_wait_any_more(store: Any) -> None:
+    waiting = Models(1, SENDERS)
+    with contextlib.closing(Client(store)) as client, DistributedWeightSyncScheme() as theirs:
+        for model_id in ("policy", "critic"):
+            with DistributedWeightSyncScheme() as ours:
+                ours.init_on_sender(model_id, store=store, num_workers=1, model=nn.Linear(2, 2))
+                ours.get_sender().send_async()
+                if model_id == "policy":
+                    theirs.init_on_worker(model_id, store=store, rank=1, model=nn.Linear(2, 2))
+                    assert theirs.get_receiver().receive(timeout=PATIENCE)
+                    assert not waiting.without(client, "value")
+                else:
+                    while waiting.without(client, "value") != "'critic'":
+                        time.sleep(0.01)
+        while waiting.without(client, "value"):
+            time.sleep(0.01)
+
+
+def test_a_process_that_receives_for_a_rank_as_another_one_does_says_so(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "weightsync")
+    place, other = "weightsync/policy/1/receiver", "f" * 32
+    with contextlib.closing(Client(store)) as client, DistributedWeightSyncScheme() as scheme:
+        client.set(place, other.encode())
+        scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(2, 2))
+        for beat in itertools.count():
+            client.set(f"weightsync/heartbeat/{other}", str(beat).encode())
+            if "model 'policy': another process receives for rank 1 of this store too" in caplog.text:
+                break
+            time.sleep(0.05)
+        assert client.value(place) == process_name().encode()
+        scheme.close()
+        while client.value(place):
+            time.sleep(0.01)
+
+
+def test_a_worker_that_takes_the_place_of_a_dead_one_says_nothing(store: Any) -> None:
+    looks: list[bool] = []
+    with contextlib.closing(Client(store)) as client:
+        client.set("weightsync/policy/1/receiver", b"f" * 32)
+        client.set(f"weightsync/heartbeat/{'f' * 32}", b"7")
+        other = _OtherProcess("weightsync/policy/1")
+        other.find(client)
+        looks += [other.is_alive(client) for _ in range(3)]
+        client.delete(f"weightsync/heartbeat/{'f' * 32}")
+        looks += [other.is_alive(client) for _ in range(3)]
+    assert not any(looks)

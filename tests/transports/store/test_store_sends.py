@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import pickle
 import threading
@@ -390,3 +391,12 @@ def _keys(store: Any) -> list[str]:
 def _stable(look: Any) -> dict[str, str]:
     found: dict[str, str] = look()
     return {fd: name for fd, name in found.items() if name.startswith(("socket:", "anon_inode:[eventfd]"))}
+
+
+def test_a_worker_in_another_network_listens_where_it_reaches_the_store(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = itertools.count()
+    monkeypatch.setattr("weightsync.transports.store.worker.own_network", lambda: f"{next(names):032x}")
+    with contextlib.closing(StorePair(store)) as pair:
+        assert pair.sync().ok

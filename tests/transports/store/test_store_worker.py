@@ -20,6 +20,7 @@ from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe.framing import ReceiveBuffers
+from weightsync.transports.store import worker_threads
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
 from weightsync.transports.store.seals import NoGuard
 from weightsync.transports.store.store import StoreEnd
@@ -284,3 +285,34 @@ def test_a_connection_serves_where_no_congestion_control_may_be_chosen(
     assert reader.read() == b"a message"
     reader.read_into(memoryview(room))
     assert room == SMALL
+
+
+class Waking:
+    """Waits in one thread, and ends that by another, as listeners do."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.woken = False
+
+    def wait(self) -> None:
+        self.over.wait()
+
+    def close(self) -> None:
+        worker_threads.start(self, self.wake)
+
+    def wake(self) -> None:
+        self.over.set()
+        time.sleep(0.1)
+        self.woken = True
+
+    def cut(self) -> None:
+        pass
+
+
+def test_a_process_that_ends_waits_for_the_threads_that_closing_starts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that returns from torch later aborts the process."""
+    monkeypatch.setattr(worker_threads, "_running", worker_threads._Running())
+    owner = Waking()
+    worker_threads.start(owner, owner.wait)
+    worker_threads._running.end()
+    assert owner.woken

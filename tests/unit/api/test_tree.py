@@ -154,8 +154,8 @@ def test_a_worker_that_said_goodbye_is_not_said_to_remain() -> None:
 
     for report, remains in ((both, True), (gone, False)):
         text = str(report.error())
-        assert ("Lost workers remain among the workers" in text) is remains
-        assert "Workers that said goodbye are no longer among the workers" in text
+        assert ("A lost worker stays a member" in text) is remains
+        assert "A worker that said goodbye is no longer a member" in text
 
 
 def test_a_fenced_worker_s_error_carries_the_fence_to_rise_above() -> None:

@@ -273,13 +273,14 @@ def test_what_does_not_fit_on_the_gpu_is_not_begun(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: payloads("X", None), "'X' is no payload of the bench: choose from E, S, M, L, T, G."),
-        (lambda: members(SchemeName, "pigeon"), "'pigeon' is no scheme"),
+        (lambda: payloads("X", None), "'X' is not a payload of the bench: choose from E, S, M, L, T, G."),
+        (lambda: members(SchemeName, "pigeon"), "'pigeon' is not a scheme"),
         (lambda: numbers("1,two"), "not a list of whole numbers"),
         (lambda: payloads(None, "model"), "not of the form module:factory"),
         (lambda: Settings(workers=(0,)), "at least 1 worker"),
         (lambda: Settings(seconds=float("nan")), "more than 0 seconds"),
         (lambda: Settings(payloads=()), "at least one payload"),
+        (lambda: Settings(verify=("md5",)), "'md5' is not a value of --verify of the bench: choose from default, auto"),
     ],
 )
 def test_wrong_settings_are_refused(make: object, said: str) -> None:
@@ -296,16 +297,25 @@ def test_the_page_is_rendered_from_the_stored_results_and_a_page_that_differs_is
 ) -> None:
     (tmp_path / performance.RESULTS).mkdir(parents=True)
     page = tmp_path / performance.PAGE
-    page.write_text("# P\n<!-- generated: results -->\nold\n<!-- /generated -->\n")
-    found = results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44)))
+    old = (f"<!-- generated: {part} -->\nold\n<!-- /generated -->\n" for part in ("summary", "results"))
+    page.write_text("# P\n" + "".join(old))
+    one = case(floor(Floor.MEMCPY, 40), took(SHARED, 44), workers=1)
+    on_gpu = case(floor(Floor.D2D, 1), took(SHARED, 2), workers=1, device="cuda")
+    found = results(one, case(floor(Floor.MEMCPY, 40), took(SHARED, 55)), on_gpu)
     write_report(found.record(), tmp_path / performance.RESULTS / "two-cores.json")
 
     assert performance.main(["--check"], tmp_path) == 1
     assert "run `python spec/performance.py`" in capsys.readouterr().out
     assert performance.main([], tmp_path) == 0
     assert performance.main(["--check"], tmp_path) == 0
-    for part in ("### Results: two-cores", "| shared, digest | 44 ms |", "```sh\nweightsync bench\n```"):
-        assert part in page.read_text()
+    summary, stored = page.read_text().split("### Results: two-cores")
+    on_cpu, on_gpu_too = summary.split("**two-cores** (cuda, 1 worker, 1 thread in the trainer)")
+    for part in ("**two-cores** (1 worker, 1 thread in the trainer)", "| shared | 44 ms |"):
+        assert part in on_cpu
+    assert "| shared | 2 ms |" in on_gpu_too
+    assert "55 ms" not in summary
+    for part in ("| shared, digest | 44 ms |", "| shared, digest | 55 ms |", "```sh\nweightsync bench\n```"):
+        assert part in stored
 
 
 def test_a_stored_result_that_names_a_path_is_refused(tmp_path: Path) -> None:

@@ -195,6 +195,14 @@ def test_a_factory_that_gives_no_model_is_refused(factory: str, said: str) -> No
 # ---------------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.parametrize("rest", [[], ["--json", "-"]])
+def test_results_are_not_appended_to_nothing(rest: list[str]) -> None:
+    refused = CliRunner().invoke(build(), ["bench", "--append", *rest])
+
+    assert isinstance(refused.exception, ConfigurationError)
+    assert "--append needs --json FILE" in str(refused.exception)
+
+
 def test_the_command_writes_what_it_measured_and_appends_other_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

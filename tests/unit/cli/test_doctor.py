@@ -71,7 +71,7 @@ def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_ope
             "engines",
             (_probes, "_is_installed", lambda _: False),
             Status.ABSENT,
-            "needs neither for an engine behind a URL",
+            "needs neither for a server that it reaches by URL",
         ),
         ("loopback", (socket, "create_server", _refuse(errno.EADDRNOTAVAIL)), Status.FAILS, "ip link set lo up"),
         ("java", (toolchain, "find_java", _no_java), Status.ABSENT, "default-jre"),

@@ -63,6 +63,15 @@ def test_every_command_has_json_and_says_its_exit_codes(words: list[str], monkey
     assert re.search(r"exit\s+code", said.output), said.output
 
 
+def test_the_help_of_bench_names_the_extra_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    said = CliRunner().invoke(build(), ["bench", "--help"])
+
+    assert "Needs weightsync[plot]." in said.output
+
+
 def test_the_documents_have_every_command_and_its_exit_codes() -> None:
     table = Path(__file__).parents[3].joinpath("docs", "observability.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `weightsync ([a-z ]+)` \| .* \| (0.*) \|$", table, re.MULTILINE)

@@ -4,7 +4,7 @@ And how far it goes: how many files of the package it passes at both ends, and h
 
 Calls are counted by `sys.setprofile`, its ``call`` events alone: calls of functions in C are not counted, resumed
 generators are. Trainer and workers are in this process, so that nothing depends on who is faster. After a change that
-is meant to change the counts, ``python tests/unit/engine/test_calls_per_send.py`` writes them anew.
+is meant to change the counts, ``PYTHONPATH=tests python tests/unit/engine/test_calls_per_send.py`` writes them anew.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from fleet import Pair
+from fleet import PATIENCE, Pair
 
 import weightsync
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
@@ -35,6 +37,8 @@ TOLERANCE = 1.1
 #: Elements of the model's only parameter: the payload travels inline, or in a slot.
 SIZES = {"inline": 4, "slot": 64 * 1024}
 SCHEMES = {"pipes": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme}
+#: How often one number is sent.
+SENDS = 20
 CASES = [f"{scheme}-{size}-{workers}" for scheme in SCHEMES for size in SIZES for workers in (1, 2)]
 
 
@@ -131,6 +135,36 @@ def test_a_small_send_takes_no_more_calls_of_python_than_are_written_down(case: 
     stored, found = tomllib.loads(STORED.read_text(encoding="utf-8"))[case], counts(case)
 
     assert {end: calls for end, calls in found.items() if calls > stored[end] * TOLERANCE} == {}
+
+
+def calls_of_one_number(scheme: str, workers: int) -> tuple[float, float]:
+    """The calls of a whole send of one number, the median of several: in the trainer, and in the busiest worker.
+
+    The count varies: a worker that waited for the update has looked for it in vain before, and two answers may be found
+    by one look or by two.
+    """
+    made = Pair(SCHEMES[scheme], workers, lambda value: torch.nn.ParameterDict({"number": torch.tensor([value])}))
+
+    def received(receiver: Any) -> float:
+        return median(counted(lambda: receiver.receive(PATIENCE)) for _ in range(SENDS))
+
+    try:
+        with ThreadPoolExecutor(workers) as beside:
+            receiving = [beside.submit(received, receiver) for receiver in made.receivers]
+            in_trainer = median(counted(made.sender.send) for _ in range(SENDS))
+            return in_trainer, max(each.result() for each in receiving)
+    finally:
+        made.close()
+
+
+@pytest.mark.untraced("a recorded driver calls more")
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_send_of_one_number_takes_at_most_150_calls_and_60_for_each_further_worker(scheme: str, workers: int) -> None:
+    in_trainer, in_worker = calls_of_one_number(scheme, workers)
+
+    assert in_trainer <= 150 + 60 * (workers - 1)
+    assert in_worker <= 150
 
 
 @pytest.mark.untraced("a recorded driver calls more")

@@ -8,7 +8,9 @@ from weakref import WeakSet
 
 import pytest
 
-from weightsync.transports import process
+from weightsync.engine import copies
+from weightsync.transports import process, sealing
+from weightsync.transports.pipe import connection
 from weightsync.transports.process import PerProcess
 
 
@@ -60,3 +62,16 @@ def test_it_is_the_child_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     _, status = os.waitpid(child, 0)
 
     assert (os.waitstatus_to_exitcode(status), holder.forgotten) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "kept", [connection._channels, sealing._known, copies._open_at_exit], ids=lambda kept: type(kept).__name__
+)
+def test_a_child_that_is_forked_while_another_thread_looks_something_up_waits_for_nobody(kept: PerProcess) -> None:
+    with kept._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if kept._lock.acquire(blocking=False) else 1)
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0

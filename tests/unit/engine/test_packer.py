@@ -133,7 +133,7 @@ def test_a_signal_does_not_end_the_copy_of_a_version_that_takes_threads(
 
     before = signal.signal(signal.SIGUSR1, alarm)
     try:
-        monkeypatch.setattr(packing, "LEAST", packer.layout_of(weights()).nbytes - larger_by)
+        monkeypatch.setattr(packing, "LEAST_PART", packer.layout_of(weights()).nbytes - larger_by)
         monkeypatch.setattr(packing, "_copy", interrupted)
         with pytest.raises(Alarmed):
             packer.pack(weights())

@@ -27,7 +27,7 @@ from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.base import Received, TakesParts
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.pipe.link import PipeLink
-from weightsync.weights import packing
+from weightsync.weights import division, packing
 from weightsync.weights.tree_digest import CHUNK, digest
 
 ID, OTHER = b"1" * 16, b"2" * 16
@@ -326,7 +326,8 @@ def test_g2_what_was_hashed_in_parts_is_what_is_acked_and_served(
 
 def test_several_threads_pack_and_name_their_parts(make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch) -> None:
     slots = make()
-    monkeypatch.setattr(packing, "_parts", lambda *_: ((0, 3 * CHUNK), (3 * CHUNK, 10 * CHUNK)))
+    monkeypatch.setattr(division, "_parts", lambda *_: ((0, 3 * CHUNK), (3 * CHUNK, 10 * CHUNK)))
+    monkeypatch.setattr(division, "threads_for", lambda _: 2)
     monkeypatch.setattr(parts, "LEAST_PART", 2 * CHUNK)
     slots.source[0] = nn.Linear(1024, 640, bias=False)  # so that the plan is made anew
 

@@ -378,6 +378,17 @@ def test_a_goodbye_that_arrived_before_an_answer_could_not_be_written_is_how_the
     assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
 
 
+def test_a_goodbye_is_how_a_link_ended_that_fails_once_more_before_it_is_closed() -> None:
+    worker = Worker()
+    worker.receives(0, update(1))
+    worker.link.raises |= {"send": TransportError("cut"), "flush": TransportError("still cut")}
+    worker.link.receives(bye())
+    worker.driver.take(pure.Applied(ack(1)))
+
+    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+    assert (worker.link.closed, worker.state) == (1, State.UNINITIALIZED)
+
+
 def test_what_follows_a_goodbye_is_not_heard() -> None:
     worker = Worker()
     worker.receives(0, bye(), bye(ending=Ending.FAILED), update(1))

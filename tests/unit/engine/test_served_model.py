@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from weightsync import (
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
+from weightsync.engine.serving_lock import compiled_frame
 from weightsync.weights.target import Target
 
 
@@ -154,3 +156,15 @@ def test_a_worker_without_a_model_says_so_before_it_reads_anything() -> None:
 
         with pytest.raises(ConfigurationError, match="no model is registered for"):
             receiver.receive()
+
+
+def test_the_frame_of_a_compiled_call_is_the_first_that_is_not_of_the_caller_s_module() -> None:
+    elsewhere: dict[str, Any] = {}  # code without a module
+    exec("import sys\ndef call(function): return function(), sys._getframe()", elsewhere)
+
+    def hook() -> FrameType:
+        return compiled_frame()
+
+    found, called_from = elsewhere["call"](hook)
+
+    assert found is called_from

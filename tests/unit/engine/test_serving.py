@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from fleet import functions_called
 
 from weightsync import ModelBusyError
 from weightsync.clock import Deadline
@@ -52,19 +53,7 @@ def lock() -> ServingLock:
 
 def called(call: Callable[[], Any]) -> list[str]:
     """The names of the Python functions that a call calls."""
-    names: list[str] = []
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            names.append(frame.f_code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return names
+    return [code.co_name for code in functions_called(call)]
 
 
 @contextlib.contextmanager

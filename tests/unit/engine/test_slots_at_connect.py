@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -15,7 +16,7 @@ from weakref import ref
 import numpy
 import pytest
 import torch
-from fake_device import fake_device
+from fake_device import FakeDevice, fake_device
 from fleet import PATIENCE, Pair, constants, large, pair, scheme_class, small
 from pools import statistics
 from torch import nn
@@ -149,10 +150,56 @@ def test_the_size_from_which_on_there_are_slots_is_that_of_buffers(nbytes: int, 
     assert statistics(pool) == (count, 0, count, count * nbytes)
 
 
-def test_weights_on_a_device_get_none_on_the_host(made: list[int], scheme_class: Any) -> None:
-    with fake_device():
+def answered(pair: Pair) -> None:
+    """Have all workers answer the handshake, and the trainer wait for that."""
+    for receiver in pair.receivers:
+        receiver.receive(timeout=0)
+    pair.sender.await_workers(PATIENCE)
+
+
+@pytest.mark.parametrize("reaches", [True, False], ids=["the worker opens them there", "it does not"])
+def test_weights_on_a_device_get_slots_once_the_workers_have_said_where(
+    made: list[int], scheme_class: Any, reaches: bool
+) -> None:
+    with fake_device() as device:
         pair = Pair(scheme_class, model=large)
+        if not reaches:
+            pair.receiver.driver.devices = b""
+        allocated, before = [], device.allocate
+        device.allocate = lambda nbytes: (allocated.append(nbytes), before(nbytes))[1]  # type: ignore[method-assign]
         assert made == []
+
+        answered(pair)
+        slots = ([NBYTES] * 2, []) if reaches else ([], [NBYTES] * 2)
+        assert (allocated, made) == slots
+
+        for _ in range(4):
+            assert pair.sync().ok
+        assert (allocated, made) == slots
+        assert constants(pair.model) == {1.0}
+        pair.close()
+
+
+def test_when_connect_has_sent_the_first_version_the_slots_on_a_device_are_there(scheme_class: Any) -> None:
+    with fake_device() as device, ThreadPoolExecutor(1) as beside:
+        pair = Pair(scheme_class, model=large)
+        received = beside.submit(pair.receiver.receive, timeout=PATIENCE)
+        pair.scheme.connect(timeout=PATIENCE)
+        assert received.result()
+
+        device.allocate = None  # type: ignore[method-assign, assignment]
+        assert all(pair.sync().ok for _ in range(4))
+        pair.close()
+
+
+def test_a_device_that_is_full_is_no_error_until_a_send(made: list[int], scheme_class: Any) -> None:
+    with fake_device(FakeDevice(capacity=NBYTES)):
+        pair = Pair(scheme_class, model=large)
+        answered(pair)
+        assert made == []
+
+        assert all(pair.sync().ok for _ in range(4))
+        assert constants(pair.model) == {1.0}
         pair.close()
 
 

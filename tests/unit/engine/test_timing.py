@@ -72,6 +72,16 @@ def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
         assert (never.remaining, never.nap, never.passed) == (None, None, False)
 
 
+def test_a_stopwatch_that_is_started_again_measures_from_then_on() -> None:
+    clock = Stopped(100.0)
+    with replaced_by(clock):
+        stopwatch = Stopwatch()
+        clock.now = 103.0
+        assert (stopwatch.restart(), stopwatch.started, stopwatch.seconds) == (3.0, 103.0, 0.0)
+        clock.now = 108.0
+        assert (stopwatch.seconds, stopwatch.restart(), stopwatch.seconds) == (5.0, 5.0, 0.0)
+
+
 def test_after_the_block_time_is_the_same_as_before_it() -> None:
     shipped, outer, inner = timing._clock, Stopped(1.0), Stopped(2.0)
     with replaced_by(outer):

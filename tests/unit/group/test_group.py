@@ -34,8 +34,10 @@ from weightsync import (
     NonFiniteError,
     OutcomeKind,
     ResultTimeoutError,
+    SharedMemWeightSyncScheme,
     StateError,
     SyncEvent,
+    TransportError,
     Worker,
     WorkerFailedError,
     WorkerGroup,
@@ -451,8 +453,17 @@ def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
         (0, {}, "num_workers"),
         (1, {"capacity": 0}, "capacity"),
         (1, {"max_restarts": -1}, "max_restarts"),
+        (
+            1,
+            {"max_restarts": 1.5},
+            "max_restarts= is 1.5: give the number of restarts of each worker as an int, 0 or more",
+        ),
         (1, {"restart_delay": -1.0}, "restart_delay"),
-        (1, {"max_staleness": -1}, "max_staleness"),
+        (1, {"model_id": ""}, "model_id= is ''"),
+        (1, {"restart_delay": None}, "restart_delay= is None: give seconds, 0 or more"),
+        (1, {"deadline": 0}, "deadline= is 0: give seconds, more than 0, or None for no limit"),
+        (1, {"deadline": "10"}, "deadline= is '10': give seconds"),
+        (1, {"max_staleness": -1}, "max_staleness= is -1: give a number of versions as an int, 0 or more"),
         (1, {"on_stale": "panic"}, "on_stale"),
         (1, {"scheme": "rpc"}, "scheme"),
         (1, {"actor_options": {"num_cpus": 1}}, "actor_options"),
@@ -477,16 +488,41 @@ def test_arguments_that_cannot_be_are_refused(
         (None, {}, r"model= is None: give the trainer's nn\.Module"),
         (nn.Linear(1, 1, device="meta"), {}, "no weights to send.*make_model="),
         (nn.Linear(1, 1, device="meta"), {"names": "bias"}, r"names= workers keep.*make_model="),
+        (nn.Linear(1, 1), {"ctx": "fork"}, r"ctx= is 'fork': give .*, such as multiprocessing\.get_context\('fork'\)"),
     ],
 )
-def test_a_model_that_cannot_be_sent_or_copied_is_refused(model: Any, options: dict[str, Any], named: str) -> None:
+def test_a_model_that_cannot_be_sent_or_copied_or_a_context_that_is_none_is_refused(
+    model: Any, options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigurationError, match=named):
         WorkerGroup(workers.act, model, 1, **options)
+
+
+def test_a_scheme_that_is_in_use_is_refused_as_such(make: Make) -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
+        with pytest.raises(
+            ConfigurationError, match="scheme= is a SharedMemWeightSyncScheme that is in use already: give a new"
+        ):
+            make(workers.act, 1, scheme=scheme)
 
 
 def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match="max_restarts, name"):
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options={"name": "one", "max_restarts": 1})
+
+
+def test_actor_options_are_a_dict(model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError, match=r"actor_options= is \['num_cpus'\]: give a dict"):
+        WorkerGroup(workers.act, model, 1, scheme="ray", actor_options=["num_cpus"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make_over", [RAY], indirect=True)
+@pytest.mark.parametrize("options", [{"nonsense": 1}, {"num_gpus": -1}])
+def test_options_that_ray_refuses_start_nothing(make_over: Make, options: dict[str, Any]) -> None:
+    group = make_over(workers.act, actor_options=options)
+    with pytest.raises(ConfigurationError, match=r"Ray takes no such actor_options=.*Nothing was started"), group:
+        pass
 
 
 def test_a_live_worker_whose_link_is_lost_is_restarted_while_the_trainer_only_takes_results(
@@ -557,6 +593,19 @@ def test_each_rank_is_told_what_it_has_to_call(model: nn.Module, request: pytest
     for _ in range(2):  # a call that nobody has answered counts for nothing
         with pytest.raises(AckTimeoutError, match="WorkerGroup number 1 "):
             ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
+
+
+@pytest.mark.gloo
+def test_the_ranks_wait_for_no_group_that_could_not_listen(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 2))
+    with monkeypatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "no such interface")
+        with pytest.raises(TransportError, match="has no address"):
+            WorkerGroup(None, model, scheme="distributed").start()
+    with WorkerGroup(None, model, scheme="distributed"):
+        _, note = ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
+    assert note["capacity"] == 2
 
 
 def test_a_model_that_cannot_be_copied_is_refused_with_the_way_out(forkserver: ForkServerContext) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pickle
 import select
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from weightsync.errors import ConfigurationError, SenderClosed
-from weightsync.group.channel import Held, Put, Released, TrainerEnd, WorkerEnd
+from weightsync.group.channel import Frame, Held, Put, Released, TrainerEnd, WorkerEnd
 from weightsync.group.reception import ChannelListener, Invitation
 from weightsync.keys import SharedKey
 
@@ -165,6 +167,39 @@ def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next(
     thread.start()
     assert [len(pickle.loads(result.pickled)) for result in results_of(end, 2)] == [1 << 24, len("next")]
     thread.join(60)
+    end.close()
+    worker.close()
+
+
+def interrupted_at(call: int, function: Callable[[], list[Frame]]) -> list[Frame]:
+    """Call a function, and raise in it once so many of its calls of C functions have returned."""
+    returned = itertools.count()
+
+    def profile(_frame: object, event: str, _argument: object) -> None:
+        if event == "c_return" and next(returned) == call:
+            sys.setprofile(None)
+            raise Interrupt
+
+    sys.setprofile(profile)
+    try:
+        return function()
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_trainer_that_is_interrupted_while_it_reads_results_loses_none() -> None:
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=3)
+    for size in (5, 70_000, 0):
+        worker.put(bytes(size), tuple)
+    for call in itertools.count():
+        try:
+            found = interrupted_at(call, end.read)
+            break
+        except Interrupt:
+            continue
+    assert [len(pickle.loads(result.pickled)) for result in found if isinstance(result, Put)] == [5, 70_000, 0]
+    assert call > 5
     end.close()
     worker.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -343,3 +344,36 @@ def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, live
     waiting.died()
     waiting.stop()
     assert waiting.life is MemberState.FINISHED
+
+
+class Unpickled(Exception):
+    """What a result's class raises in the trainer."""
+
+
+def ends_with(error: type[BaseException]) -> None:
+    raise error
+
+
+class Ending:
+    """A result whose unpickling ends with an error."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return ends_with, (self.error,)
+
+
+def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_unpickled_goes(lives: Lives) -> None:
+    members = Members({0: (member := started(lives))}, lambda: None)
+    (channel,) = lives.channels
+    channel.frames = [Put((1,), pickle.dumps(Ending(error))) for error in (KeyboardInterrupt, Unpickled)]
+    members.results += member.read()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            members.take_first()
+        assert (len(members.results), channel.room) == (2, 0)
+    members.results.rotate()
+    with pytest.raises(Unpickled):
+        members.take_first()
+    assert (len(members.results), channel.room) == (1, 1)

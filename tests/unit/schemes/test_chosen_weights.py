@@ -11,7 +11,14 @@ import torch
 from fleet import PATIENCE, constants, filled
 from torch import nn
 
-from weightsync import ConfigurationError, LayoutError, MultiProcessWeightSyncScheme, RefusedError, TransportError
+from weightsync import (
+    ConfigurationError,
+    LayoutError,
+    MultiProcessWeightSyncScheme,
+    RefusedError,
+    SharedMemWeightSyncScheme,
+    TransportError,
+)
 
 ADAPTERS = "*.lora_?.weight"
 
@@ -145,11 +152,11 @@ def test_a_chosen_tensor_that_shares_memory_with_another_is_refused(link: Any) -
 
 def test_names_that_match_nothing_are_refused_by_both_sides(link: Any) -> None:
     with pytest.raises(
-        LayoutError, match=r"'\*\.adapter\.\*', which match no weights\. Available: 'layer\.base\.bias'"
+        LayoutError, match=r"no weights match '\*\.adapter\.\*' in names=\. Available: 'layer\.base\.bias'"
     ):
         link(theirs=[ADAPTERS, "*.adapter.*"])
     one = link(names="lora_A")
-    with pytest.raises(LayoutError, match=r"'lora_A', which match no weights"):
+    with pytest.raises(LayoutError, match=r"no weights match 'lora_A' in names="):
         one.sender.send(timeout=PATIENCE)
     assert one.sender.version == 0
 
@@ -165,3 +172,22 @@ def test_a_model_without_weights_needs_them_all() -> None:
         MultiProcessWeightSyncScheme().init_on_receiver(
             model_id="policy", model=nn.Linear(2, 2, device="meta"), names="weight", worker_idx=0
         )
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_copy_target_gets_the_chosen_weights_and_keeps_all_others(whole: bool) -> None:
+    source = Quantised(1.0)
+    target = {name: torch.zeros_like(tensor) for name, tensor in Adapted().state_dict(prefix="layer.").items()}
+    if not whole:
+        target = {name: tensor for name, tensor in target.items() if "lora" in name}
+    ours, theirs = multiprocessing.Pipe()
+    with SharedMemWeightSyncScheme({"policy": target}) as scheme, SharedMemWeightSyncScheme() as worker:
+        scheme.init_on_sender("policy", pipes=[ours], model=source, names=ADAPTERS)
+        worker.init_on_worker("policy", pipe=theirs, model=Mergeable(0.0), names=ADAPTERS)
+        scheme.get_sender().send_async()
+        assert worker.get_receiver().receive(timeout=0)
+        assert scheme.get_sender().wait_async(timeout=PATIENCE).ok
+
+    assert {name for name, tensor in target.items() if tensor.any()} == {"layer.lora_A.weight", "layer.lora_B.weight"}
+    ours.close()
+    theirs.close()

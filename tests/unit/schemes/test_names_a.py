@@ -409,6 +409,27 @@ def test_a_path_on_a_collected_context_is_a_value_error(scheme_class: Any) -> No
             scheme.get_sender().send("policy")
 
 
+class Slotted:
+    """A context that cannot be referenced weakly."""
+
+    __slots__ = ("pipes", "policy")
+
+
+def test_a_context_that_cannot_be_referenced_weakly_is_kept_alive(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    context = Slotted()
+    context.pipes, context.policy = [ours], small(7.0)
+    with scheme_class() as a, scheme_class() as b:
+        a.init_on_sender("policy", context)
+        b.init_on_worker("policy", pipe=theirs, model=small())
+        del context
+        gc.collect()
+        a.get_sender().send_async()
+
+        assert b.get_receiver().receive(timeout=PATIENCE)
+        assert constants(b.get_receiver().model) == {7.0}
+
+
 def test_weights_that_are_given_need_no_context(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as a, scheme_class() as b:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -769,6 +770,36 @@ def test_the_time_until_a_worker_connects_is_measured_apart(pair: Pair) -> None:
     assert (later.connect_s, later.transfer_s) == (0, pytest.approx(2))
 
 
+def test_the_time_to_write_an_update_counts_as_that_of_its_transfer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.sync()
+    (link,) = pair.sender.transports().values()
+    with FakeClock() as clock:
+
+        def write(*sent: Any, send: Callable[..., None] = link.send) -> None:
+            clock.advance(3)
+            send(*sent)
+
+        monkeypatch.setattr(link, "send", write)
+        pair.sender.send_async()
+        clock.advance(2)
+        pair.receiver.receive(timeout=0)
+        report = pair.sender.wait_async()
+
+    assert (report.pack_s, report.connect_s, report.transfer_s) == (0, 0, pytest.approx(5))
+
+
+def test_sender_and_receiver_say_their_state_and_version_in_their_repr(pair: Pair) -> None:
+    assert repr(pair.receiver) == "<WeightReceiver of 'policy': uninitialized, no version yet>"
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=PATIENCE)
+
+    assert repr(pair.sender) == "<WeightSender of 'policy': pending_async, version 1>"
+    assert repr(pair.receiver) == "<WeightReceiver of 'policy': ready, version 1>"
+    assert repr(copy.copy(pair.sender)) == "<WeightSender of 'policy': uninitialized, no version yet>"
+
+
 def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
     with FakeClock() as clock:
         never = pair.sender.send(timeout=0, on_failure="report")[0].reason
@@ -781,10 +812,8 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
             read = pair.sender.wait_async(timeout=0, on_failure="report")[0].reason
 
     assert never == (
-        "never connected; it is not known to serve a version; it was never heard from; "
-        "it has not read all that was sent to it; "
-        "is its process running, has it a receiver (init_on_worker() or init_on_receiver()), "
-        "and does it call receive()?"
+        "never connected; is its process running, has it called init_on_worker() or init_on_receiver() "
+        "(a worker_idx= of its own for each worker), and does it call receive()?"
     )
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"

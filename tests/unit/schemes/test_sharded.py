@@ -116,6 +116,22 @@ def send_unconnected(setup: WorkerSetup) -> None:
     send(setup)
 
 
+class Unreadable(nn.Module):
+    """A module whose extra state cannot be read."""
+
+    def get_extra_state(self) -> object:
+        raise OSError("no state")
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def send_unreadable(setup: WorkerSetup, rank: int, reads: int) -> Any:
+    if rank == reads:
+        setup.model.append(Unreadable())
+    return send(setup)
+
+
 def send_as_two(setup: WorkerSetup, rank: int) -> None:
     scheme = MultiProcessWeightSyncScheme()
     scheme.init_on_sender("policy", num_workers=1)
@@ -275,6 +291,21 @@ def test_a_failed_send_is_raised_on_every_rank(crew: Crew, tmp_path: Path) -> No
     assert type(found[1]) is SyncError
     assert f"{type(found[0]).__name__}: {found[0]}" in str(found[1])
     ranks.scheme.close()
+
+
+def test_extra_state_that_cannot_be_read_fails_every_rank_at_once_and_only_the_sending_ranks_is_read(
+    ranks: Ranks,
+) -> None:
+    for reads in (1, 0):
+        for rank, each in enumerate(ranks.ranks):
+            each.tell(send_unreadable, rank, reads)
+        ranks.receive()
+        found = [_outcome(each) for each in ranks.ranks]
+        if reads == 1:
+            assert [report[0].kind for report in found] == [OutcomeKind.APPLIED, OutcomeKind.APPLIED]
+    assert "no state" in str(found[0])
+    assert type(found[1]) is SyncError
+    assert f"{type(found[0]).__name__}: {found[0]}" in str(found[1])
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["raises", "is killed"])

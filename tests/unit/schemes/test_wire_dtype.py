@@ -88,7 +88,7 @@ def test_a_worker_that_gets_a_model_of_another_dtype_refuses_what_is_sent_and_st
     assert outcome.kind is OutcomeKind.REFUSED
     assert "'0.bias', '0.weight'" in outcome.reason
     assert "dtype bfloat16, expected float32" in outcome.reason
-    assert "wire_dtype='float32', or cast the model: model.to(torch.bfloat16)" in outcome.reason
+    assert "wire_dtype='float32', or cast the worker's model with model.to(torch.bfloat16)" in outcome.reason
     one.receiver.register_model(small(5.0).bfloat16())
     assert one.sync().ok
 
@@ -99,7 +99,7 @@ def test_a_value_that_would_become_infinite_stops_the_send_and_nothing_is_sent()
     pair.sync()
     with torch.no_grad():
         source[0].weight[0, 0] = 70_000.0
-    with pytest.raises(LayoutError, match=r"'0.weight' has 1 values, such as 70000, that would be sent as inf"):
+    with pytest.raises(LayoutError, match=r"'0.weight' has 1 value, such as 70000, that would be sent as inf"):
         pair.sender.send()
 
     assert (pair.sender.version, pair.receiver.version) == (1, 1)

@@ -9,10 +9,12 @@ import torch
 from data_samples import bits, packed, sample, sampled_dicts, snapshot, trained
 from fake_device import fake_device
 from hypothesis import given
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from weightsync.weights import packing
 from weightsync.weights.device.captures import is_compiled
+from weightsync.weights.device.registry import backends
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import Mode, Target
@@ -63,6 +65,14 @@ def test_a_module_is_compiled_if_it_or_one_in_it_is() -> None:
         assert is_compiled(each)
 
 
+def test_parameters_on_a_device_that_cannot_share_memory_stay_there() -> None:
+    target = Target(nn.Linear(2, 1), Mode.MAP)
+    there = replace(target._plan, tensors=[tensor.to("meta") for tensor in target._plan.tensors])
+
+    assert target._may_map(target._plan, memoryview(b""))
+    assert not target._may_map(there, memoryview(b""))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
 @pytest.mark.parametrize("mode", Mode)
@@ -78,3 +88,18 @@ def test_a_policy_goes_from_device_to_device(mode: Mode, trainer: str, worker: s
     assert target.digest() == digest(payload, extras)
     assert destination.head.weight is destination.embedding.weight
     assert all(parameter.device.type == worker for parameter in destination.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
+@pytest.mark.parametrize("mode", Mode)
+def test_a_policy_stays_on_a_gpu_whose_memory_cannot_be_shared(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(backends, "cuda")
+    source, destination = trained(1), trained(2).cuda()
+    layout, payload, extras = packed(source)
+    target = Target(destination, mode)
+
+    target.swap(target.stage(layout, payload, extras))
+
+    assert snapshot(destination) == snapshot(source)
+    assert all(parameter.is_cuda for parameter in destination.parameters())

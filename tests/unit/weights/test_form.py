@@ -135,6 +135,15 @@ def test_a_tensor_that_takes_the_place_of_another_in_the_list_does_not_fit() -> 
     assert not form.fits(tensors)
 
 
+@pytest.mark.parametrize("view", [torch._neg_view, torch.conj], ids=["negated", "conjugated"])
+def test_another_of_the_tensors_that_is_a_lazy_view_by_now_does_not_fit(view: Callable[[Tensor], Tensor]) -> None:
+    first, second = torch.randn(2, 3, dtype=torch.complex64)
+    form = Form([view(first), second])
+
+    assert form.fits([view(first), second])
+    assert not form.fits([first, view(second)])
+
+
 def test_no_tensor_is_kept_alive() -> None:
     tensors = some()
     form = Form(tensors)

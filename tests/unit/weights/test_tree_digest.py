@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from itertools import pairwise
-
 import pytest
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from weightsync.weights import packing, tree_digest
+from weightsync.weights import division, packing, threads, tree_digest
 from weightsync.weights.packing import Pieces, digest_of, movable, pack, pack_digested, scatter
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, bits_of
-from weightsync.weights.tree_digest import CHUNK, ChunkHashes, StreamedDigest, digest, in_threads, shares
+from weightsync.weights.tree_digest import CHUNK, ChunkHashes, StreamedDigest, digest
 
 KIB = 1024
 
@@ -49,13 +45,12 @@ def test_the_digest_is_that_of_the_protocol(nbytes: int, extras: bytes, golden: 
 
 
 @pytest.fixture(params=[1, 2, 3, 7])
-def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many threads torch may use, each of which is worth starting for 64 KiB."""
-    monkeypatch.setattr(tree_digest, "LEAST", 64 * KIB)
+    monkeypatch.setattr(threads, "LEAST", 64 * KIB)
+    monkeypatch.setattr(threads, "LEAST_PART", 64 * KIB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
-    packing._parts.cache_clear()
-    yield request.param
-    packing._parts.cache_clear()
+    return request.param
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 77])
@@ -105,7 +100,8 @@ def test_weights_and_their_digest_are_copied_whole_on_any_number_of_threads(used
     for entry, tensor in zip(layout.entries, ordered(weights, layout), strict=True):
         assert packed[entry.offset : entry.offset + entry.nbytes] == bits_of(tensor).numpy().tobytes(), entry.name
     assert packed == digested
-    assert len(packing._parts(layout, frozenset(movable(layout, ordered(weights, layout))), used)) <= used
+    pieces = Pieces(layout, movable(layout, ordered(weights, layout)))
+    assert [len(each.parts) > 1 for each in (pieces._whole, pieces._chunked)] == [used > 1] * 2
     assert found.hex() == reference(bytes(packed), b"e") == digest_of(weights, layout, b"e").hex()
 
 
@@ -141,7 +137,7 @@ def test_small_tensors_are_copied_out_as_planned_whether_autograd_counts_their_v
 
     scatter(layout, into, chosen, address_of(memoryview(payload)), pieces)
 
-    assert len(pieces._parts) == 1 <= used  # however many threads there are
+    assert len(pieces._whole.parts) == 1 <= used  # however many threads there are
     for index, (tensor, expected) in enumerate(zip(into, source, strict=True)):
         assert torch.equal(tensor, expected * (index in chosen))
         assert tensor.is_inference() or (tensor._version > 0) == (index in chosen)
@@ -186,41 +182,6 @@ def test_a_graph_over_weights_that_were_copied_over_cannot_be_used_any_more() ->
         loss.backward()
 
 
-def test_parts_cover_everything_and_end_at_whole_units(used: int) -> None:
-    for nbytes in (0, 1, 64 * KIB, 1000 * KIB + 1):
-        parts = shares(nbytes, 4 * KIB, used)
-        assert (parts[0][0], parts[-1][1]) == (0, nbytes)
-        assert all(end == start for (_, end), (start, _) in pairwise(parts))
-        assert all(end % (4 * KIB) == 0 for _, end in parts[:-1])
-        assert len(parts) == max(1, min(used, nbytes // (64 * KIB)))
-
-
-def test_an_error_of_any_part_is_raised_once_all_have_ended() -> None:
-    ended = []
-
-    def work(start: int, end: int) -> None:
-        if start == 1:
-            raise ValueError("the second part")
-        ended.append(end)
-
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="the second part"):
-        in_threads(work, [(0, 1), (1, 2), (2, 3)])
-
-    assert (sorted(ended), threading.active_count()) == ([1, 3], before)
-
-
-def test_a_process_that_can_start_no_thread_does_the_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    done: list[tuple[int, int]] = []
-    in_threads(lambda start, end: done.append((start, end)), [(0, 1), (1, 2)])
-
-    assert sorted(done) == [(0, 1), (1, 2)]
-
-
 @pytest.mark.parametrize("cut", [128, 100])
 @pytest.mark.parametrize("first", [0, 1])
 def test_only_chunks_that_are_filled_whole_are_hashed_before_the_end(
@@ -238,20 +199,17 @@ def test_only_chunks_that_are_filled_whole_are_hashed_before_the_end(
     assert hashes.combined(b"x") == digest(memoryview(expected), b"x")
 
 
-def test_there_are_no_more_parts_than_whole_shares_of_the_least_size() -> None:
-    nbytes = tree_digest.LEAST * 3 // 2
-
-    assert shares(nbytes, CHUNK, 2) == [(0, nbytes)]
-
-
 def test_weights_and_their_digest_are_whole_where_tensors_span_chunks_and_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module, name, small in (
         (packing, "DIGEST_CHUNK", 64),
-        (packing, "LARGE", 64),
+        (packing, "LARGE_HASHED", 64),
+        (division, "CHUNK", 64),
+        (division, "LARGE", 64),
         (tree_digest, "CHUNK", 64),
-        (tree_digest, "LEAST", 256),
+        (threads, "LEAST", 256),
+        (threads, "LEAST_PART", 256),
     ):
         monkeypatch.setattr(module, name, small)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

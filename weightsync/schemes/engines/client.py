@@ -42,7 +42,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Be usable: a link is laid to it, perhaps another after `abort`. Must not block."""
+        """Get ready: a link to the engine was created, perhaps a new one after `abort`. Must not block."""
 
     @abc.abstractmethod
     def load(self, buckets: Iterable[Bucket], version: str) -> None:
@@ -50,7 +50,7 @@ class Engine(abc.ABC):
 
         Args:
             buckets: its tensors, on the CPU, each valid until the next bucket is asked for.
-            version: the incarnation and the number of the version, for the engine's own books.
+            version: the incarnation and the number of the version, for the engine's own records.
 
         Raises:
             PartlyLoadedError: it failed, and the engine has perhaps begun to change.

@@ -50,10 +50,10 @@ class EngineWeightSyncScheme(WeightSyncScheme):
         """A link to an engine.
 
         Raises:
-            ConfigurationError: it is no `Engine`, or a method of it is ``async``.
+            ConfigurationError: it is not an `Engine`, or a method of it is ``async``.
         """
         if not isinstance(endpoint, Engine):
-            raise ConfigurationError(f"{endpoint!r} is no Engine: give a VLLMEngine, a SGLangEngine or your own.")
+            raise ConfigurationError(f"{endpoint!r} is not an Engine: give a VLLMEngine, an SGLangEngine or your own.")
         client = EngineClient(endpoint, str(endpoint))
         return CallLink(client, str(endpoint), lambda: client.remark)
 

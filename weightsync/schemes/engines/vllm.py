@@ -173,7 +173,7 @@ class VLLMEngine(Engine):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if not isinstance(carrier, Carrier):
-            raise ConfigurationError(f"{carrier!r} is no Carrier: give the object that moves its tensors.")
+            raise ConfigurationError(f"{carrier!r} is not a Carrier: give the object that moves its tensors.")
         refuse_async_carrier(carrier)
         require_names(name_map)
         mode = None if pause is None else VLLMPause(pause)

@@ -76,7 +76,7 @@ def link_to(
 
     Raises ConfigurationError: no worker is given, RPC is not initialised, or has no worker of that name.
     """
-    worker = worker_named(_worker_of(collector, peer), peer)
+    worker = worker_of(collector, peer)
     ours = RpcCallClient(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
         return CallLink(ours, peer, lambda: ours.remark, (WAY, model_id, str(worker.name)))
@@ -86,14 +86,24 @@ def link_to(
     return CallLink(asking, peer, worker=(WAY, model_id, str(worker.name)))
 
 
-def _worker_of(collector: Collector, peer: str) -> Any:
+def worker_of(collector: Collector, peer: str) -> WorkerInfo:
+    """The worker that is called.
+
+    Raises ConfigurationError: none is given, RPC is not initialised, or has no worker of that name; or what is given
+    as a reference to a collector is not one.
+    """
+    if collector.rref is not None and optional(collector.rref, "owner") is MISSING:
+        raise ConfigurationError(
+            f"{peer}: collector_rref is a {type(collector.rref).__name__}: give what rpc.remote() returns. Nothing was "
+            "sent."
+        )
     if collector.worker is not None:
-        return collector.worker
+        return worker_named(collector.worker, peer)
     if collector.rref is None:
         raise ConfigurationError(
             f"{peer} was given neither collector_info nor collector_rref: give one of them. Nothing was sent."
         )
-    return collector.rref.owner()
+    return worker_named(collector.rref.owner(), peer)
 
 
 def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[Any], torch.futures.Future[Any]]:
@@ -145,10 +155,19 @@ class Kind:
         self._asked: Any = None if collector.kind is not None else collector.rref._get_type(ENDLESS, blocking=False)
 
     def form(self) -> WeightsForm | None:
-        """The form in which its method takes weights; None: any."""
-        kind = self._kind if self._asked is None else self._asked.value()
+        """The form in which its method takes weights; None: any. Raises TransportError: it cannot be found out."""
+        kind = self._kind if self._asked is None else self._found()
         method = optional(kind, METHOD)
         return None if method is MISSING else form_taken(inspect.signature(method).parameters)
+
+    def _found(self) -> Any:
+        try:
+            return self._asked.value()
+        except Exception as error:
+            raise TransportError(
+                f"the class of the collector behind collector_rref cannot be found out: {_reason(str(error).strip())}. "
+                "Nothing was sent to it."
+            ) from error
 
     def before(self, ask: Callable[[], Future[Sequence[str]]]) -> Future[Sequence[str]]:
         """Ask something once the class is known."""
@@ -210,5 +229,5 @@ class CollectorCallClient:
 
 def _reason(trace: str) -> str:
     """The error itself. torch's text has the place, the error, and a traceback that ends with it."""
-    lines = trace.partition("\n\nAt:\n")[0].splitlines()
+    lines = [line for line in trace.partition("\n\nAt:\n")[0].splitlines() if line.strip(" \"')")]
     return lines[-1] if lines else trace

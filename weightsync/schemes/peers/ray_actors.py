@@ -91,11 +91,11 @@ class ActorLinks:
 
         Raises:
             MissingExtraError: Ray is not installed.
-            ConfigurationError: it is no actor.
+            ConfigurationError: it is not an actor.
         """
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
-        handle, key = _handle_of(actor), SharedKey.given(self._key)
+        handle, key = handle_of(actor), SharedKey.given(self._key)
         known = _id_of(handle)
         worker = (WAY, model_id, known) if known else None
         if name == CALL:
@@ -119,7 +119,7 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
 
     An actor that has none of them may have initialised one of our schemes: it is called by Ray's ``__ray_call__``.
 
-    Raises ConfigurationError: it is no actor.
+    Raises ConfigurationError: it is not an actor.
     """
     for name in (*methods, RUN):
         for actor in (endpoint, optional(endpoint, "_actor")):
@@ -133,9 +133,9 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
 def _no_handle(endpoint: Any, peer: str) -> str:
     """What to give instead of a name or a call's result; empty if it is neither."""
     if isinstance(endpoint, str):
-        return f"{peer} is the str {endpoint!r}, and no actor: give what ray.get_actor({endpoint!r}) returns."
+        return f"{peer} is the str {endpoint!r}, not an actor: give what ray.get_actor({endpoint!r}) returns."
     if isinstance(endpoint, require_ray("A link to an actor").ObjectRef):
-        return f"{peer} is an ObjectRef, the result of a call, and no actor: give the actor's handle."
+        return f"{peer} is an ObjectRef, the result of a call, not an actor: give the actor's handle."
     return ""
 
 
@@ -148,7 +148,7 @@ def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
         "its remote(...)" if optional(endpoint, "remote") is not MISSING else f"ray.remote({kind.__name__}).remote(...)"
     )
     raise ConfigurationError(
-        f"{peer} is {'the class' if isinstance(endpoint, type) else 'an object of the class'} {kind.__name__}, and no "
+        f"{peer} is {'the class' if isinstance(endpoint, type) else 'an object of the class'} {kind.__name__}, not a "
         f"running actor: give the handle that {made} returns. Nothing was sent."
     )
 
@@ -156,12 +156,12 @@ def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
 def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
     known = ", ".join(name for name in methods if name != CALL)
     return (
-        f"{peer} ({type(endpoint).__name__}) is no actor with a method that takes weights: derive its class from "
+        f"{peer} ({type(endpoint).__name__}) is not an actor with a method that takes weights: derive its class from "
         f"WeightSyncActor, give it {known}, or initialise a RayWeightSyncScheme in it before weights are sent."
     )
 
 
-def _handle_of(endpoint: Any) -> Any:
+def handle_of(endpoint: Any) -> Any:
     """The actor's handle; None if the endpoint is no handle of Ray's."""
     handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
     return next((handle for handle in handles if optional(handle, RUN) is not MISSING), None)

@@ -49,7 +49,7 @@ class VLLMDoubleBufferTransport:
             weights: a module, a TensorDict or a dict.
 
         Raises:
-            ConfigurationError: these are no weights.
+            ConfigurationError: these are not weights.
             OSError: the directory cannot be written. The newest version is what it was.
         """
         found: TensorDict = WeightStrategy("tensordict").extract_weights(weights)
@@ -206,7 +206,9 @@ class VLLMDoubleBufferWeightReceiver:
             Whether one was loaded.
         """
         deadline, at = Deadline(timeout), Path(self._scheme.local_addr)
-        while newest(at) == self._applied:
+        while (found := newest(at)) in (0, self._applied):
+            if not found:
+                self._applied = 0  # the directory was emptied, and its numbers will begin again
             if deadline.passed:
                 return False
             threading.Event().wait(min(_STEP, deadline.nap or _STEP))

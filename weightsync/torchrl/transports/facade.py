@@ -322,7 +322,7 @@ class TransportFacade(Configured):
         receiver.ack(message)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: a link is laid with the first send, and the first weights travel like all others."""
+        """Do nothing: a link is created by the first send, and the first weights travel like all others."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None

@@ -59,7 +59,7 @@ class _ActorFacade(TransportFacade):
 
 @torchrl_class
 class RayTransport(_ActorFacade):
-    """Sends to one remote collector, by its ``update_policy_weights_`` if it is no `WeightSyncActor`.
+    """Sends to one remote collector, by its ``update_policy_weights_`` if it is not a `WeightSyncActor`.
 
     The weights are put into Ray's object store once. A call that raised becomes a RefusedError, a collector that died a
     WorkerLostError; a plain collector's ack has the evidence `CALL`.

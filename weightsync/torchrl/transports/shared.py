@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from weightsync.clock import Timeout
@@ -24,6 +23,7 @@ from weightsync.weights.layout import extra_state_name
 from weightsync.weights.packing import views
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.tensors import on_cpu
 
 
 @torchrl_class
@@ -70,7 +70,7 @@ class SharedMemTransport(MPTransport):
         A worker that joins after a send receives the latest version right after its handshake.
 
         Raises:
-            ConfigurationError: it is no duplex pipe, or is registered already.
+            ConfigurationError: it is not a duplex pipe, or is registered already.
         """
         pipe = connection_of(pipe)
         Channel.of(pipe)
@@ -315,7 +315,7 @@ def shared_copy(weights: Any) -> TensorDict:
     """
     read = read_weights(weights)
     layout = layout_of(read)
-    flat: torch.Tensor = torch.empty(layout.nbytes, dtype=torch.uint8)
+    flat = on_cpu(layout.nbytes)
     flat.share_memory_()  # type: ignore[no-untyped-call]
     tensors = {entry.name: view for entry, view in zip(layout.entries, views(layout, flat), strict=True)}
     for tensor, source in zip(tensors.values(), ordered(read, layout), strict=True):

@@ -80,7 +80,7 @@ class WeightUpdaterBase(abc.ABC):
             worker_ids: one or several ids or devices; None: all.
             timeout: seconds until the wait ends for calls that returned a future; None: for ever; default:
                 `WEIGHTSYNC_TIMEOUT` or 60. A call that blocks cannot be cut short.
-            on_failure: "raise", or "report": return the report whatever is in it.
+            on_failure: "raise", or "report": return the report even if workers failed.
 
         Returns:
             Each worker's outcome. SKIPPED: `_skip_update` returned True; if it did for all, ``version`` is None.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -33,11 +34,13 @@ class RayWeightUpdater(WeightUpdaterBase):
     Args:
         remote_collectors: the actors' handles; a worker's id is its index.
         max_interval: how many pushes skip a worker between two that reach it, even if it is named. Its first push is
-            never skipped, nor the next after one that failed. Negative counts as 0.
+            never skipped, nor the next after one that failed, nor that to an actor that replaces another. Negative
+            counts as 0.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ConfigurationError: these are no actors with that method. One that comes later is REFUSED with that reason.
+        ConfigurationError: these are not actors with that method (one that comes later is REFUSED with that reason), or
+            ``max_interval`` is not a whole number.
     """
 
     def __init__(self, policy_weights: TensorDictBase, remote_collectors: list[Any], max_interval: int = 0) -> None:
@@ -50,8 +53,9 @@ class RayWeightUpdater(WeightUpdaterBase):
             _method_of(actor, worker)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
-        self.max_interval = max(0, max_interval)
-        self._rests: dict[int, int] = {}
+        self.max_interval = _interval(max_interval)
+        #: Who is at each index, and how many pushes are to skip it.
+        self._rests: dict[int, tuple[Any, int]] = {}
         self._sessions = [(actor, Session(f"worker {worker}")) for worker, actor in enumerate(remote_collectors)]
         self._reference: Any = None
 
@@ -63,8 +67,11 @@ class RayWeightUpdater(WeightUpdaterBase):
         return got(self, lambda: self.policy_weights, "policy_weights=")
 
     def _skip_update(self, worker_id: int) -> bool:  # type: ignore[override]
-        resting = self._rests.get(worker_id, 0)
-        self._rests[worker_id] = max(0, resting - 1)
+        actor = self.remote_collectors[worker_id]
+        known, resting = self._rests.get(worker_id, (actor, 0))
+        if known is not actor:
+            return False
+        self._rests[worker_id] = actor, max(0, resting - 1)
         return resting > 0
 
     def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
@@ -75,7 +82,7 @@ class RayWeightUpdater(WeightUpdaterBase):
                 put_away(self._reference)
             self._reference = None
         for worker in report.of(OutcomeKind.APPLIED):
-            self._rests[worker] = self.max_interval
+            self._rests[worker] = self.remote_collectors[worker], self.max_interval
         return report
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Future[None]:  # type: ignore[override]
@@ -87,6 +94,10 @@ class RayWeightUpdater(WeightUpdaterBase):
             self._reference = server_weights if given else ray.put(portable(_at_home(server_weights)))
         return _followed(method.remote(self._reference), f"worker {worker_id}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process, perhaps on another node, calls the actors from where it is.
+        return {**super().__getstate__(), "_sessions": [], "_reference": None}
+
     def _session(self, worker_id: int, actor: Any) -> Session:
         """The session in which this actor was first seen."""
         while len(self._sessions) <= worker_id:
@@ -96,6 +107,15 @@ class RayWeightUpdater(WeightUpdaterBase):
             session = Session(f"worker {worker_id}")
             self._sessions[worker_id] = actor, session
         return session
+
+
+def _interval(given: Any) -> int:
+    try:
+        return max(0, operator.index(given))
+    except TypeError:
+        raise ConfigurationError(
+            f"max_interval= is {given!r}: give a whole number of pushes that skip a worker."
+        ) from None
 
 
 def _method_of(actor: Any, worker: int) -> Any:

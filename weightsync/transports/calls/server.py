@@ -182,13 +182,14 @@ class CallServer:
             self._bring(parcel)
         finally:
             with self._lock:
-                link = self._links[parcel.link]
+                link = self._links.get(parcel.link)  # None: it was refused, as others wait
                 unheard = link in self._unmet
-                if unheard:
+                if link is not None and unheard:
                     self._unmet.remove(link)
-            link.hang_up()
-            if unheard:
-                link.close()
+            if link is not None:
+                link.hang_up()
+                if unheard:
+                    link.close()
 
     def knows(self, link: str) -> bool:
         """Whether a call of that link has arrived before."""

@@ -21,7 +21,7 @@ from weightsync.transports.base import Waker
 from weightsync.transports.exposure import AUTHKEY, leaves_host, warn_exposed
 from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, Outgoing, UserMessage, framed
 from weightsync.transports.pipe.mailbox import Mailbox, Sorter
-from weightsync.transports.process import ProcessWatch, forget_after_fork, watching
+from weightsync.transports.process import PerProcess, ProcessWatch, forget_after_fork, watching
 
 PLEASE: Final = "give one end of multiprocessing.Pipe(duplex=True)"
 
@@ -94,9 +94,6 @@ _ROUNDS: Final = 256
 #: The attribute under which a closed connection keeps its channel.
 _CHANNEL: Final = "_weightsync_channel"
 
-_channels: WeakValueDictionary[int, Channel] = WeakValueDictionary()
-_channels_lock = threading.Lock()
-
 
 class Channel:
     """The one reader and writer of a connection in this process.
@@ -125,14 +122,7 @@ class Channel:
 
         Raises ConfigurationError: the connection is closed, one-way or not a socket.
         """
-        with _channels_lock:
-            channel = _channels.get(id(connection))
-            if channel is None or channel.connection is not connection:
-                sock = socket_of(connection)
-                if leaves_host(sock):
-                    warn_exposed("A connection given as a pipe goes to another host", AUTHKEY)
-                channel = _channels[id(connection)] = cls(connection, sock)
-            return channel
+        return _channels.of(connection)
 
     @property
     def peer_is_dead(self) -> bool:
@@ -357,7 +347,27 @@ class Channel:
         self._lock = threading.Lock()
         self._release()
         self._deaf = lost("was inherited over a fork: it is the parent's")
-        _channels.pop(id(self.connection), None)
 
     def __del__(self) -> None:
         self._release()
+
+
+class _Channels(PerProcess):
+    """The channels of this process, by the id of their connection."""
+
+    def _begin(self) -> None:
+        self._found: WeakValueDictionary[int, Channel] = WeakValueDictionary()
+
+    def of(self, connection: Connection[Any, Any]) -> Channel:
+        """See `Channel.of`."""
+        with self._lock:
+            channel = self._found.get(id(connection))
+            if channel is None or channel.connection is not connection:
+                sock = socket_of(connection)
+                if leaves_host(sock):
+                    warn_exposed("A connection given as a pipe goes to another host", AUTHKEY)
+                channel = self._found[id(connection)] = Channel(connection, sock)
+            return channel
+
+
+_channels: Final = _Channels()

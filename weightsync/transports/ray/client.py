@@ -10,7 +10,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from weightsync.clock import Deadline
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, reason_of
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
@@ -129,7 +129,7 @@ class _RayCallClient:
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
             kind = GivenUp if isinstance(error.cause, GivenUp) else TransportError
-            lost = kind(f"{self._peer} ended its link: {error.cause}")
+            lost = kind(f"{self._peer} ended its link: {reason_of(error.cause)}")
         else:
             return lost_call(self._peer, error)
         lost.__cause__ = error

@@ -60,7 +60,7 @@ class Session:
         self._key = self._key or key
         if key != self._key:
             raise TransportError(
-                f"The link to {self._peer} was laid in a Ray session that has ended. Lay a new one: "
+                f"The link to {self._peer} was created in a Ray session that has ended. Create a new one: "
                 "by add_worker(), or for a WorkerGroup by a new group."
             )
         return ray

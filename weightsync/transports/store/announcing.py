@@ -7,7 +7,7 @@ import itertools
 import re
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,18 +87,19 @@ class _Announcement:
         """Write the link's name to the first free announcement."""
         # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
         # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
+        Models(self._rank, SENDERS).add(client, self._model_id)  # first: a worker that takes the link removes it
         places = (f"{self._base}/announced/{number}" for number in itertools.count())
         while (
             client.value(place := next(places)) is not None or client.claim(place, self._announced) != self._announced
         ):
             continue
         self.made.set()
-        Models(self._rank, SENDERS).add(client, self._model_id)
 
     def withdraw(self, client: Client) -> None:
         """Take the link's place, so that no worker does."""
         self.made.set()
-        client.claim(_taken_key(self.name), _WITHDRAWN, _names_a_taker)
+        if client.claim(_taken_key(self.name), _WITHDRAWN, _names_a_taker) == _WITHDRAWN:
+            Models(self._rank, SENDERS).remove(client, self._model_id)
 
     def wait_for_others(self) -> None:
         """Wait until the links whose announcement began before are announced."""
@@ -202,6 +203,7 @@ def _nothing(_: Client) -> None:
     return None
 
 
+#: The models whose senders wait for a worker, and those that have had a receiver.
 SENDERS: Final = "senders"
 RECEIVERS: Final = "receivers"
 #: The most models that are read, and the longest name: any client of the store may write here.
@@ -221,16 +223,29 @@ class Models:
             if client.claim(f"{self._key}/{number}", model_id) == _as_read(model_id):
                 return
 
+    def remove(self, client: Client, model_id: str) -> None:
+        """Remove a model, if it is there. Raises TransportError: the store is gone."""
+        for number, found in enumerate(self._found(client)):
+            if found == _as_read(model_id):
+                client.set(f"{self._key}/{number}", b"")
+
     def without(self, client: Client, model_id: str) -> str:
         """The models that are there, if that one is not; empty if it is, or none are.
 
         Raises TransportError: the store is gone.
         """
-        found = (client.value(f"{self._key}/{number}") for number in range(_MOST))
-        known = [value.decode("ascii", "replace") for value in itertools.takewhile(bool, found) if value]
+        known = [name for name in self._found(client) if name]
         if _as_read(model_id) in known:
             return ""
         return ", ".join(repr(each[:_LONGEST]) for each in known)
+
+    def _found(self, client: Client) -> Iterator[str]:
+        """The names in their places; those that were removed are empty."""
+        for number in range(_MOST):
+            value = client.value(f"{self._key}/{number}")
+            if value is None:
+                return
+            yield value.decode("ascii", "replace")
 
 
 def _as_read(model_id: str) -> str:

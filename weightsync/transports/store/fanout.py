@@ -129,8 +129,8 @@ class Branch:
         else:
             self._post(message)
 
-    def send_routed(self, message: StoreMessage, payload: Payload, parent: Branch, children: int) -> None:
-        """Send an update without its payload, which its worker gets from ``parent``."""
+    def send_routed(self, message: StoreMessage, payload: Payload, parent: Branch, address: str, children: int) -> None:
+        """Send an update without its payload, which its worker gets from ``parent``, at that address."""
         with self._lock:
             over = self._over
             if not over:
@@ -139,7 +139,7 @@ class Branch:
         if over:
             message.done()
             return
-        head = partial(payload.route_from, parent.address, children)
+        head = partial(payload.route_from, address, children)
         self._post(replace(message, payload=None, head=head, done=_nothing))
 
     @property
@@ -249,8 +249,10 @@ class Fanout(Gathering):
             if parent is not None:
                 children[parent] += 1
         for each, parent, count in zip(gathered, parents, children, strict=True):
-            if parent is not None:
-                each.branch.send_routed(each.message, payload, gathered[parent].branch, count)
+            # Read once: it is empty if another thread has heard meanwhile that nobody reaches the parent.
+            address = "" if parent is None else gathered[parent].branch.address
+            if parent is not None and address:
+                each.branch.send_routed(each.message, payload, gathered[parent].branch, address, count)
             elif count:
                 each.branch.send_now(replace(each.message, head=partial(payload.route, count)))
             else:

@@ -13,6 +13,7 @@ import xxhash
 from weightsync.errors import TransportError
 from weightsync.transports.store.forwarding import LENGTH
 from weightsync.transports.store.routes import Routed, Why
+from weightsync.transports.store.stream import connection_to
 
 #: Seconds without a byte after which a parent is given up, and how often meanwhile the link is looked at.
 SILENCE: Final = 1.0
@@ -39,10 +40,9 @@ def fetch(route: Routed, buffer: memoryview, reach: Callable[[int], None], go_on
 
     Raises NotFetched: not all of it arrived, or it is not the payload.
     """
-    host, _, port = route.parent.rpartition(":")
     try:
-        sock = socket.create_connection((host, int(port)), SILENCE)
-    except (OSError, OverflowError) as error:
+        sock = connection_to(route.parent, SILENCE)
+    except OSError as error:
         raise NotFetched(Why.UNREACHABLE) from error
     digest = sha256() if len(route.digest) == _SHA256_NBYTES else xxhash.xxh3_128()
     with sock, _endings():

@@ -65,6 +65,39 @@ class _Listeners(PerProcess):
 _listeners = _Listeners()
 
 
+class _OtherProcess:
+    """Another process that has listened for the same worker, and may still do so.
+
+    Args:
+        key: the worker's.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = f"{key}/receiver"
+        self._name, self._beat = "", b""
+
+    def find(self, client: Client) -> None:
+        """Take its place in the store. Raises TransportError: the store is gone."""
+        name = (client.value(self._key) or b"").decode("ascii", "replace")
+        client.set(self._key, heartbeat.process_name().encode())
+        self._name = name if name != heartbeat.process_name() else ""
+
+    def is_alive(self, client: Client) -> bool:
+        """Whether it lives. Asked now and then, and said once. Raises TransportError: the store is gone."""
+        if not self._name:
+            return False
+        before, self._beat = self._beat, client.peek(f"weightsync/heartbeat/{self._name}") or b""
+        if not before or not self._beat or self._beat == before:
+            return False
+        self._name = ""
+        return True
+
+    def leave(self, client: Client) -> None:
+        """Leave the place, if it is still ours. Raises TransportError: the store is gone."""
+        if client.value(self._key) == heartbeat.process_name().encode():
+            client.set(self._key, b"")
+
+
 class _Listener:
     """A thread that waits under the worker's key for the next link."""
 
@@ -75,6 +108,7 @@ class _Listener:
         self.where = store.host, store.port, base_key(model_id, rendezvous.rank)
         self._base = base_key(model_id, rendezvous.rank)
         self._accept = accept
+        self._other = _OtherProcess(self._base)
         self._over = threading.Event()
         self._client: Client | None = None
         #: Wakes the thread when it is blocked on the other client.
@@ -102,6 +136,7 @@ class _Listener:
             self._waking_client = Client(self._rendezvous.store)
             client = self._client = Client(self._rendezvous.store)
             Models(self._rendezvous.rank, RECEIVERS).add(client, self._model_id)
+            self._other.find(client)
             while not self._over.is_set():
                 announced = client.await_value(self._next_key).decode("ascii", "replace")
                 if not self._over.is_set() and announced != _NOBODY:
@@ -119,7 +154,13 @@ class _Listener:
                     opened.close()
 
     def _look(self, client: Client) -> None:
-        """Called by the heartbeat with each beat: say so if only senders of other models wait here."""
+        """Called by the heartbeat with each beat: say who else listens here, or that only senders of others wait."""
+        if not self._over.is_set() and self._other.is_alive(client):
+            logger.warning(
+                "model %r: another process receives for rank %d of this store too, and each link goes to one of them: "
+                "give every worker a rank of its own",
+                *(self._model_id, self._rendezvous.rank),
+            )
         if self._next or self._over.is_set():
             return
         found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)
@@ -145,6 +186,7 @@ class _Listener:
             logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
             announced.refuse(client, refused)
         elif taken(client, announced.name):
+            Models(self._rendezvous.rank, SENDERS).remove(client, self._model_id)
             self._take(client, announced.name)
 
     def _take(self, client: Client, name: str) -> None:
@@ -217,6 +259,7 @@ class _Listener:
         # Without this client the thread is not waiting yet: it checks before it waits.
         try:
             if self._waking_client is not None:
+                self._other.leave(self._waking_client)  # first: the thread closes the client
                 self._waking_client.claim(self._next_key, _NOBODY)
         except TransportError:
             self.cut()

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from ipaddress import IPv6Address
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, TransportError
@@ -295,7 +296,7 @@ class Client:
     def own_address(self) -> str | None:
         """The address by which this process reaches the store; None: unknown."""
         with contextlib.suppress(OSError):
-            return None if self._plug is None else str(self._plug.getsockname()[0])
+            return None if self._plug is None else _unmapped(self._plug.getsockname()[0])
         return None
 
     def cut(self) -> None:
@@ -309,6 +310,12 @@ class Client:
         self._store = None
         if self._plug is not None:
             self._plug.close()
+
+
+def _unmapped(address: str) -> str:
+    """An IPv4 address as such: torch's sockets are of IPv6 and write ``::ffff:10.0.0.1``, where nobody can listen."""
+    mapped = IPv6Address(address).ipv4_mapped if ":" in address else None
+    return address if mapped is None else str(mapped)
 
 
 def _require_descriptors(count: int = _NEEDED) -> None:

@@ -215,15 +215,28 @@ def hasten(sock: socket.socket) -> None:
 
 def dial(address: str, name: str) -> Stream:
     """The connection to a worker that listens. Raises TransportError: it is out of reach, or no descriptor is left."""
-    host, _, port = address.rpartition(":")
     try:
-        sock = socket.create_connection((host, int(port)), _DIAL)
-    except (OSError, OverflowError, ValueError) as error:
+        sock = connection_to(address, _DIAL)
+    except OSError as error:
         raise TransportError(f"The connection to {address} could not be made: {error}.") from error
     stream = Stream(sock)
     with _broken():
         sock.sendall(name.encode(), _SEND_FLAGS)
     return stream
+
+
+def connection_to(address: str, timeout: float) -> socket.socket:
+    """A new connection to ``host:port``, as a peer has announced it.
+
+    Raises OSError: it is out of reach, or this is not an address. The resolver would take a port modulo 65536.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise OSError(f"{address!r} has no port from 1 to 65535")
+    try:
+        return socket.create_connection((host, int(port)), timeout)
+    except UnicodeError as error:
+        raise OSError(f"{address!r} has no valid host name: {error}") from error
 
 
 def _pieces(payload: memoryview | None) -> Iterator[memoryview]:

@@ -62,16 +62,17 @@ class _Running(PerProcess):
                 self._threads.pop(threading.current_thread(), None)
 
     def end(self) -> None:
-        """End all threads before the interpreter ends."""
-        with self._lock:
-            running = dict(self._threads)
-        for owner in running.values():
+        """End all threads before the interpreter ends. To close an owner may start one more: those are ended too."""
+        for owner in self._alive().values():
             owner.close()
-        _join(running)
-        for thread, owner in running.items():
-            if thread.is_alive():
-                owner.cut()
-        _join(running)
+        _join(self._alive())
+        for owner in self._alive().values():
+            owner.cut()
+        _join(self._alive())
+
+    def _alive(self) -> dict[threading.Thread, Owner]:
+        with self._lock:
+            return dict(self._threads)
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:

@@ -19,7 +19,7 @@ from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights, ordered
-from weightsync.weights.tensors import address_of, borrowed
+from weightsync.weights.tensors import address_of, borrowed, on_cpu
 
 #: The size of a device's identity in bytes.
 IDENTITY_NBYTES = 16
@@ -131,20 +131,14 @@ class DeviceMemory:
         self.device = device
         self.flat = flat
         self.fd = fd
-        self._sealed = flat[flat.numel() - SEAL_NBYTES :]
+        #: The device's identity.
+        self.identity = device.identity
+        #: The size of the largest payload, which may be more than was asked for.
+        self.nbytes = flat.numel() - SEAL_NBYTES
+        self._sealed = flat[self.nbytes :]
         self._views: tuple[Layout, list[Tensor]] | None = None
         #: What `weightsync.weights.target` keeps about parameters that view it.
         self.kept: object = None
-
-    @property
-    def identity(self) -> bytes:
-        """The device's identity."""
-        return self.device.identity
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the largest payload, which may be more than was asked for."""
-        return self.flat.numel() - SEAL_NBYTES
 
     @property
     def seal(self) -> bytes:
@@ -153,13 +147,11 @@ class DeviceMemory:
 
     def seal_with(self, seal: bytes) -> None:
         """Write the seal, and wait for that copy."""
-        with torch.inference_mode():
-            self._sealed.copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+        self._sealed.copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
 
     def unseal(self) -> None:
         """Remove the seal, in order with the current stream."""
-        with torch.inference_mode():
-            self._sealed.zero_()
+        self._sealed.zero_()
 
     def remap(self) -> bool:
         """Do nothing: a device has no pages of one process alone, so what a worker has written there stays."""
@@ -184,9 +176,10 @@ class DeviceMemory:
         Args:
             known: the same object for as long as the weights have the same form: see `Device.copy`.
         """
-        if self._views is None or self._views[0] != layout:
+        before, into = self._views, self.views(layout)
+        if self._views is not before:
             self.flat.zero_()
-        self.device.copy(self.views(layout), ordered(weights, layout), known)
+        self.device.copy(into, ordered(weights, layout), known)
         self.device.finish()
 
     def read(self, view: memoryview) -> None:
@@ -211,6 +204,6 @@ def on_host(payload: memoryview | DeviceMemory, nbytes: int) -> memoryview:
     """The first ``nbytes`` bytes of a payload in the host's memory: a copy, if it lies on a device."""
     if isinstance(payload, memoryview):
         return payload
-    view = torch.empty(nbytes, dtype=torch.uint8).numpy().data
+    view = on_cpu(nbytes).numpy().data
     payload.read(view)
     return view

@@ -205,7 +205,7 @@ class CudaDevice:
     @cached_property
     def _bounce(self) -> Bounce:
         with torch.inference_mode(False):
-            first, second = torch.empty((2, STAGING_NBYTES), dtype=torch.uint8, pin_memory=True)
+            first, second = torch.empty((2, STAGING_NBYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
         return Bounce((first, second))
 
     def to_host(self, pieces: Sequence[Piece]) -> None:

@@ -1,0 +1,124 @@
+"""Each worker is sent weights of its own: one call, several versions, one report."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, constants, filled
+from torch import nn
+
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SyncError
+from weightsync.protocol.report import OutcomeKind
+
+
+def small(fill: float) -> nn.Module:
+    """A layer of that value."""
+    return filled(nn.Linear(2, 2), fill)
+
+
+class Trio:
+    """A trainer and three workers in this process."""
+
+    def __init__(self, registered: nn.Module | None = None, *, sync: bool = True, **options: Any) -> None:
+        pipes = [multiprocessing.Pipe() for _ in range(3)]
+        self.models = [small(0.0) for _ in pipes]
+        self.sending = MultiProcessWeightSyncScheme(sync=sync, per_worker_weights=True)
+        self.sending.init_on_sender("policy", pipes=[ours for ours, _ in pipes], model=registered, **options)
+        self.workers = [MultiProcessWeightSyncScheme() for _ in pipes]
+        for index, (worker, (_, theirs)) in enumerate(zip(self.workers, pipes, strict=True)):
+            worker.init_on_receiver(model_id="policy", pipe=theirs, worker_idx=index, model=self.models[index])
+        threads = [threading.Thread(target=worker.connect) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        self.sending.connect(timeout=PATIENCE)
+        for thread in threads:
+            thread.join(PATIENCE)
+
+    def served(self) -> list[set[float]]:
+        """What each worker's model holds."""
+        return [constants(model) for model in self.models]
+
+    def close(self) -> None:
+        self.sending.close()
+        for worker in self.workers:
+            worker.shutdown()
+
+
+@contextlib.contextmanager
+def trio(registered: nn.Module | None = None, **options: Any) -> Iterator[Trio]:
+    made = Trio(registered, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_worker_that_left_unnoticed_is_named_in_the_report_and_the_others_are_served() -> None:
+    with trio(small(0.0)) as three:
+        three.workers[2].close()
+        report = three.sending.send({0: small(1.0), 1: small(2.0), 2: small(3.0)}, timeout=PATIENCE)
+
+        assert three.served()[:2] == [{1.0}, {2.0}]
+    assert report.ok
+    assert set(report.outcomes) == {0, 1}
+    assert set(report.left) == {2}
+
+
+def test_a_worker_that_left_while_another_was_served_is_in_the_merged_report() -> None:
+    with trio(small(0.0)) as three:
+        three.workers[2].close()
+        report = three.sending.send({0: small(1.0), 1: small(2.0)}, timeout=PATIENCE)
+
+    assert report.ok
+    assert set(report.left) == {2}
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "error"),
+    [(nn.Linear(7, 7), {}, LayoutError), (small(float("nan")), {"check_finite": True}, NonFiniteError)],
+)
+def test_weights_of_one_worker_that_cannot_be_sent_keep_no_other_from_its_own(
+    bad: nn.Module, options: Any, error: type[Exception]
+) -> None:
+    with trio(small(0.0), **options) as three:
+        with pytest.raises(error) as raised:
+            three.sending.send({0: small(1.0), 1: bad, 2: small(3.0)}, timeout=PATIENCE)
+
+        assert three.served() == [{1.0}, {0.0}, {3.0}]
+    (note,) = raised.value.__notes__
+    assert "The other groups were sent theirs: version 3" in note
+    assert "worker 0: APPLIED, worker 2: APPLIED" in note
+
+
+def test_if_the_first_workers_weights_cannot_be_sent_nobody_is_sent_anything() -> None:
+    with trio(small(0.0)) as three:
+        with pytest.raises(LayoutError, match="No version was sent"):
+            three.sending.send({0: nn.Linear(7, 7), 1: small(2.0), 2: small(3.0)}, timeout=PATIENCE)
+
+        assert three.served() == [{0.0}] * 3
+
+
+def test_all_weights_that_cannot_be_sent_are_named() -> None:
+    with trio(small(0.0)) as three, pytest.raises(LayoutError, match="7, 7") as raised:
+        three.sending.send({0: small(1.0), 1: nn.Linear(7, 7), 2: nn.Linear(5, 5)}, timeout=PATIENCE)
+
+    assert "5, 5" in raised.value.__notes__[0]
+
+
+def test_without_waiting_a_refusal_of_one_worker_is_raised() -> None:
+    """`sync=False`: the first worker's update is settled by the second's, in the same call."""
+    with trio(sync=False) as three:
+        with pytest.raises(SyncError) as raised:
+            three.sending.send({0: nn.Linear(7, 7), 1: small(2.0), 2: small(3.0)}, timeout=PATIENCE)
+        three.sending.get_sender().wait_async(timeout=PATIENCE)
+
+        assert three.served() == [{0.0}, {2.0}, {3.0}]
+    report = raised.value.report
+    before = report.previous
+    assert before[0].kind is OutcomeKind.REFUSED
+    assert report[2].kind is OutcomeKind.PENDING

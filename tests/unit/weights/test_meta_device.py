@@ -1,0 +1,69 @@
+"""A model that came without its weights, on the meta device, gets memory."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictParams
+from torch import nn
+
+from weightsync import WeightStrategy
+from weightsync.weights.meta_device import fill_in
+from weightsync.weights.reading import read_live
+from weightsync.weights.target import Mode, Target
+
+
+class Scaled(nn.Module):
+    """A layer, and parameters in a TensorDict."""
+
+    def __init__(self, fill: float, *, lock: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.held = TensorDictParams(
+            TensorDict({"deep": {"scale": torch.full((2,), fill)}, "steps": torch.full((2,), int(fill))}), lock=lock
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.held["deep", "scale"] + self.held["steps"]
+
+
+def sent_by_a_collector(model: nn.Module) -> nn.Module:
+    """The model as a worker of TorchRL's multi-process collectors gets it."""
+
+    def without_data(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
+
+    weights = TensorDict.from_module(model, as_module=True)
+    with weights.data.to("meta").apply(without_data, weights).to_module(model, preserve_module_state=False):
+        sent = pickle.dumps(model)
+    return pickle.loads(sent)
+
+
+@pytest.mark.parametrize("lock", [False, True])
+@pytest.mark.parametrize("mode", [Mode.COPY, Mode.MAP])
+def test_parameters_in_a_tensordict_are_filled_and_then_updated(mode: Mode, lock: bool) -> None:
+    source = Scaled(3.0, lock=lock)
+    model = sent_by_a_collector(source)
+
+    assert fill_in(model)
+    assert not fill_in(model)
+    assert {tensor.device.type for tensor in read_live(model).tensors.values()} == {"cpu"}
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert model.held["deep", "scale"].isnan().all()
+
+    Target(model, mode).apply(WeightStrategy().extract_weights(source))
+    assert torch.equal(model(torch.ones(2)), source(torch.ones(2)))
+    assert torch.equal(dict(model.named_buffers())["held.steps"], source.held["steps"])
+
+
+def test_a_tensor_that_a_tensordict_shares_with_a_layer_stays_one_tensor() -> None:
+    model = nn.Module()
+    model.layer = nn.Linear(2, 2, device="meta")
+    model.held = TensorDictParams(TensorDict({"weight": model.layer.weight}))
+
+    assert fill_in(model)
+    assert model.held["weight"] is model.layer.weight
+    assert model.layer.weight.isnan().all()
+    assert model.layer.weight.requires_grad
