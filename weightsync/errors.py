@@ -133,7 +133,7 @@ class WorkerLostError(SyncError, ConnectionError):
     lives or was started again. It then receives the latest version addressed to it.
 
     Attributes:
-        lost: worker id to the reason.
+        lost: maps the id of each lost worker to the reason.
         fence: the highest incarnation a worker reported, if a newer sender took it over; else None.
     """
 
@@ -152,13 +152,13 @@ class WorkerLostError(SyncError, ConnectionError):
 class RefusedError(SyncError):
     """Workers refused the update, and serve what they served before.
 
-    What a method or a loader of yours did before it raised is not known.
+    If your own method or loader raised, what it had changed before that is unknown.
 
     What to do: read the worker's reason, and its traceback in the report. Other names, shapes or dtypes: give trainer
     and worker the same model. No memory or descriptors: free some in the worker, and send again.
 
     Attributes:
-        refused: worker id to the reason, with the worker's own traceback if it raised.
+        refused: maps the id of each worker that refused to the reason, with the worker's traceback if it raised.
     """
 
     def __init__(self, message: str, report: Any = None, refused: Mapping[int, str] | None = None) -> None:
@@ -173,15 +173,15 @@ GIVE_RESTARTS: Final = "Give the group max_restarts= to have failed workers rest
 class WorkerFailedError(WeightSyncError):
     """A worker of a `WorkerGroup` has failed. The other workers keep running.
 
-    It is raised if the worker will not be restarted; `WorkerGroup.failures` has those of restarted workers too.
+    It is raised if the worker will not be restarted. `WorkerGroup.failures` also has the failures of restarted workers.
 
     What to do: read `remote_traceback` and fix the function that the worker runs, or give the group `max_restarts`.
 
     Attributes:
         worker: its index.
         reason: why it ended: its exception, or how its process died.
-        remote_traceback: the traceback of its exception; or, of a process that was killed because it gave no result,
-            the stack of its main thread; else empty.
+        remote_traceback: the traceback of its exception; for a process that was killed because it gave no result, the
+            stack of its main thread; else empty.
         version: the version that it served; None if it served none, or if that is unknown.
         restarts: how often it had been restarted.
     """
@@ -235,8 +235,8 @@ class StaleWeightsError(WeightSyncError):
     def __init__(self, version: int | None, behind: int, limit: int) -> None:
         super().__init__(
             f"this worker serves version {version}, which is {behind} behind the newest one announced; "
-            f"max_staleness is {limit}. No step has begun: wait for a newer version, or let the group wait by "
-            'on_stale="block".'
+            f"max_staleness is {limit}. The step has not begun: wait for a newer version, or give the group "
+            'on_stale="block", which waits for one.'
         )
         self.version = version
         self.behind = behind
@@ -251,7 +251,7 @@ class ModelBusyError(WeightSyncError, TimeoutError):
 
 
 class PartlyLoadedError(WeightSyncError):
-    """Raise it in a loader that failed after it had begun to change its engine, which then serves no whole version.
+    """Your loader raises this if it failed after it had begun to change its engine, which then serves no whole version.
 
     The receiver closes, and the trainer reports the worker as LOST with this message. Any other exception means that
     the engine still serves the previous version: it is reported as REFUSED.
@@ -267,10 +267,10 @@ _REDIRECTS: Final = (300, 399)
 
 
 class EngineError(WeightSyncError):
-    """An inference engine answered a call with an error. It is in the reason of a worker that is REFUSED or LOST.
+    """An inference engine answered a call with an error. The reason of a REFUSED or LOST outcome contains it.
 
-    What to do: read the engine's own words in the message, and its log. A worker that is LOST stays paused: start it
-    again, and let it join by `add_worker()`.
+    What to do: read the engine's answer in the message, and its log. The reason of a LOST outcome says whether the
+    engine stays paused: start the engine again, and call `add_worker()`.
 
     Attributes:
         status: the HTTP status; 0 if there is none.
@@ -331,7 +331,7 @@ class LayoutError(WeightSyncError, KeyError, ValueError):
     Attributes:
         missing: names that the destination has and the weights lack.
         unexpected: names that the weights have and the destination lacks.
-        mismatched: name to the difference, e.g. ``"shape (3,), expected (4,)"``.
+        mismatched: maps a tensor's name to the difference, e.g. ``"shape (3,), expected (4,)"``.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class NonFiniteError(WeightSyncError, ArithmeticError):
     leave them out by ``names=``.
 
     Attributes:
-        tensors: the name of each such tensor to the number of its NaN and infinite values.
+        tensors: maps the name of each such tensor to two counts: its NaN values, and its infinite values.
     """
 
     def __init__(self, message: str, tensors: Mapping[str, tuple[int, int]] | None = None) -> None:
@@ -395,7 +395,7 @@ class AuthenticationError(TransportError):
 class SenderClosed(TransportError):
     """In a worker: the sender closed its link cleanly. A sender that crashes raises a plain `TransportError`.
 
-    What to do: end the worker, or wait for a new trainer's link.
+    What to do: end the worker, or connect it to a new trainer.
     """
 
 
@@ -406,7 +406,7 @@ def with_type(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception as the reason of an outcome: the text of one of weightsync's, and that of others with their type."""
+    """An exception as the reason of an outcome: its text; with its type in front if it is not weightsync's own."""
     return str(error) if isinstance(error, WeightSyncError) else with_type(error)
 
 

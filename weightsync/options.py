@@ -21,32 +21,32 @@ class Option(enum.Enum):
 class OnFailure(Option):
     """What a blocking call does when a worker fails."""
 
-    #: Raise the exception that carries the report, once every other worker has been served.
+    #: Raise the exception that carries the report, once every worker has its outcome.
     RAISE = "raise"
     #: Return the report.
     REPORT = "report"
 
 
 class OnPending(Option):
-    """What a send does while an earlier update is outstanding."""
+    """What a send does if an earlier update is still outstanding."""
 
     #: Raise StateError.
     RAISE = "raise"
-    #: Wait for it first, within the same timeout, and raise its errors.
+    #: Wait for the earlier update first, within the same timeout, and raise its errors.
     WAIT = "wait"
-    #: Abandon it and send the newer one.
+    #: Abandon the earlier update and send the newer one.
     SUPERSEDE = "supersede"
 
 
 class Verify(Option):
     """What a receiver checks before it applies a version."""
 
-    #: Layout and length, and the digest of what travelled. Weights that lie in memory which trainer and worker share
-    #: did not travel: their slot is verified, by the seal that the trainer has put in it.
+    #: Layout and length. Then the digest of weights that travelled; or, for weights in memory that trainer and worker
+    #: share, the seal that the trainer has put into that memory.
     AUTO = "auto"
-    #: Layout, length, and the digest, also of weights in shared memory.
+    #: As AUTO, and also the digest of weights in shared memory.
     DIGEST = "digest"
-    #: Layout and length, and the seal of a slot in shared memory.
+    #: Layout and length, and the seal of shared memory, but no digest.
     LAYOUT = "layout"
 
     def compares(self, shared: bool) -> bool:
@@ -59,7 +59,7 @@ class Verify(Option):
 
 
 class OnStale(Option):
-    """What a worker of a group does at a step for which its weights are too old."""
+    """What a worker of a group does when its weights are too old to begin a step (``max_staleness``)."""
 
     #: Wait for a newer version.
     BLOCK = "block"

@@ -76,7 +76,7 @@ class Applier:
             return applied
 
     def _tidy(self, left: Slot | None) -> None:
-        """There is nothing to apply: prepare the slot that the model has left for its next use."""
+        """Nothing is pending: use the time to prepare the slot that the model no longer views for its next use."""
         self._left = None
         if left is not None and self._served.target is not None:
             left.tidy(self._served.target.only_keeps)
@@ -137,7 +137,7 @@ class Applier:
             serving.end_swap()
 
     def _apply_outside_functional_call(self, target: Target) -> bool | None:
-        """Apply, unless the model has other tensors in the places of its parameters: then the reader looks again."""
+        """Apply, unless other tensors stand in for the model's parameters: then the reader tries again later."""
         target.refuses_functional_calls = self._listening.background_reader is not None
         try:
             return self.apply(target)
@@ -145,8 +145,8 @@ class Applier:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "model %r: %s The version waits. Call the model inside `with receiver.serving():`, so that it goes "
-                    "live before that.",
+                    "model %r: %s The version waits. Call the model inside `with receiver.serving():`, so that the "
+                    "version goes live before the call.",
                     self._driver.model_id,
                     error,
                 )
@@ -230,9 +230,9 @@ class Applier:
 
     def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(
-            f"version {pending.update.version} of {self._driver.model_id!r} was swapped in half and could not be "
-            f"undone: the model serves nothing, and the receiver is closed. Start the worker again: a WorkerGroup "
-            "does so as often as max_restarts= says, and without one it joins by add_worker() in the trainer. Cause: "
+            f"the swap of version {pending.update.version} of {self._driver.model_id!r} failed halfway and could not "
+            f"be undone: the model serves nothing, and the receiver is closed. Start the worker again: a WorkerGroup "
+            "does this up to max_restarts= times; without a group, call add_worker() in the trainer. Cause: "
             f"{error}"
         )
 
@@ -282,9 +282,9 @@ class Applier:
         if update.slot is None or seal != update.slot.seal or not any(seal):
             number = "" if update.slot is None else f" {update.slot.segment}"
             raise LayoutError(
-                f"version {update.version} is said to lie in shared memory{number}, but what this worker has mapped "
-                "there is not sealed for it: it is other memory, or is being written again. The old weights stay. "
-                "Send the weights again: the memory is then passed again."
+                f"version {update.version} should be in shared memory{number}, but the memory that this worker has "
+                "mapped there does not have its seal: it is other memory, or the trainer is writing there again. The "
+                "old weights stay. Send the weights again: the trainer then passes the memory again."
             )
         return slot_digest(seal, update.incarnation, update.version, update.layout_digest, update.extras)
 

@@ -1,4 +1,4 @@
-"""The background reader: one thread reads and stages; what is staged goes live between two forwards."""
+"""The background reader: one thread reads and stages versions, which go live between two forwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("weightsync")
 #: Seconds that `Background.stop` waits for the thread.
 JOIN_SECONDS: Final = 10.0
 
-#: Seconds until a version is tried again for which the model did not have its own parameters in place.
+#: Seconds until a swap is tried again that found other tensors in place of the model's parameters.
 LOOK_AGAIN: Final = 0.01
 
 #: Passes the version served on to other workers, and returns the report, or None.
@@ -68,7 +68,7 @@ def _end(receiver: WeightReceiver) -> None:
 
 
 def _uncompiled(function: Callable[[WeightReceiver], None]) -> Callable[[WeightReceiver], None]:
-    """The function, which torch's compiler leaves alone, and what it calls: it would compile all of a swap."""
+    """The function, excluded from torch's compiler with all that it calls: otherwise whole swaps would be compiled."""
     reason = "a model that receives in the background is guarded, so it cannot be compiled with fullgraph=True"
     found: Callable[[WeightReceiver], None] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return found
@@ -94,7 +94,7 @@ class Guard:
         forget_after_fork(self)
 
     def set(self, model: Any) -> None:
-        """Guard this model from now on, if it is a module, and no longer the one before.
+        """Guard this model from now on, if it is a module, and no longer the previous one.
 
         Raises RuntimeError: the module takes no hooks (a ScriptModule): it is not guarded.
         """
@@ -114,7 +114,7 @@ class Guard:
         self._hooks, self._model = [], None
 
     def clear(self) -> None:
-        """Guard no model any more."""
+        """Stop guarding the model."""
         with self._lock:
             self._remove()
 
@@ -129,7 +129,7 @@ class Background:
 
     The thread is the only reader of the receiver's links. A version that it has staged goes live at the start of the
     model's next outermost forward, in that forward's thread, or in the reader's thread if no forward is under way: no
-    forward sees two versions, a busy worker cannot delay a swap for ever, an idle one still answers. The thread ends
+    forward sees two versions, a busy worker cannot delay a swap forever, an idle one still answers. The thread ends
     when the receiver is closed or has no link left; a new link starts it again. A forked child has no such thread.
 
     Args:
@@ -179,8 +179,8 @@ class Background:
             thread.join(JOIN_SECONDS)
             if thread.is_alive():
                 logger.warning(
-                    "model %r: after %g s its background reader still runs code of yours, a hook or what passes "
-                    "weights on; it ends when that returns",
+                    "model %r: after %g s its background reader still runs your own code (a hook, or a relay); the "
+                    "thread ends when that code returns",
                     self._receiver.model_id,
                     JOIN_SECONDS,
                 )
@@ -208,7 +208,7 @@ class Background:
             self._thread.start()
 
     def model_set(self, model: Any) -> None:
-        """Guard this model from now on, and no longer the one before."""
+        """Guard this model from now on, and no longer the previous one."""
         self._guard.set(model)
         self._receiver.driver.waker.fire()
         self._spawn()
@@ -222,7 +222,7 @@ class Background:
             self._receiver.driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
 
     def _go_on(self) -> bool:
-        """Do what there is to do now; False: the thread has ended."""
+        """Run one round of the thread's loop; False: the thread has ended."""
         try:
             if not self._over():
                 self._attend()
@@ -264,7 +264,7 @@ class Background:
             self._news.notify_all()
 
     def link_added(self) -> None:
-        """Read the new link too. The loss of the link before is not reported any more."""
+        """Read the new link too. The loss of an earlier link is no longer reported."""
         with self._news:
             self._error = None if isinstance(self._error, TransportError) else self._error
         self._spawn()

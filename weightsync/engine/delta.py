@@ -15,7 +15,7 @@ from weightsync.transports.buffers import Buffer
 from weightsync.weights.delta import apply, encode, word_of
 from weightsync.weights.layout import Layout
 
-#: A delta that is larger than this share of the payload is not sent: the worker would have more work for little.
+#: A delta larger than this share of the payload is not sent: it saves few bytes, and costs the worker more work.
 MOST: Final = 0.75
 _WHOLE: Final = BaseRef()
 
@@ -35,7 +35,8 @@ class Travelling:
         self.sent: dict[int, int] = {}
         #: The sender's numbers of the links over which the delta was sent, and not refused.
         self._links: set[int] = set()
-        #: The messages made last, and what of: the same for all workers, so that a link may keep how one is encoded.
+        #: The last messages, by base: (the whole update, the message made of it). All workers get the same object, so
+        #: that a link can reuse its encoding.
         self._made: dict[BaseRef, tuple[Update, Update]] = {}
 
     def to(self, worker: int, link: int, served: int, update: Update, whole: Buffer) -> tuple[Update, Buffer]:
@@ -58,7 +59,7 @@ class Travelling:
         return made[1], payload
 
     def again(self, worker: int, link: int, whole: Buffer) -> tuple[Update, Buffer] | None:
-        """The message and the payload for a worker that does not hold the base; None: it was sent no delta of this."""
+        """The message and the whole payload for a worker that lacks the base; None: it was sent no delta of this."""
         if link not in self._links:
             return None
         self._links.discard(link)
@@ -97,7 +98,7 @@ class HeldBase:
         return (held.incarnation, held.version, held.digest) == (update.incarnation, base.version, base.digest)
 
     def whole(self, update: Update, layout: Layout, payload: memoryview) -> memoryview:
-        """The whole payload of an update. That of a delta is made in the base's memory: it is not held any more.
+        """The whole payload of an update. A delta is applied in place, in the base's memory: that base is then gone.
 
         Raises:
             ProtocolError: the delta is malformed.

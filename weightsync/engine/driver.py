@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 
-# The functions of `signal` convert each number to an enum, which is most of what a shield would cost.
+# `signal.getsignal` converts each number to an enum, which would be most of the cost of a shield.
 from _signal import getsignal  # type: ignore[import-not-found]
 from _signal import signal as set_handler
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ MAX_UNANSWERED: Final = 2
 class Backlog:
     """The unanswered versions on one link, and the newest one that waits behind them.
 
-    There are at most two, so that a worker that does not read costs no more memory than these.
+    At most two versions are unanswered, so a worker that does not read costs the memory of no more versions than that.
 
     A waiting version that is superseded is never sent. It was abandoned before the newer one was dispatched, so no
     answer for it is awaited.
@@ -79,7 +79,7 @@ class Backlog:
         return True
 
     def answered(self, version: int) -> int:
-        """Take the answer to a version, and so to all before it. Returns the version to be sent now, or 0."""
+        """Take the answer to a version, and thus to all older ones. Returns the version to be sent now, or 0."""
         for unanswered in tuple(self._unanswered):
             if unanswered <= version:
                 self._unanswered.discard(unanswered)
@@ -114,7 +114,7 @@ class Lane:
         self.link = link
         self.awaited = process
         self.backlog = Backlog()
-        #: What was read and is not taken yet.
+        #: Messages that were read, but not handled yet.
         self.unread: deque[Received] = deque()
         #: The digest of the layout that the worker knows; empty if it knows none.
         self.known_layout = b""
@@ -122,9 +122,9 @@ class Lane:
         self.shares: Callable[[Buffer, int], bool] = link.shares if isinstance(link, SharesMemory) else _maps_nothing
         #: The link, if it can carry payloads in parts.
         self.parts: TakesParts | None = link if isinstance(link, TakesParts) else None
-        #: Where a link writes that says whether something is left there; None if it must be asked.
+        #: The link's queue of unwritten messages, to see if it is empty; None: only `Link.flush` can tell.
         self.outlet: Outlet | None = link.outlet if isinstance(link, Steady) else None
-        #: Whether it blocks until the worker has answered.
+        #: Whether a send over the link blocks until the worker has answered.
         self.blocks = isinstance(link, BlockingLink)
         self.orders = link.delivery in _IN_TURN
         # Where answers may be lost, a full backlog might never empty.
@@ -168,7 +168,7 @@ logger = logging.getLogger("weightsync")
 
 
 class AdapterFault(TransportError):
-    """An adapter raised an error that its contract does not allow: its link is given up after a last message."""
+    """An adapter raised an error that the contract of links forbids: the link is given up after a last message."""
 
 
 def read(link: Link) -> list[Received]:
@@ -258,7 +258,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         self.machine: RoleMachine[Input] = machine
         self.data = data
         self.waker = Waker()
-        own_host()  # read now: when a link needs it there may be no descriptor left to read it with
+        own_host()  # cached now: later, when a link needs it, there may be no descriptor left to read it
         #: The layout of the newest version, or of the model; None: neither is known yet.
         self.layout: Layout | None = None
         self._pure_step: Callable[[State, Data, Event], Step[Input, Data, Effect]] = pure_step
@@ -266,7 +266,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         self._last_link = 0
         #: The links that are open. Replaced, never changed in place.
         self._open: tuple[Link, ...] = ()
-        #: The waits of all threads that have waited here, and those of them that nobody uses now.
+        #: All `Wait` objects that were made here, one per waiting thread; and those of them that are free for reuse.
         self._waits: list[Waits[Link]] = []
         self._idle: list[Waits[Link]] = []
 
@@ -286,7 +286,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             return step
 
     def watch_steps(self, seen: Callable[[State, Data, Event, Step[Input, Data, Effect]], None]) -> None:
-        """Have each step shown from now on, before its effects are executed.
+        """Call ``seen`` for each step from now on, before the step's effects are executed.
 
         Args:
             seen: called under the lock with the state and the data before, the event, and the step. It never raises.
@@ -323,13 +323,13 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
 
     @abstractmethod
     def _hint(self, asked: str) -> str:
-        """What prevents a method now, and what its caller can do; empty if nothing more is known."""
+        """Why a method is not allowed now, and what its caller can do; empty if nothing more is known."""
 
     def wait(self, timeout: float | None, since: int) -> list[Link]:
         """Block until a link can be read or written, the waker fires, or time is up. A link that fails is lost.
 
         Args:
-            timeout: seconds; None for ever.
+            timeout: seconds; None forever.
 
         Returns:
             The links that can be read or written now.

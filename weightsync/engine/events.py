@@ -168,7 +168,7 @@ class Events:
         self.dropped = 0
         self._subscriptions: tuple[Subscription, ...] = ()
         # Not queue.Queue: the garbage collector may emit an event in a thread that holds its lock.
-        # Each event is for those who had subscribed when it happened.
+        # Each event goes to the callbacks that were registered when it happened.
         self._queue: queue.SimpleQueue[tuple[SyncEvent, tuple[Subscription, ...]]] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -255,7 +255,7 @@ class Events:
             return True
 
     def close(self) -> None:
-        """End the thread, once the callbacks have taken what is queued; what they have not after 5 s is dropped."""
+        """End the thread, once the callbacks have handled the queued events; events left after 5 s are dropped."""
         self._closed = True
         thread = self._thread
         if thread is None or thread is threading.current_thread():

@@ -82,7 +82,7 @@ class Listening:
         raise driver.ended_as(
             f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}. To receive from "
             "another sender, pass a new pipe to register_worker_transport(); over torch.distributed: (store, rank). "
-            "Over RPC and Ray there is nothing to do: its first call makes a new link."
+            "Over RPC and Ray there is nothing to do: the new sender's first call makes a new link."
         )
 
     def stop(self) -> None:

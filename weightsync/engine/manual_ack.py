@@ -25,7 +25,7 @@ _UNANSWERED = "Nothing has changed: an update that was taken is still to be answ
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """A pending version that was taken by `take_update`, and the digest that was found of it."""
+    """A pending version that was taken by `take_update`, and the digest that was computed of it."""
 
     pending: Pending
     digest: bytes
@@ -72,8 +72,8 @@ class ManualAck:
         if self._listening.background_reader is not None:
             raise self._driver.refused(
                 asked,
-                "connect() has started a thread that receives in the background and applies what comes. Use receive(), "
-                "or do not call connect() and apply by hand.",
+                "connect() has started a thread that receives in the background and applies updates. Use receive(); "
+                "or do not call connect(), and apply updates by hand.",
             )
 
     def _take(self) -> Any:
@@ -116,8 +116,8 @@ class ManualAck:
             if taken is None or self._unanswered is None:
                 raise self._driver.refused(
                     "ack",
-                    "no update that was taken is pending: none was taken, it is answered already, a newer one "
-                    "superseded it, or its sender is gone. take_update() gives the next one.",
+                    "no update that was taken is pending: take_update() was not called, the update is answered "
+                    "already, a newer one superseded it, or its sender is gone. take_update() returns the next one.",
                 )
             self._taken = None
             if message == UPDATED:

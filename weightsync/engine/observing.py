@@ -173,7 +173,7 @@ def _new_outcomes(data: sending.SenderData, step: SenderStep) -> Mapping[tuple[i
 
 
 def _ended(data: sending.SenderData, step: SenderStep) -> Iterator[tuple[int, sending.LinkState, str]]:
-    """The workers whose open link a step ended, how, and why. That the sender was closed is no loss of them."""
+    """The workers whose open link a step ended, how, and why. Closing the sender does not count as losing them."""
     if step.data.workers is data.workers:
         return
     left = {each.worker: f"it left: {each.reason}" for each in step.effects if isinstance(each, sending.Farewell)}

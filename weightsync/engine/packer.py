@@ -51,7 +51,7 @@ MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
 
 
 class Readers(Protocol):
-    """The workers of a sender, and what of its memory they can map."""
+    """The workers of a sender, and which of the sender's memory they can map."""
 
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether all of them map a buffer with a payload of this size, so that no byte of it travels."""
@@ -161,9 +161,9 @@ class Packer:
         return plan.sent
 
     def reserve(self, readers: Readers | None = None) -> None:
-        """Make the slots for weights of the layout that was asked for last, as far as there is memory.
+        """Make the slots for weights of the layout that `layout_of` returned last, as far as there is memory.
 
-        None for weights in several places. `pack` makes what is missing.
+        There are none for weights in several places. `pack` makes missing ones.
 
         Args:
             readers: the workers, once they have answered; None: they have not. Until then there are no slots for
@@ -216,7 +216,7 @@ class Packer:
         with self._lock:
             slot = None if device is None else self._on_devices.acquire(device, layout, readers)
             if slot is not None:
-                self._pool.close()  # what the first version, before any handshake, was sent in
+                self._pool.close()  # its buffers were for the first version, sent before any handshake
             buffer = slot or self._pool.acquire(layout.nbytes)
             buffer.pins.add(self)
         try:
@@ -241,7 +241,7 @@ class Packer:
             raise
 
     def _parts(self, packed: Packed, readers: Readers, targets: tuple[int, ...] | None) -> OutgoingParts | None:
-        """What sends the payload in parts; None: it is sent whole, as deltas are."""
+        """The object that sends the payload in parts; None: it is sent whole, as deltas are."""
         if self.sends_deltas:
             return None
         return readers.in_parts(packed.buffer, packed.layout.nbytes, packed.verify, targets)
@@ -302,11 +302,11 @@ def _compared(packed: Packed, readers: Readers) -> bool:
 
 
 def _too_large(layout: Layout, extras: bytes) -> LayoutError:
-    """The error for what no message can carry."""
+    """The error for names and extra state that are too large for a message."""
     nbytes = len(layout.encode()) + len(extras)
     return LayoutError(
         f"The tensors' names and the extra state of {list(layout.extras)} take {nbytes} bytes, but one update carries "
-        f"{MAX_NAMES_AND_EXTRAS_NBYTES} beside the tensors: keep what is large in tensors."
+        f"at most {MAX_NAMES_AND_EXTRAS_NBYTES} in addition to the tensors: keep large state in tensors."
     )
 
 
@@ -370,8 +370,8 @@ def write_slot(
 ) -> None:
     """Copy weights into a slot and seal it, in order with the current stream; and to the host if a link needs that.
 
-    What the layout has in another dtype is cast on the device. When this returns, the kernels that wrote the slot have
-    ended.
+    Tensors of another dtype than the layout's are cast on the device. When this returns, the kernels that wrote the
+    slot have ended.
 
     Args:
         known: the same object for as long as the weights have the same form: see `Device.copy`.
@@ -449,7 +449,7 @@ class OutgoingWeights:
             ConfigurationError, LayoutError: they cannot be sent, or are not those of the registered model.
             TransportError: there is not enough memory.
         """
-        # Only weights that are found on the context need it: otherwise it may have been collected.
+        # Only weights that are found on the context need it: otherwise it may have been garbage-collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._services.weights_to_send(weights, self._driver.model_id, context)
         form = None

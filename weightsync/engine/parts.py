@@ -22,11 +22,11 @@ from weightsync.transports.base import Received, TakesParts
 from weightsync.transports.buffers import Buffer
 from weightsync.weights.tree_digest import CHUNK, ChunkHashes
 
-#: The least size of a part in bytes. Of a payload that would have more parts than the second says, they are larger.
+#: The least size of a part in bytes, and the most parts of a payload: a larger payload has larger parts.
 LEAST_PART: Final = 4 << 20
 MOST_PARTS: Final = 32
-#: Smaller payloads are sent whole: those of the second size where workers may have no core to themselves, so that who
-#: hashes or reads takes time from who packs.
+#: Payloads smaller than the first size are sent whole; those smaller than the second too, if workers may have to share
+#: cores with the trainer, so that hashing and reading would slow down the packing.
 LEAST_NBYTES: Final = 4 * LEAST_PART
 LEAST_IF_BUSY: Final = 64 << 20
 
@@ -58,9 +58,9 @@ class OutgoingParts:
         self._sent: list[tuple[int, int]] = []
 
     def reach(self, start: int, end: int) -> None:
-        """The range from `start` to before `end` is written. It is sent with its neighbours once that is worth it.
+        """Note that the range from `start` to before `end` is written. Full parts are sent at once.
 
-        What is sent ends with a chunk, so that the worker can hash it.
+        A part ends at the end of a chunk of the digest, so that the worker can hash it.
         """
         with self._lock:
             start = self._open.pop(start, start)
@@ -72,7 +72,7 @@ class OutgoingParts:
                 self._open[end] = start
 
     def finish(self) -> None:
-        """All is written: send what is left."""
+        """Everything is written: send the remaining parts."""
         with self._lock:
             reached = 0
             for start, end in (*sorted(self._sent), (self._whole.nbytes, self._whole.nbytes)):
@@ -104,7 +104,7 @@ def whole_of(payload_id: bytes, nbytes: int, model_id: str, incarnation: int) ->
 def outgoing_parts(
     lock: threading.RLock, lanes: Iterable[Lane], payload: Buffer, verify: Verify, whole: Part
 ) -> OutgoingParts | None:
-    """What sends a payload in parts over the links that can and are idle; None: there is none, or it does not pay.
+    """The object that sends a payload in parts over idle links; None: no link can carry them, or it does not pay.
 
     Args:
         lock: the driver's. It is held.

@@ -42,8 +42,8 @@ class WeightReceiver(Participant):
     """
 
     _driver: ReceiverDriver
-    #: Whether what is staged goes live as the next forward begins, in that thread, also if `receive` is being called.
-    #: Then the return value of that call says nothing of it.
+    #: Whether a staged version goes live when the next forward begins, in that forward's thread, even while another
+    #: thread is in `receive`. The return value of that `receive` then does not report this version.
     _forwards_swap = False
 
     def _begin(self) -> None:
@@ -60,8 +60,8 @@ class WeightReceiver(Participant):
     def register_model(self, model: Any = None, *, model_ref: Any = None) -> None:
         """Set the model that weights are applied to.
 
-        Another model serves the version of the one before only if it holds exactly the same weights; otherwise
-        `version` is None until the next one.
+        A new model takes over `version` from the previous one only if it holds exactly the same weights; otherwise
+        `version` is None until the next version is applied.
 
         Args:
             model: an `nn.Module`, a TensorDict, a dict of tensors, or a path such as ``"env.transform[0]"``. A path
@@ -71,7 +71,7 @@ class WeightReceiver(Participant):
 
         Raises:
             ConfigurationError: neither is given, or both.
-            ModelBusyError: (a TimeoutError) other threads served the model before for `WEIGHTSYNC_TIMEOUT` or 60
+            ModelBusyError: (a TimeoutError) other threads used the previous model for `WEIGHTSYNC_TIMEOUT` or 60
                 seconds; nothing has changed.
         """
         if (model is None) == (model_ref is None):
@@ -83,13 +83,13 @@ class WeightReceiver(Participant):
         """Listen on a link: the first one, or one over which a sender makes a new handshake.
 
         Args:
-            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that; other
-                transports take what their scheme's `listen` says.
+            pipe_or_context: the worker's end of a duplex `multiprocessing.Pipe`, or an object with that as its
+                ``.pipe``; for other transports see their scheme's page.
             pipe: the same, by TorchRL's older name.
 
         Raises:
             StateError: the receiver is closed.
-            ConfigurationError: no link can be made of it, or both are given.
+            ConfigurationError: no link can be made over it, or both arguments are given.
         """
         self._driver.require_open("register_worker_transport")
         if pipe is not None and pipe_or_context is not None:
@@ -108,7 +108,7 @@ class WeightReceiver(Participant):
 
         Raises:
             StateError: the receiver is closed, or has no link yet.
-            SenderClosed: the sender closed the link in good order.
+            SenderClosed: the sender closed the link cleanly.
             TransportError: the sender is gone.
         """
         self._listening.check()
@@ -117,19 +117,19 @@ class WeightReceiver(Participant):
         """Apply the newest version that has arrived, and answer for it.
 
         Args:
-            timeout: seconds to wait for one. 0 does not wait; None waits until one comes or the sender is gone.
+            timeout: seconds to wait for a version. 0 does not wait; None waits until one comes or the sender is gone.
 
         Returns:
-            Whether a new version is live now. False: none came, or it was refused (`last_refusal` says why; the
-            sender gets the refusal).
+            Whether a new version is live now. False: none came, or it was refused (`last_refusal` says why, and the
+            sender is told the same).
 
         Raises:
             ConfigurationError: no model is registered.
             StateError: the receiver is closed, or has no link yet.
-            SenderClosed: (a TransportError) the sender closed the link in good order. The model keeps the version it
+            SenderClosed: (a TransportError) the sender closed the link cleanly. The model keeps the version it
                 serves; a new link may be registered.
-            TransportError: the sender is gone without a goodbye. Otherwise the same.
-            ProtocolError: the peer broke the protocol; its link is down.
+            TransportError: the sender is gone without a goodbye. The model keeps its version, as above.
+            ProtocolError: the peer broke the protocol; its link is closed.
         """
         reader = self._listening.background_reader
         if reader is not None:
@@ -171,18 +171,18 @@ class WeightReceiver(Participant):
     ) -> None:
         """Apply weights yourself.
 
-        If they are those of the pending version, that is applied and acked. Other weights are written into the
-        model as they are; a pending version is then refused, and `version` is None until the next one.
+        If they are the pending version's weights, that version is applied and acked. Other weights are written into the
+        model as they are; a pending version is then refused, and `version` is None until the next one is applied.
 
         Args:
-            weights: a TensorDict or dict, nested or flat dotted.
-            inplace: if false, other weights than the pending version's get tensors of their own, as
-                `WeightStrategy.apply_weights` says.
-            timeout: seconds to wait for other threads that serve the model; None: for ever; default:
+            weights: a TensorDict or dict, nested or flat with dotted names.
+            inplace: if false, weights that are not the pending version's become new tensors of the model: see
+                `WeightStrategy.apply_weights`.
+            timeout: seconds to wait for other threads that serve the model; None: forever; default:
                 `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
-            ModelBusyError: (a TimeoutError) they served it until then; nothing was changed.
+            ModelBusyError: (a TimeoutError) other threads used the model until the timeout; nothing was changed.
             StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
@@ -244,7 +244,7 @@ class WeightReceiver(Participant):
 
     @property
     def owes_ack(self) -> bool:
-        """Whether an update that was taken is still pending."""
+        """Whether an update that `take_update` returned is still pending."""
         return self._manual.owes_ack
 
     def ack(self, message: str = UPDATED, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
@@ -252,11 +252,11 @@ class WeightReceiver(Participant):
 
         Args:
             message: "updated": it is applied. Any other text tells the sender that it is not.
-            timeout: seconds to wait for other threads that serve the model; None: for ever; default:
+            timeout: seconds to wait for other threads that serve the model; None: forever; default:
                 `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
-            ModelBusyError: (a TimeoutError) they served it until then; nothing was answered.
+            ModelBusyError: (a TimeoutError) other threads used the model until the timeout; nothing was answered.
             StateError: no update that was taken is pending: it was answered or superseded, or its link went down.
         """
         self._manual.ack(message, timeout)
@@ -290,13 +290,13 @@ class WeightReceiver(Participant):
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
-        """Keep the served version: no other goes live inside the block. Yields that version.
+        """Keep the served version: no other version goes live inside the block. Yields the served version.
 
-        Meanwhile a `receive` in another thread reads but applies nothing; it applies once the block is left. With a
-        background thread, a version that it has staged goes live as the outermost block begins.
+        Meanwhile a `receive` in another thread reads messages but applies nothing; it applies once the block has ended.
+        A version that a background thread has staged goes live when the outermost block begins.
 
         Raises:
-            WeightSyncError: a swap failed half way, now or before: the model serves nothing.
+            WeightSyncError: a swap failed halfway, now or before: the model serves nothing.
         """
         self.begin_serving(None)
         try:
@@ -305,7 +305,7 @@ class WeightReceiver(Participant):
             self.end_serving()
 
     def begin_serving(self, frame: FrameType | None) -> None:
-        """Begin a forward. First swap in what is staged, so that a busy worker never delays a swap for ever.
+        """Begin a forward. First swap in a staged version, so that a busy worker never delays a swap forever.
 
         A forward that is captured as a CUDA graph swaps nothing: the swap would wait for kernels.
 
@@ -325,7 +325,7 @@ class WeightReceiver(Participant):
         served.serving.enter(frame)
 
     def end_serving(self) -> None:
-        """End what was begun last in this thread, and wake a thread that waits to swap."""
+        """End the forward or block that this thread began last, and wake a thread that waits to swap."""
         self._served.serving.leave()
         if self._driver.data.pending is not None:
             self._driver.waker.fire()

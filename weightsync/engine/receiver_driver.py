@@ -38,7 +38,7 @@ class Pending(Struct, frozen=True):
     slot: Slot | None = None
     #: Why this process could not receive the payload; empty if it could.
     untaken: str = ""
-    #: The hashes of what was hashed when it arrived; None: nothing was.
+    #: The hashes of the parts that were hashed on arrival; None: none were.
     hashes: ChunkHashes | None = None
 
     def on_host(self) -> memoryview:
@@ -56,11 +56,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def __init__(self, model_id: str) -> None:
         super().__init__(model_id, ReceiverMachine(), pure.ReceiverData(), pure.step)
         self.pending: Pending | None = None
-        #: Why the last link ended; empty if none has.
+        #: Why the last link ended; empty if no link has.
         self.ended = ""
         #: The error that a caller gets then.
         self.ended_as: type[TransportError] = TransportError
-        #: Why the last handshake that was refused was; empty if none was.
+        #: Why the last refused handshake was refused; empty if none was.
         self.turned_away = ""
         #: The link that failed most recently when it was written to.
         self._unwritable = 0
@@ -73,13 +73,13 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._baseless: tuple[int, Update] | None = None
         self._parts = IncomingParts()
         self._links: dict[int, Link] = {}
-        #: Where those links write that say whether something is left there.
+        #: The links' queues of unwritten messages, for links that have one: to see if they are empty.
         self._outlets: dict[int, Outlet] = {}
         self._layouts: dict[bytes, Layout] = {}
 
     @property
     def devices(self) -> bytes:
-        """The devices whose slots the model can be served from, as our Hello names them; empty: it is on the host."""
+        """The devices on which the model can use slots, as the Hello names them; empty: it is on the host."""
         return self._devices
 
     @devices.setter

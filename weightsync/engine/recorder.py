@@ -217,8 +217,8 @@ class Recorder:
             return os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigurationError(
-                f"Nothing can be recorded to {self.folder}: {error.strerror}. Give tracing.record() or {ENVIRONMENT} a "
-                "folder that can be written to, or record nothing."
+                f"Nothing can be recorded to {self.folder}: {error.strerror}. Give recorder.record() or {ENVIRONMENT} "
+                "a folder that can be written to, or record nothing."
             ) from error
 
     def _path(self) -> Path:

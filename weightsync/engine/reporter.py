@@ -34,11 +34,12 @@ class Reporter:
         self._travelling: Travelling | None = None
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
-        #: The report not yet returned to a caller: it becomes part of the next one.
+        #: A report that was not returned to a caller yet: it becomes part of the next one.
         self._previous: SyncReport | None = None
-        #: Of a worker whose end came with a traceback: its link, and the version whose report a caller got.
+        #: For each worker whose end came with a traceback: its link, and the version of the first report with it that a
+        #: caller got.
         self._reported: dict[int, tuple[int, int]] = {}
-        #: The same of the newest report, which no caller has got yet.
+        #: The same for the newest report, which was not returned to a caller yet.
         self._unreported: dict[int, tuple[int, int]] = {}
 
     def delivered(self) -> None:
@@ -61,7 +62,7 @@ class Reporter:
             assert report.version is not None
             self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
         self._previous = report.previous
-        # Nobody gets this report: what it was the first to say, the next one says.
+        # No caller gets this report, so the next one repeats what is new in it.
         self._reported = {worker: end for worker, end in self._reported.items() if end[1] != report.version}
 
     def concluded(self, version: int) -> SyncReport:
@@ -101,7 +102,7 @@ class Reporter:
         )
 
     def not_sent(self, previous: SyncReport, targets: tuple[int, ...] | None) -> SyncReport:
-        """The report of an update that was not sent: time was up before ``previous``, the one before, was answered."""
+        """The report of an update that was not sent: the deadline passed before ``previous`` was answered."""
         before, owing = previous.version, previous.of(OutcomeKind.TIMED_OUT)
         reason = f"not sent: time was up while version {before} still awaited {workers_text(owing)}"
         chosen = self._driver.data.workers if targets is None else targets
@@ -166,7 +167,7 @@ class Reporter:
         return report
 
     def _reported_before(self, version: int, outcomes: Mapping[int, Outcome]) -> dict[int, int]:
-        """Whose end, with its traceback, is in an earlier report. Those for whom this report is the first are noted."""
+        """Workers whose end, with its traceback, is in an earlier report. Notes those that are new in this one."""
         workers, before = self._driver.data.workers, {}
         self._unreported = {}
         for worker, outcome in outcomes.items():

@@ -59,14 +59,14 @@ class WeightSender(Participant):
 
         Args:
             worker_id: its id, 0 or more.
-            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that.
-            process: the worker's process on this host, if there is one: a `multiprocessing` process or a
-                `subprocess.Popen`, started or not yet, or a process id. Its death is then noticed even before it has
-                connected.
+            pipe_or_context: how to reach it. Over pipes: the trainer's end of a duplex `multiprocessing.Pipe`, or an
+                object with that as its ``.pipe``. Other schemes: an actor, ``(store, rank)``, and so on.
+            process: the worker's process on this host: a `multiprocessing` process or a `subprocess.Popen`, started or
+                not, or a process id. Its death is then noticed even before it has connected.
 
         Raises:
             StateError: the sender is closed.
-            ConfigurationError: no link can be made of it, or ``process`` is not a process.
+            ConfigurationError: no link can be made over ``pipe_or_context``, or ``process`` is not a process.
         """
         self._workers.add(worker_id, pipe_or_context, process)
 
@@ -80,7 +80,7 @@ class WeightSender(Participant):
         self._workers.remove(worker_id)
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
-        """TorchRL's name of `add_worker`, with the argument's name."""
+        """The same as `add_worker`, with TorchRL's names for the method and its arguments."""
         self.add_worker(worker_idx, pipe_or_context)
 
     _register_worker = register_worker
@@ -89,8 +89,8 @@ class WeightSender(Participant):
         """Create a link to each worker, put the handshake on it, and reserve shared memory. Never waits for a worker.
 
         Args:
-            fence: the new incarnation is above this one: the ``fence`` of the `WorkerLostError` of a fenced sender.
-            weights: what will be sent first, if not the registered model's: the handshake carries their layout.
+            fence: from the `WorkerLostError` of a fenced sender: the new sender's incarnation is above this one.
+            weights: the weights of the first send, if not the registered model's: the handshake carries their layout.
 
         Raises:
             StateError: the sender is connected already, or closed.
@@ -113,13 +113,13 @@ class WeightSender(Participant):
         """Wait until every worker has answered the handshake: a rendezvous without weights.
 
         Args:
-            timeout: seconds; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            timeout: seconds; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
             StateError: the sender is not connected, or closed.
-            AckTimeoutError: some had not answered by the deadline. It may be called again.
-            WorkerLostError: the others have answered, and some links were lost.
-            RefusedError: the others have answered, and some have refused the handshake: their models do not fit.
+            AckTimeoutError: some workers had not answered by the deadline. The method may be called again.
+            WorkerLostError: the links to some workers were lost; all others have answered.
+            RefusedError: some workers refused the handshake (their models do not fit); all others have answered.
         """
         self._workers.wait(timeout)
 
@@ -142,25 +142,25 @@ class WeightSender(Participant):
             weights: an `nn.Module`, a TensorDict, a dict (nested or flat dotted), a model path such as
                 ``"env.transform[0]"``, or None: the registered model's.
             worker_ids: one or several ids of workers that have been added; None: all.
-            timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            timeout: seconds until the wait ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise", or "report": return the report even if workers failed.
-            on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" the report of that
-                one is in `previous`, and its failures are raised once this one was sent. If it is still outstanding
-                when time is up, nothing is sent.
-            allow_empty: a send to all without any worker returns an empty report and uses no version.
-            expected_workers: the least number of workers there must be; None: `expected_workers` of the sender.
+            on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" its report is in
+                `SyncReport.previous`, and its failures are raised once this version was sent. If the deadline passes
+                first, nothing is sent.
+            allow_empty: if there are no workers, a send to all returns an empty report and uses no version.
+            expected_workers: the least number of workers there must be; None: the sender's `expected_workers`.
 
         Returns:
             The outcome of each worker.
 
         Raises:
-            StateError: not in this state; nothing changed.
+            StateError: an update is outstanding, or the sender is closed; nothing changed.
             ConfigurationError: no worker to send to, fewer workers than expected, an unknown id, or an unsupported type
                 of weights.
             LayoutError: weights that cannot travel, are not those of the registered model (other names, shapes or
                 dtypes), or have a value too large for the scheme's ``wire_dtype``; no version was sent.
             NonFiniteError: with ``check_finite=True``, weights with NaN or infinite values; no version was sent.
-            AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
+            AckTimeoutError: some workers had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did. If every target
                 was lost or had refused before, nothing was sent.
         """
@@ -209,8 +209,8 @@ class WeightSender(Participant):
 
         Raises:
             SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was
-                dispatched anyway, unless time was up (`AckTimeoutError`). Otherwise as `send`, without its errors
-                for outcomes.
+                dispatched anyway, unless the deadline had passed (`AckTimeoutError`).
+            StateError, ConfigurationError, LayoutError, NonFiniteError: as for `send`.
         """
         deadline, stopwatch = Deadline(timeout), Stopwatch()
         if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
@@ -237,7 +237,7 @@ class WeightSender(Participant):
         """Wait until every target of the outstanding update has answered or is lost.
 
         Args:
-            timeout: seconds, counted from this call; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            timeout: seconds, counted from this call; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise" or "report".
 
         Raises:
@@ -278,7 +278,7 @@ class WeightSender(Participant):
             self._driver.pump()
 
     def abandon(self) -> SyncReport:
-        """Give up the outstanding update. Workers that have not answered are ABANDONED: they may yet apply it.
+        """Give up the outstanding update. Workers that have not answered are ABANDONED: they may still apply it.
 
         Raises:
             StateError: nothing is outstanding, or another thread waits for it.
@@ -307,8 +307,8 @@ class WeightSender(Participant):
     def fail(self, error: BaseException) -> None:
         """Close for good because ``error`` was raised: as `close`, but the goodbye carries the error.
 
-        The workers' `receive()` raises `TransportError` with its type and text, not `SenderClosed`. Leaving a
-        ``with sender:`` block by an exception does this.
+        The workers' `receive()` then raises `TransportError` with the error's type and text, not `SenderClosed`.
+        Leaving a ``with sender:`` block by an exception does this.
         """
         reason = "".join(traceback.format_exception_only(error)).strip()
         self._end(lambda: self._driver.fail(reason))
@@ -332,7 +332,7 @@ class WeightSender(Participant):
 
     @property
     def workers(self) -> Mapping[int, pure.Entry]:
-        """Each worker's entry: the state of its link, the version it acked last."""
+        """Worker ids to what the sender knows of each worker: its `link_state`, the version that it acked last."""
         return dict(self._driver.data.workers.items())
 
     @property
@@ -348,13 +348,13 @@ class WeightSender(Participant):
 
     @property
     def owing(self) -> tuple[int, ...]:
-        """The ids of the workers that have not answered the outstanding update, as far as their answers were read."""
+        """The ids of the workers that still owe an answer to the outstanding update. Reads no new answers."""
         outstanding = self._driver.data.outstanding
         return () if outstanding is None else tuple(outstanding.owed)
 
     @property
     def stale_answers(self) -> int:
-        """How many answers came for versions that were no longer awaited."""
+        """How many answers were for versions that the sender no longer waited for."""
         return self._driver.data.stale
 
     def transports(self) -> dict[int, Link]:

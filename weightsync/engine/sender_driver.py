@@ -53,7 +53,7 @@ class Said(Struct, frozen=True):
     layout_known: bool
     #: Whether the worker maps its payload.
     shared: bool
-    #: What an ack of it must name: the digest that was sent, or the slot. Empty: neither was.
+    #: The digest that an ack of it must name: of the weights, or of the slot. Empty: neither was sent.
     named: bytes
 
 
@@ -75,16 +75,16 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: When the workers were last heard from.
         self.hearing = Hearing()
         self._links: dict[int, Lane] = {}
-        #: How many processes to be watched have not started yet. Nothing wakes us when one starts.
+        #: How many processes that are to be watched have not started yet. Their start wakes no wait.
         self.awaited = 0
         self._packed: dict[int, Packed] = {}
-        #: For each version that is kept, what was named to each worker over any of its links.
+        #: For each version that is kept: worker id to the hashes that an ack may name, over any of the worker's links.
         self._named: dict[int, dict[int, set[bytes]]] = {}
         #: The update that was sent last; None if none was, or its version is no longer due.
         self._said: Said | None = None
-        #: What the links share whose updates leave together; None: each sends on its own.
+        #: Shared by links that send their updates together (a fan-out); None: each link sends on its own.
         self._gathering: Gathering | None = None
-        #: The ending and the reason that its goodbyes carry: it has not failed.
+        #: The ending and the reason in this sender's goodbyes; here: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
         #: The level at which a worker's goodbye is logged.
         self.goodbye_level = logging.WARNING
@@ -193,11 +193,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         packed = self._packed[version]
         # Where updates may be reordered or lost, each carries its layout.
         layout_known = lane.orders and lane.known_layout == packed.layout.digest
-        # Asked now: what its worker can map may have changed when its ack arrives.
+        # Determined now: by the time the ack arrives, the memory that the worker can map may have changed.
         shared = packed.buffer.mappable and lane.shares(packed.buffer, packed.layout.nbytes)
         said = self._said
         if said is None or (said.update.version, said.layout_known, said.shared) != (version, layout_known, shared):
-            # One message for all workers that get the same: a link may keep how it is encoded.
+            # One object for all workers that get the same message, so that a link can reuse its encoding.
             said = self._said = self._message_of(version, packed, layout_known, shared)
         self._named.setdefault(version, {}).setdefault(worker, set()).add(said.named)
         update, payload = said.update, packed.buffer
@@ -340,7 +340,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         return True
 
     def _heard(self, number: int, lane: Lane, take: Taking) -> None:
-        """Read a link, and take what has arrived: first what a caller further up has read and not taken yet."""
+        """Read a link, and handle what has arrived; first the messages that an outer call has read, but not handled."""
         worker, link, unread, failed = lane.worker, lane.link, lane.unread, None
         try:
             try:
@@ -407,10 +407,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _require_handshake(self, worker: int, message: Bye | Refusal) -> None:
         """Check that a last message without an incarnation does not come from a worker that we still expect.
 
-        Raises TransportError: that worker ended before it took our handshake, so its link is lost.
+        Raises TransportError: that worker ended before it answered the handshake, so its link is lost.
         """
         if self.data.workers[worker].link_state is pure.LinkState.EXPECTED:
-            raise TransportError(f"it ended before it took the handshake: {message.reason}")
+            raise TransportError(f"it ended before it answered the handshake: {message.reason}")
 
     def _send_whole(self, worker: int, link: int, refused: NoBase) -> None:
         """A worker does not hold the base of a delta: send the version whole, unless a newer one was sent to it since.

@@ -20,11 +20,11 @@ logger = logging.getLogger("weightsync")
 class SequentialSends:
     """Sends by one sender, one after another.
 
-    A send first settles the update before: it abandons one whose failure was already reported, and waits for one that
-    was not reported yet.
+    A send first settles the previous update: it abandons the update if its failure was already reported, and otherwise
+    waits for it.
 
     Args:
-        sender: the sender. Nobody else waits on it or abandons its updates.
+        sender: the sender. Nothing else waits on it or abandons its updates.
     """
 
     def __init__(self, sender: WeightSender) -> None:
@@ -34,16 +34,16 @@ class SequentialSends:
     def send(
         self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
-        """Settle the update before, then send and wait as `WeightSender.send` does.
+        """Settle the previous update, then send and wait as `WeightSender.send` does.
 
-        A failure of the update before is logged: this one supersedes it.
+        A failure of the previous update is logged: this one supersedes it.
 
         Raises:
             As `WeightSender.send`.
         """
         before = self.settle(deadline.remaining)
         if before is not None and before.failed:
-            logger.warning("the update before: %s", before.error())
+            logger.warning("the previous update: %s", before.error())
         report = self._sender.send(weights, worker_ids, timeout=deadline.remaining, on_failure=OnFailure.REPORT)
         self._note(report)
         if failing is OnFailure.RAISE:
@@ -67,7 +67,7 @@ class SequentialSends:
         if before is not None and before.failed:
             if failing is OnFailure.RAISE:
                 raise before.error()
-            logger.warning("the update before: %s", before.error())
+            logger.warning("the previous update: %s", before.error())
             return replace(report, previous=before)
         return report
 

@@ -25,8 +25,8 @@ from weightsync.weights.reading import read_live
 from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Mode, Staged, Target
 
-#: Seconds that a forward waits for those under way, so that a staged version goes live, before it runs beside them.
-#: Without a bound, a forward that waits for another forward of the same model in another thread would never end.
+#: A forward waits this many seconds for other forwards to end, so that a staged version can go live; then it runs
+#: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
 PATIENCE: Final = 1.0
 
 
@@ -34,7 +34,7 @@ class ServingLock:
     """Shared by the threads that serve a model, which may nest; a swap holds it alone."""
 
     def __init__(self) -> None:
-        # The bare lock is taken where nothing waits: a Condition's methods would add Python calls to every forward.
+        # If no thread waits, the lock is used directly: a Condition's methods would add Python calls to every forward.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiters = 0
@@ -104,9 +104,9 @@ class ServingLock:
 
     @contextlib.contextmanager
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
-        """Hold the lock alone, beside what this thread itself serves. Waits for all other threads.
+        """Hold the lock exclusively, except for this thread's own forwards. Waits for all other threads.
 
-        Raises ModelBusyError: other threads served the model until then.
+        Raises ModelBusyError: other threads used the model until then.
         """
         own = threading.get_ident()
         with self._lock:
@@ -124,7 +124,7 @@ class ServingLock:
         while not self._wait_for(lambda: self._free(besides=own), deadline.nap):
             if deadline.passed:
                 raise ModelBusyError(
-                    f"{asked}(): other threads served the model until time was up (a forward, or a serving() block). "
+                    f"{asked}(): other threads used the model until the timeout (a forward, or a serving() block). "
                     "Nothing has changed; call it again, or give it a longer timeout=."
                 )
 
@@ -211,7 +211,7 @@ class ServedModel:
         self.model: Any = None
         #: Where the model is found on the context, if it was registered by a path. It is resolved again at each use.
         self.path: str | None = None
-        #: The model as something that weights can be swapped into; None: not needed yet.
+        #: The target for the model, into which versions are swapped; None: not needed yet.
         self.target: Target | None = None
         #: What is staged for `target`; None: nothing.
         self.staged: Ready | None = None
@@ -288,7 +288,7 @@ class ServedModel:
             return self.target if self.target is not None else self._make_target()
 
     def follow_path(self) -> None:
-        """Look again where the path leads, if the model was registered by one: another may be there by now."""
+        """Resolve the model's path again, if it was registered by one: it may lead to another model by now."""
         if self.path is None:
             return
         try:
@@ -296,11 +296,11 @@ class ServedModel:
         except ConfigurationError:
             if isinstance(self.model, str):
                 raise
-            return  # the context was collected; the model found on it earlier is still alive
+            return  # the context was garbage-collected; the model found on it earlier is still alive
         if isinstance(self.model, str):
             self._find(found)
         elif found is not self.model:
-            # While other threads serve the model before, nothing could be applied anyway: the next use looks again.
+            # While other threads serve the previous model, nothing could be applied anyway; the next use tries again.
             with contextlib.suppress(ModelBusyError):
                 self.serve(found, self.path, Deadline(0))
 
@@ -330,8 +330,8 @@ class ServedModel:
         match model:
             case Relay() if chosen is not None:
                 raise ConfigurationError(
-                    f"the worker has no model {self._driver.model_id!r} of its own, and forwards weights to its "
-                    "workers: give names= to those, or give this worker the model."
+                    f"this worker has no model {self._driver.model_id!r} of its own: it only passes weights on to its "
+                    "own workers. Give names= to these workers, or give this worker the model."
                 )
             case Relay():
                 return RelayTarget(model)

@@ -91,8 +91,8 @@ class Workers:
         )
         raise AckTimeoutError(
             f"workers {expected} of {self._driver.model_id!r} have not connected.{remarks} They may still be "
-            "starting, or have no model of that name yet: see their logs and call it again, or remove_worker() "
-            "removes one.",
+            "starting, or have no model of that name yet: see their logs and call it again, or remove them with "
+            "remove_worker().",
             pending=expected,
         )
 

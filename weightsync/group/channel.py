@@ -97,8 +97,8 @@ class TrainerEnd:
     """The trainer's end. No call blocks.
 
     Args:
-        sock: one end of a socket pair; None if the worker is to connect.
-        arrival: where it will arrive.
+        sock: one end of a socket pair; None if the worker will connect.
+        arrival: where that connection will arrive.
     """
 
     def __init__(self, sock: socket.socket | None, arrival: Arrival | None = None) -> None:
@@ -386,8 +386,8 @@ def _pickled(value: Any) -> bytes:
     except Exception as error:  # pickle raises several kinds, and a value's own methods any
         raise ConfigurationError(
             f"put() was given a {type(value).__name__} that cannot be pickled ({type(error).__name__}: {error}): put "
-            "tensors, arrays, numbers, and containers and classes that a module defines at its top level. Nothing was "
-            "sent."
+            "tensors, arrays, numbers, containers of these, or instances of classes that a module defines at its top "
+            "level. Nothing was sent."
         ) from error
 
 

@@ -25,7 +25,7 @@ def require_run(run: object) -> Any:
     kind = _suspended(run)
     if kind is not None:
         raise ConfigurationError(
-            f"run= is {name_of(run)}, {kind}: calling it runs nothing of it. {_REMEDIES[kind]} {_NOTHING_STARTED}"
+            f"run= is {name_of(run)}, {kind}: a call of it does not run its body. {_REMEDIES[kind]} {_NOTHING_STARTED}"
         )
     unfit = _unfit(run, object())
     if unfit:
@@ -41,14 +41,14 @@ def require_ran(run: object, returned: object) -> None:
     """Check in the worker that the call has run the function.
 
     Raises:
-        ConfigurationError: it returned a coroutine or a generator, of which nothing has run.
+        ConfigurationError: it returned a coroutine or a generator, whose body has not run.
     """
     for kind, is_one in _RETURNED.items():
         if is_one(returned):
             if inspect.iscoroutine(returned):
                 returned.close()  # else Python warns that nobody awaited it
             raise ConfigurationError(
-                f"run= ({name_of(run)}) returned what {kind} makes, of which nothing has run. {_REMEDIES[kind]}"
+                f"run= ({name_of(run)}) returned what {kind} makes, whose body has not run. {_REMEDIES[kind]}"
             )
 
 
@@ -126,7 +126,7 @@ def _refuse_remote(argument: str, function: object) -> None:
 
 
 def _suspended(function: Callable[..., object]) -> str | None:
-    """Of which kind a function is whose call runs nothing of it; None: it is a plain one."""
+    """The kind of a function whose body does not run when it is called; None: it is a plain function."""
     called: tuple[Any, Any] = (function, None if inspect.isclass(function) else type(function).__call__)
     return next((kind for kind, is_one in _DEFINED.items() if any(map(is_one, called))), None)
 

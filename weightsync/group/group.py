@@ -37,9 +37,9 @@ class WorkerResult:
     """A result that a worker has put.
 
     Attributes:
-        worker: its index.
-        versions: the versions that it was made with, oldest first. Several, if a new one went live in between.
-        value: the item.
+        worker: the worker's index.
+        versions: the versions that the result was made with, oldest first; several if a new one went live in between.
+        value: the item that was passed to `Worker.put`.
     """
 
     worker: int
@@ -58,9 +58,9 @@ class WorkerGroup:
     group in a ``with`` block, and from one thread.
 
     Args:
-        run: ``run(worker)`` is called in each worker, with a `Worker`. It and what it needs must be picklable (for
-            Ray by cloudpickle), unless ``ctx`` forks. When it returns, the worker is finished.
-        model: the trainer's model. What `send` sends, unless it is given other weights.
+        run: ``run(worker)`` is called in each worker, with a `Worker`. The function and what it refers to must be
+            picklable (for Ray by cloudpickle), unless ``ctx`` forks. When it returns, the worker is finished.
+        model: the trainer's model, whose weights `send` sends unless it is given others.
         num_workers: how many workers, at least 1; omit it for ranks.
         make_model: makes a worker's model, in the worker. Default: a copy of ``model``, on the CPU.
         names: names of the weights that are sent, or patterns (``"*.lora_?.*"``). All others stay in the workers as
@@ -71,21 +71,22 @@ class WorkerGroup:
             closes it. Ray must run in this process.
         model_id: the name of the model.
         capacity: how many results of a worker may be in flight. Beyond that `Worker.put` waits.
-        max_restarts: how often each worker is restarted after it raised or died. It has fresh weights before
+        max_restarts: how often each worker is restarted after it raised or died. It serves the newest version before
             ``run`` is called again.
         restart_delay: seconds before a worker's first restart; doubled each time, up to 60.
-        deadline: seconds for which a worker may put nothing. One that takes longer is killed, and counts as failed (a
-            rank is given up). Time in which it waits for the trainer, or starts, does not count. None: no limit.
+        deadline: seconds within which a worker must put its next result. A worker that takes longer is killed, and
+            counts as failed (a rank is given up). Time in which it waits for the trainer, or starts, does not count.
+            None: no limit.
         max_staleness: how many versions a worker may be behind the newest one dispatched when it begins a step. None:
             no limit. 0: each step begins with the newest.
         on_stale: "block" (default): the worker waits for a newer version. "raise": its step raises
             `StaleWeightsError`.
         ctx: a multiprocessing context, for processes; default: that of "spawn".
         actor_options: options of the actors, for Ray: ``num_cpus`` (default 0), ``num_gpus``, ``resources``,
-            ``scheduling_strategy``, ``runtime_env`` and the others, but for those of restarts, concurrency and names.
+            ``scheduling_strategy``, ``runtime_env`` and the others, except those for restarts, concurrency and names.
 
     Raises:
-        ConfigurationError: an argument is out of range or not for workers of this kind, or the model cannot be copied.
+        ConfigurationError: an argument is out of range or not supported by this scheme, or the model cannot be copied.
             Nothing was started.
     """
 
@@ -133,7 +134,8 @@ class WorkerGroup:
     def start(self) -> None:
         """Start the workers, and send them the model's weights. Never waits; a ``with`` block begins with this.
 
-        A worker whose model does not fit the trainer's has failed, as one that raises: `results` or a send says so.
+        A worker whose model does not fit the trainer's counts as failed, like one that raises: `results` or a send
+        raises `WorkerFailedError`.
 
         Raises:
             StateError: it was started already, or is closed.
@@ -177,9 +179,9 @@ class WorkerGroup:
         return launched.running
 
     def stop(self) -> None:
-        """Ask all workers to return: `Worker.stopped` is True from now on. Never waits; none is restarted any more.
+        """Ask all workers to return: `Worker.stopped` is True from now on. Never waits; no worker is restarted now.
 
-        `results` gives what they still put, and ends when all have returned.
+        `results` still yields the results that they put, and ends when all have returned.
 
         Raises:
             StateError: the group is not started, or closed.
@@ -191,12 +193,12 @@ class WorkerGroup:
     def close(self, timeout: float | Timeout | None = 10.0) -> None:
         """End all workers, and release everything. Closing twice is allowed.
 
-        Results that were not taken are dropped. A worker that waits in `put`, or at a step, wakes at once. One whose
-        function has not begun is killed at once.
+        Results that were not taken are dropped. A worker that waits in `put`, or at a step, wakes at once. A worker
+        whose function has not begun is killed at once.
 
         Args:
-            timeout: seconds that the workers have to return. Those that have not are killed, with all processes that
-                they have started.
+            timeout: seconds within which the workers must return. Those that have not are killed, with all processes
+                that they have started.
         """
         self._state = State.CLOSED
         deadline = Deadline(timeout)
@@ -248,24 +250,25 @@ class WorkerGroup:
     ) -> SyncReport:
         """Send weights as the next version, and wait until every worker has answered or is lost.
 
-        An update that is still outstanding is superseded. A worker that died and is to be restarted is LOST in the
-        report, and no failure: it gets the newest version when it starts. If all of them are, no version is used yet
-        (`SyncReport.version` is None): the weights are read and sent when the first one is restarted.
+        An update that is still outstanding is superseded. A worker that died and will be restarted is LOST in the
+        report, but this raises nothing: it gets the newest version when it starts. If this is so for all workers, no
+        version is used yet (`SyncReport.version` is None): the weights are read and sent when the first one is
+        restarted.
 
         Args:
             weights: None: the model's; otherwise as for `WeightSender.send`.
-            timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            timeout: seconds until the wait ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise", or "report": return the report even if workers failed.
 
         Returns:
-            The outcome of each worker. Those that are finished are not among them.
+            The outcome of each worker that has not finished.
 
         Raises:
             WorkerFailedError: a worker has failed and is not restarted. Raised once; the others keep running. If none
                 is left, each call raises the last failure.
-            AckTimeoutError: some had not answered by the deadline; `wait_async` waits for them again.
-            RefusedError: workers refused the update, and go on with what they served before.
-            SyncError: both, or others were lost besides.
+            AckTimeoutError: some workers had not answered by the deadline; `wait_async` waits for them again.
+            RefusedError: workers refused the update, and keep serving their previous version.
+            SyncError: there were failures of several kinds.
             StateError, ConfigurationError, LayoutError, NonFiniteError: no version was sent.
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
@@ -291,7 +294,7 @@ class WorkerGroup:
         Raises:
             StateError, ConfigurationError, LayoutError, NonFiniteError: no version was sent.
             SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was sent
-                anyway, unless time was up (`AckTimeoutError`).
+                anyway, unless the deadline had passed (`AckTimeoutError`).
         """
         return self._dispatch("send_async", weights, OnPending(on_pending), timeout)
 
@@ -341,7 +344,7 @@ class WorkerGroup:
         return in_words_of_group(report, self._members, self.sender)
 
     def _give_up_failed(self) -> None:
-        """Await no answer of a worker that has failed for good: a rank's link may live on, or never have been laid."""
+        """Remove workers that have failed for good and owe an answer: a rank's link may be open, or not exist."""
         for index in self.sender.owing:
             if self._members.by_index[index].life is MemberState.FAILED:
                 self.sender.remove_worker(index)
@@ -363,9 +366,9 @@ class WorkerGroup:
         return self._members.by_index[index].running is not self._sent_to.get(index)
 
     def _await_first_steps(self, refused: Iterable[int]) -> None:
-        """Wait until workers that have refused a version, and may not have begun, have begun or ended.
+        """Wait until workers that refused a version, and may still be starting, have started or ended.
 
-        One that refuses its first version ends: it has failed, and refuses nothing any more.
+        A worker that refuses its first version ends: it counts as failed, and no longer as one that refuses.
         """
         deadline, members = Deadline(_LOST_SECONDS), [self._members.by_index[index] for index in refused]
         while not deadline.passed and any(
@@ -375,7 +378,7 @@ class WorkerGroup:
             self._members.pump()
 
     def _await_deaths(self, ended: list[int]) -> None:
-        """A worker whose link has ended is about to die, or useless, unless it was restarted since."""
+        """Wait for workers whose link has ended: each dies soon, or is given up, unless it was restarted since."""
         deadline = Deadline(_LOST_SECONDS)
         members = [self._members.by_index[index] for index in ended if self._is_unlinked(index)]
         lives = [(member, member.running) for member in members if member.running is not None]
@@ -393,7 +396,7 @@ class WorkerGroup:
         """Take the workers' results in order of arrival. Ends when all workers are finished.
 
         Args:
-            timeout: seconds to wait for each; None: for ever; default: as for a start, 5 times `WEIGHTSYNC_TIMEOUT`.
+            timeout: seconds to wait for each result; None: forever; default: five times `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
             ResultTimeoutError: no result arrived in time. The workers keep running, and the iterator can go on.
@@ -469,12 +472,12 @@ class WorkerGroup:
 
     @property
     def failures(self) -> tuple[WorkerFailedError, ...]:
-        """Each failure of a worker so far, also of those that were restarted, oldest first."""
+        """All failures of workers so far, oldest first, including those of workers that were restarted."""
         return tuple(self._members.failures)
 
     @property
     def processes(self) -> dict[int, Any]:
-        """The workers' processes (actors: their handles; ranks: their numbers), by index, as far as they run."""
+        """The workers that run: index to `multiprocessing` process, for Ray to actor handle, for ranks to rank."""
         lives = {index: member.running for index, member in self._members.by_index.items()}
         return {index: life.process.handle for index, life in lives.items() if life is not None}
 

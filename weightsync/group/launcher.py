@@ -76,7 +76,8 @@ class GroupArguments:
         given = [argument for argument in arguments if vars(self)[argument]]
         if given:
             raise ConfigurationError(
-                f"{', '.join(given)}: not for the workers of this scheme (see docs/group.md). Nothing was started."
+                f"{', '.join(given)}: the workers of this scheme= do not support it (see docs/group.md). Nothing was "
+                "started."
             )
 
 

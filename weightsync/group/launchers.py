@@ -17,7 +17,7 @@ def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -
     """The launcher of a group.
 
     Raises:
-        ConfigurationError: the scheme starts no workers, or what is asked for is for another one.
+        ConfigurationError: a group cannot start workers for this scheme, or an argument is for another scheme.
     """
     made = SharedMemWeightSyncScheme() if scheme is None else scheme
     made = _named(made) if isinstance(made, str) else made

@@ -108,7 +108,7 @@ class Process(Protocol):
         """Kill it, and what it has started, as far as that can be done. It may already be dead."""
 
     def close(self) -> None:
-        """Kill what is left, and let go of everything."""
+        """Kill what is left, and release all resources."""
 
 
 class Running(NamedTuple):

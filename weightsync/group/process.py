@@ -103,7 +103,7 @@ class WorkerProcess:
             os.killpg(self._pid, signal.SIGKILL)  # its session, if it got as far as to have one
 
     def close(self) -> None:
-        """Kill what is left, and let go of everything."""
+        """Kill what is left, and release all resources."""
         self.kill()
         self.handle.join(_REAP_SECONDS)
         self._watch.close()

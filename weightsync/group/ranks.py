@@ -210,7 +210,7 @@ def run_worker(
         run: ``run(worker)`` is called once the model has the trainer's weights.
         model: this rank's own model, laid out like the trainer's. The weights are received into it.
         scheme: a new `DistributedWeightSyncScheme` like the trainer's, if that was given a key or a backend.
-        timeout: seconds to wait for rank 0 to start its group; None: for ever; default: five times
+        timeout: seconds to wait for rank 0 to start its group; None: forever; default: five times
             `WEIGHTSYNC_TIMEOUT` or 60.
 
     Raises:
@@ -223,7 +223,7 @@ def run_worker(
     require_run(run)
     world, deadline = _world(), Deadline(timeout)
     if world.rank == 0:
-        raise ConfigurationError("this is rank 0, the trainer: it makes the WorkerGroup, and calls no run_worker().")
+        raise ConfigurationError("this is rank 0, the trainer: make a WorkerGroup here, and do not call run_worker().")
     store, note = _await_note(world, deadline)
     made = DistributedWeightSyncScheme() if scheme is None else scheme
     staleness = Staleness(note["max_staleness"], OnStale(note["on_stale"]))

@@ -79,7 +79,7 @@ class _Unidentified:
         self.deadline = Deadline(_PROOF_SECONDS)
 
     def listen(self) -> bool:
-        """Read what it has shown by now. Returns whether that is all that we look at."""
+        """Read the bytes of its token. Returns whether nothing more is read: it is whole, too late, or at its end."""
         try:
             data = self.sock.recv(_TOKEN_NBYTES - len(self.shown))
         except BlockingIOError:
@@ -98,7 +98,7 @@ class ChannelListener:
         key: shared with the workers.
 
     Raises:
-        TransportError: it is none of this host's, or no descriptor is left.
+        TransportError: it is not an address of this host, or no descriptor is left.
     """
 
     def __init__(self, host: str, key: SharedKey | None = None) -> None:
@@ -117,7 +117,7 @@ class ChannelListener:
         forget_after_fork(self)
 
     def expect(self) -> tuple[Invitation, TrainerEnd]:
-        """Invite a worker: what it is given, and the end that its connection will belong to."""
+        """Expect a worker. Returns the invitation to pass to it, and the trainer's end for its connection."""
         invitation = Invitation(
             self._host, self._listener.getsockname()[1], secrets.token_bytes(_TOKEN_NBYTES), self._key
         )
@@ -163,7 +163,7 @@ class ChannelListener:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "a connection to the worker group at %s was closed, because it was not invited: it is not from a "
+                "a connection to the worker group at %s was closed, because it showed no valid token: it is not from a "
                 "worker of this group, or its worker has another key or was given up. This is logged once per group.",
                 self._host,
             )

@@ -1,4 +1,4 @@
-"""What a group sends, also while none of its workers lives: then the first one that is restarted brings it about."""
+"""The sends of a group. If no worker is alive, the weights are sent when the first one has been restarted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sending:
         #: The newest version dispatched.
         self.version = 0
         self._owed: _Owed | None = None
-        #: The report of the last send, if that was dispatched to nobody.
+        #: The report of the last send, if no worker was alive to receive it.
         self._empty: SyncReport | None = None
 
     def dispatch(self, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
@@ -55,7 +55,7 @@ class Sending:
         return report
 
     def resume(self) -> None:
-        """A worker was added: send what reached nobody."""
+        """A worker was added: send the weights that no worker was alive to receive."""
         if self._owed is not None:
             self.dispatch(self._owed.weights, OnPending.SUPERSEDE, Timeout.DEFAULT)
 

@@ -92,8 +92,8 @@ class Staleness:
 class Steps:
     """The steps of one worker.
 
-    A step is an outermost forward of the model, or a block of `step`. Nested ones belong to the outer one, whose
-    version cannot change any more.
+    A step is an outermost forward of the model, or a block of `step`. Nested ones belong to the outer step, whose
+    version is fixed.
 
     Args:
         receiver: the worker's; a background thread receives for it.

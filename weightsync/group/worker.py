@@ -30,9 +30,9 @@ MakeModel = Callable[[], nn.Module]
 
 
 class Worker:
-    """One worker of a `WorkerGroup`: what its function is given.
+    """One worker of a `WorkerGroup`: the argument of the function that the worker runs.
 
-    A thread receives weights in the background: the worker answers the trainer whatever its function does. A new
+    A thread receives weights in the background, so the worker answers the trainer whatever its function does. A new
     version goes live between two steps. A step is an outermost forward of `model`, or a `step` block.
 
     Attributes:
@@ -55,7 +55,7 @@ class Worker:
 
     @property
     def stopped(self) -> bool:
-        """Whether the function is to return: the trainer has called `stop()` or `close()`, or is dead. Never waits."""
+        """Whether the function should return: the trainer has called `stop()` or `close()`, or is dead. Never waits."""
         return self._channel.stopped
 
     @property
@@ -70,7 +70,7 @@ class Worker:
 
         Raises:
             StaleWeightsError: the version is more than ``max_staleness`` behind, and the group was given
-                ``on_stale="raise"``. No step has begun. With "block" the call waits for a newer version.
+                ``on_stale="raise"``. The step has not begun. With "block" the call waits for a newer version.
             TransportError: while it waited, the trainer was lost, or stopped the group (`SenderClosed`).
         """
         return self._steps.step()

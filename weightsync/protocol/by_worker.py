@@ -1,4 +1,4 @@
-"""Immutable mappings by worker id: one more value costs the same however many workers there are.
+"""Immutable mappings by worker id: an update of one value costs about the same however many workers there are.
 
 A mapping of up to `SMALL` workers is a plain dict, copied whole. A larger one is a tree, and a new value copies the
 path to it: one node of 32 children or less on each level. The mapping before stays as it was.
@@ -67,7 +67,7 @@ class Tree(Mapping[int, Value]):
 
 
 def put(values: Mapping[int, Value], worker: int, value: Value) -> Mapping[int, Value]:
-    """The mapping with a value for a worker: a new one, or instead of the one before."""
+    """A copy of the mapping with this value for a worker."""
     if type(values) is not Tree:
         if len(values) < SMALL:
             return {**values, worker: value}

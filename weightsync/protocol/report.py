@@ -59,7 +59,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     fence: int = 0
     #: Seconds the worker spent applying.
     apply_s: float = 0.0
-    #: The report of the worker's own sub-collectors, if it forwards weights to any; else None.
+    #: The report on the worker's own workers, if it passes weights on to any; else None.
     nested: SyncReport | None = None
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def fine(self) -> bool:
-        """Whether nothing failed, neither on this worker nor on those it forwards to."""
+        """Whether nothing failed, neither on this worker nor on those that it passes weights on to."""
         return self.kind in FINE and (self.nested is None or not self.nested.failed)
 
 
@@ -112,8 +112,8 @@ class SyncReport(Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     #: What floating tensors were cast to before they were sent, if theirs was wider; None if nothing was cast.
     wire_dtype: WireDtype | None = None
-    #: With ``delta=True``: worker id to the bytes of payload sent to it. Fewer than the tensors have: a delta.
-    #: More: it did not hold the base of the delta, and was sent the whole weights as well.
+    #: With ``delta=True``: maps worker ids to the bytes of payload sent to that worker. Fewer than `nbytes`: it was
+    #: sent a delta. More: it did not hold the base of the delta, and was sent the whole weights as well.
     payload_nbytes: Mapping[int, int] = field(default_factory=dict)
     #: Seconds spent extracting and packing.
     pack_s: float = 0.0
@@ -123,19 +123,19 @@ class SyncReport(Struct, frozen=True, kw_only=True):
     transfer_s: float = 0.0
     #: The longest time, in seconds, that any worker spent applying.
     apply_s: float = 0.0
-    #: Worker id to the versions that were abandoned in favour of this one (``on_pending="supersede"``).
+    #: Maps worker ids to the versions that were abandoned in favour of this one (``on_pending="supersede"``).
     superseded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    #: Workers that joined late and refused the version sent to them, since the last report.
+    #: Workers that joined late and refused the version sent to them, since the last report: maps their ids to why.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
     #: The report of the update that had to finish before this one was sent (``on_pending="wait"``). None: there was
     #: no such update, or an earlier report of this version has included it.
     previous: SyncReport | None = None
     #: Workers that closed their receiver since the last report, and why. They are no longer among the workers.
     left: Mapping[int, str] = field(default_factory=dict)
-    #: Worker id to the version whose report was the first to say how this worker's link ended; 0: a report of none.
-    #: The text of this one names that report instead of repeating the worker's traceback, which `outcomes` still has.
+    #: Workers whose link had ended before: maps their ids to the version whose report first said so (0: that report had
+    #: no version). `str()` names that report instead of repeating the traceback, which `outcomes` still has.
     reported_before: Mapping[int, int] = field(default_factory=dict)
-    #: Of `send_sharded`, on every rank: the rank that sent. None: this process did.
+    #: After `send_sharded`, on every rank: the rank that sent. None: not a sharded send.
     sent_by_rank: int | None = None
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class SyncReport(Struct, frozen=True, kw_only=True):
         return len(self.outcomes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in the types that JSON has. New keys may come; these stay.
+        """The report as plain data that `json.dumps` accepts. These keys are stable; more may be added.
 
         Returns:
             ``model_id``, ``version``, ``incarnation``, ``ok``, ``nbytes``, ``wire_dtype``, ``pack_s``, ``connect_s``,

@@ -78,16 +78,16 @@ class WeightSyncScheme(Configured):
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
-        verify: what a receiver compares before it applies a version, beside names, shapes, dtypes and length. "auto"
-            (default): the digest of weights that travelled; of weights in memory that it shares with the trainer, the
-            seal of that memory. "digest": also the digest of those. "layout": no digest.
+        verify: what a receiver compares before it applies a version, in addition to names, shapes, dtypes and length.
+            "auto" (default): the digest of weights that travelled; for weights in memory that worker and trainer
+            share, the seal of that memory. "digest": the digest of these too. "layout": the seal, but no digest.
         wire_dtype: "bfloat16", "float16" or "float32", or the torch dtype: wider floating tensors are cast to it, on
             their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
             All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
             is sent. Default: nothing is cast. Only the trainer's scheme reads it.
         delta: whether a version may be sent as its difference from the previous one, to workers that hold that one.
-            Meant for slow links. Trainer and workers each keep one extra packed version. Only the trainer's scheme
-            reads it. See the guide.
+            Meant for slow links. Each worker keeps one extra packed version. Only the trainer's scheme reads this
+            argument. See the guide.
 
     Raises:
         ConfigurationError: ``delta=True`` over links on which it can save nothing, or with ``verify="layout"``.
@@ -95,14 +95,14 @@ class WeightSyncScheme(Configured):
 
     #: How received weights become live.
     apply_mode = Mode.COPY
-    #: Whether `send` waits for its answers. If not, it returns what is PENDING, and the next `send` or `shutdown`
-    #: settles it.
+    #: Whether `send` waits for the answers. If not, it returns a report with PENDING outcomes, and the next `send`, or
+    #: `shutdown`, settles the update.
     sync = True
     #: Whether a send may name weights for some workers only: the others keep theirs.
     per_worker_weights = False
     #: Whether ``delta=True`` is possible: the bytes of each payload travel, to weightsync receivers.
     _carries_deltas = False
-    #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
+    #: The keywords of `init_on_sender` (here) and `init_on_worker` (below) beyond those of all schemes.
     _sender_arguments: tuple[str, ...] = ()
     #: Which workers of TorchRL's collectors it reaches; None: it needs none.
     _reached: WorkerKind | None = None
@@ -177,16 +177,19 @@ class WeightSyncScheme(Configured):
 
         Args:
             model_id: the name of the model, the same on both sides; may be a path on the context.
-            context: gives what is not given by keyword, from attributes of the same names, and the model by
-                ``.get_model(model_id)`` or ``.get_cached_weights(model_id)``. Held weakly.
-            **kwargs: how the workers are reached (see the scheme's own page); ``num_workers``, or what implies it:
-                ``params_map`` (worker id to its weights), ``devices`` (one per worker), ``device_map_fn(worker_idx,
-                weights)`` with ``num_workers``; ``model``, ``weights``, ``source_model``, ``cached_weights``: what a
-                send without weights sends; ``ctx``, a multiprocessing context; ``fence`` (the incarnation to rise
-                above, after `WorkerLostError.fence`); ``expected_workers``: the least number of workers that a send
-                needs; ``names``: the names of the weights to send, or patterns (``"*.lora_?.*"``): all others stay as
-                they are in the workers, which must be given the same; ``check_finite=True``: weights with NaN or
-                infinite values are not sent (`NonFiniteError`).
+            context: an object whose attributes are used for arguments of the same names that are not given; its
+                ``.get_model(model_id)`` or ``.get_cached_weights(model_id)`` gives the model. Held weakly.
+            **kwargs: how the workers are reached (see the scheme's own page). Also:
+
+                ``num_workers``, or an argument that implies it: ``params_map`` (worker id to its weights), ``devices``
+                (one per worker), or ``device_map_fn(worker_idx, weights)`` together with ``num_workers``;
+                ``model``, ``weights``, ``source_model``, ``cached_weights``: what a send without weights sends;
+                ``names``: the names of the weights to send, or patterns (``"*.lora_?.*"``). All other weights of the
+                workers stay as they are. The workers must be given the same ``names``;
+                ``check_finite=True``: refuse weights with NaN or infinite values (`NonFiniteError`);
+                ``expected_workers``: the least number of workers that a send needs;
+                ``fence``: the new sender's incarnation is above this one: see `WorkerLostError.fence`;
+                ``ctx``: a multiprocessing context.
 
         Raises:
             StateError: initialised already.
@@ -231,11 +234,12 @@ class WeightSyncScheme(Configured):
         Args:
             model_id: the name of the model, the same on both sides. Without a model it is resolved on the context when
                 the first weights are received.
-            context: gives what is not given by keyword, from attributes of the same names, and the model by
-                ``.get_model(model_id)``. Held weakly.
-            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``; ``names``: the
-                names of the weights to receive, or patterns, if the trainer sends only these (all others stay as they
-                are); in place of a model ``loader``, with ``name_map`` and ``bucket_bytes`` if need be: see `Loader`.
+            context: an object whose attributes are used for arguments of the same names that are not given; its
+                ``.get_model(model_id)`` gives the model. Held weakly.
+            **kwargs: how the sender reaches this worker (see the scheme's own page), ``model``, ``worker_idx``;
+                ``names``: the names of the weights to receive, or patterns, if the trainer sends only these (all others
+                stay as they are). In place of a model: ``loader``, with ``name_map`` and ``bucket_bytes``: see
+                `Loader`.
 
         Raises:
             StateError: initialised already.
@@ -265,8 +269,9 @@ class WeightSyncScheme(Configured):
         Args:
             model_id: the name of the model, the same on both sides.
             context: as for `init_on_worker`; ``context.worker_idx`` is read too.
-            **kwargs: ``worker_idx`` (this worker's id), ``model``, and how the sender reaches us. A model on the meta
-                device, as TorchRL's collectors give it, gets memory on the CPU, and its first values at `connect`.
+            **kwargs: ``worker_idx`` (this worker's id), ``model``, and how the sender reaches this worker. A model on
+                the meta device, as TorchRL's collectors pass it, gets memory on the CPU, and its first values at
+                `connect`.
 
         Raises:
             StateError, ConfigurationError: as for `init_on_worker`.
@@ -332,7 +337,7 @@ class WeightSyncScheme(Configured):
         Args:
             worker_idx: in a worker, its id, if it was not given before.
             weights: in the trainer, the first weights: as for `send`.
-            timeout: seconds; None: for ever; default: five times `WEIGHTSYNC_TIMEOUT` or 60, since workers may still
+            timeout: seconds; None: forever; default: five times `WEIGHTSYNC_TIMEOUT` or 60, since workers may still
                 be starting.
 
         Raises:
@@ -340,8 +345,8 @@ class WeightSyncScheme(Configured):
             ConfigurationError: ``worker_idx`` on the sender's side, or ``weights`` on the receiver's.
             AckTimeoutError: in the trainer, some worker did not answer in time; in a worker, nothing arrived in time.
                 `connect` may be called again.
-            WorkerLostError, RefusedError, SyncError, TransportError, WeightSyncError: the first weights were not
-                applied everywhere, or not here.
+            WorkerLostError, RefusedError, SyncError: in the trainer, not every worker applied the first weights.
+            TransportError, WeightSyncError: in a worker, the first weights were not applied.
         """
         deadline = Deadline(timeout)
         side = self._next_side(worker_idx, weights)
@@ -406,7 +411,7 @@ class WeightSyncScheme(Configured):
                 share a version, and the others' versions are sent one after another. With ``per_worker_weights`` it
                 may leave workers out; they keep what they serve.
             worker_ids: one or several worker ids; None: all workers.
-            timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            timeout: seconds until the wait ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise", or "report": return the report even if workers failed.
 
         Returns:
@@ -415,7 +420,7 @@ class WeightSyncScheme(Configured):
         Raises:
             StateError: not initialised, not connected, or shut down.
             ConfigurationError, LayoutError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as
-                `WeightSender.send`. With ``sync=False`` the outcomes are those of the update before; this one was
+                `WeightSender.send`. With ``sync=False`` the outcomes are those of the previous update; this one was
                 dispatched anyway.
         """
         report = self._sender_side.send(weights, worker_ids_of(worker_ids), Deadline(timeout), OnFailure(on_failure))
@@ -433,13 +438,13 @@ class WeightSyncScheme(Configured):
             timeout: seconds to wait; 0: do not wait; None: until one arrives or the sender is gone.
 
         Returns:
-            The weights that the model holds now, if a new version went live since the last call; its number, if a
-            loader has loaded it. None: none arrived, or it was refused.
+            The weights that the model holds now, if a new version went live since the last call; with a loader, the
+            version's number. None: none arrived, or it was refused.
 
         Raises:
             StateError: not initialised, not connected, or shut down.
             TransportError: the sender is gone.
-            WeightSyncError: what happened in the background since the last call; raised once.
+            WeightSyncError: an error in the background since the last call; raised once.
         """
         return self._receiver_side.receive(timeout, self._strategy)
 
@@ -538,8 +543,8 @@ class WeightSyncScheme(Configured):
 
         Args:
             callback: takes one event. It may call the scheme.
-            tracer: gives each version the trace context that its updates carry, until the subscription is cancelled. Of
-                several, the newest does.
+            tracer: gives each version the trace context that its updates carry, until the subscription is cancelled. If
+                there are several, the newest is used.
 
         Returns:
             The subscription: how many events were dropped, how often the callback has raised, and how to end it.
@@ -556,7 +561,7 @@ class WeightSyncScheme(Configured):
         return subscription
 
     def emit(self, event: SyncEvent) -> None:
-        """Give the callbacks of `on_event` an event of whatever uses this scheme, such as a `WorkerGroup`."""
+        """Pass an event from a user of this scheme, such as a `WorkerGroup`, to the callbacks of `on_event`."""
         if self._events is not None:
             self._events.emit(event)
 

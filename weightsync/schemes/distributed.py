@@ -76,20 +76,21 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 
-    `init_on_sender` takes ``processes``, as schemes over pipes do, for workers on the trainer's host: the death of one
-    that has not reached the store yet is then noticed at once.
+    `init_on_sender` takes ``processes``, as schemes over pipes do, for workers on the trainer's host: the death of a
+    worker that has not reached the store yet is then noticed at once.
 
     Args:
-        backend: "gloo" (a plain connection, in gloo's place), or "nccl" where trainer and workers have a GPU each.
-        sync: whether NCCL sends a payload's buckets one after another. If not, several are in flight at once; all are
-            awaited in either case.
-        timeout: seconds that this scheme waits for a store that it connects to, or makes; None: for ever.
+        backend: "gloo" (a plain TCP connection in place of gloo), or "nccl" if trainer and workers have a GPU each.
+        sync: whether NCCL sends a payload's buckets one after another. If not, several are in flight at once; in both
+            cases the scheme waits for all of them.
+        timeout: seconds that this scheme waits for a store that it connects to, or makes; None: forever.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         delta: whether a version may travel as a delta, for slow links: see `WeightSyncScheme`.
-        fanout: in the trainer: to how many workers it sends each payload. Each of them passes it on to as many others
-            while it arrives, and so on. Default: it sends each payload to every worker itself. gloo only.
+        fanout: in the trainer: the number of workers to which it sends each payload. Each of them passes the payload on
+            to as many others while it arrives, and so on. Default: the trainer sends each payload to every worker.
+            gloo only.
         key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
             ``WEIGHTSYNC_KEY``, if it is set. Messages without the same key are rejected. It is pickled with the scheme.
 

@@ -58,7 +58,7 @@ def send_sharded(
         worker_ids: as for `WeightSyncScheme.send`; only the sending rank's counts.
         group: the process group of all these ranks; None: the default one. Its timeout, and those of the DTensors'
             meshes, are set to what is left of ``timeout`` if they are gloo's, and restored afterwards.
-        timeout: seconds until the wait ends, on every rank alike; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or
+        timeout: seconds until the wait ends, on every rank alike; None: forever; default: `WEIGHTSYNC_TIMEOUT` or
             60. Other backends than gloo wait for their peers as long as their own timeout says.
         on_failure: as for `WeightSyncScheme.send`, on every rank alike.
 
@@ -108,7 +108,9 @@ def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int
         raise failure
     unreadable = [rank for rank, each in enumerate(found) if each[1]]
     if unreadable:
-        raise LayoutError(f"Ranks {unreadable} hold weights that cannot be sent; they raise why. Nothing was sent.")
+        raise LayoutError(
+            f"Ranks {unreadable} hold weights that cannot be sent: see the errors of these ranks. Nothing was sent."
+        )
     others = [rank for rank, each in enumerate(found) if each[2:] != fingerprint]
     if others:
         raise LayoutError(

@@ -29,23 +29,23 @@ _TRUE = _DefaultTrue(True)
 class SharedMemWeightSyncScheme(PipeScheme):
     """Over shared memory: the trainer writes a version into a slot once, and every worker on the host maps it.
 
-    A slot is written again only when each worker that was given it has acked a newer version, or is known to be dead.
+    A slot is reused only when each worker that was sent its version has acked a newer one, or is known to be dead.
     So no forward pass sees a mix of versions, and a worker changes version only in its own `receive()`. Parameters of a
     module on the CPU become views of the slot; do not keep references to their memory across `receive()`. Buffers,
     and all destinations that are not modules, are copied out.
 
-    Both generations' arguments are accepted. If the first is a strategy, they are the second's, which may be
-    positional: ``(strategy, sync, per_worker_weights)``.
+    The arguments of both TorchRL generations are accepted. If the first argument is a strategy, they are the second
+    generation's and may be positional: ``(strategy, sync, per_worker_weights)``.
 
     Args:
-        policy_weights: model id to a TensorDict or dict that is to hold the newest version after each send. The
+        policy_weights: maps a model id to a TensorDict or dict, into which each send copies its version. The
             receivers do not read it.
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
-        auto_register: whether a model may be sent that was not registered.
-        sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
-            the next `send`, or `shutdown`, reports the outcomes.
-        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
-            Always so for a TorchRL collector with several policy factories. A send that names all workers does not
+        auto_register: whether a model that was not registered may be sent.
+        sync: whether the scheme's own `send` waits for the answers (default). If not, it returns a report with PENDING
+            outcomes, and the next `send`, or `shutdown`, reports the outcomes.
+        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; these keep their version.
+            Always True for a TorchRL collector with several policy factories. A send that names all workers does not
             need it.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.

@@ -136,7 +136,7 @@ class Metrics(Collector):
             case EventKind.LOST if worker in sender.serving:
                 del sender.serving[worker]
                 self._remove(model, worker)
-            case EventKind.CLOSED:  # what its workers serve stays on the page until there is another sender
+            case EventKind.CLOSED:  # the workers' gauges stay on the page until there is another sender
                 self._workers.labels(model).set(0)
                 return
         self._workers.labels(model).set(len(sender.serving))
@@ -144,7 +144,7 @@ class Metrics(Collector):
             self._staleness.labels(model, _label(each)).set(sender.newest - version)
 
     def _sender(self, event: SyncEvent) -> _Sender:
-        """The newest sender of a model. If the event is its first, the gauges of the one before end."""
+        """The newest sender of a model. If the event is its first, the gauges of the previous sender are removed."""
         known = self._senders.get(event.model_id)
         if known is None or event.incarnation > known.incarnation:
             for worker in known.serving if known is not None else ():

@@ -129,7 +129,7 @@ def room_to_write(link_setup: LinkSetup) -> None:
 
 
 def waitables(link_setup: LinkSetup) -> None:
-    """Waitables are readable while there is something to receive, and not for ever after."""
+    """Waitables are readable while there is something to receive, and not forever after."""
     line = Line(link_setup)
     line.greet()
     for recorder in (line.sender, line.receiver):

@@ -32,7 +32,7 @@ def accept() -> type[WeightSyncScheme]:
         import torchrl.collectors.weight_update as their_updaters  # noqa: PLC0415 - imported where it is used
         import torchrl.weight_update as theirs  # noqa: PLC0415 - imported where it is used
     except ImportError as error:
-        raise MissingExtraError("torchrl", "to be taken by TorchRL's collectors") from error
+        raise MissingExtraError("torchrl", "Using weightsync's schemes in TorchRL's collectors") from error
     theirs.WeightSyncScheme.register(WeightSyncScheme)
     their_updaters.WeightUpdaterBase.register(WeightUpdaterBase)
     return WeightSyncScheme

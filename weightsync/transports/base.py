@@ -27,10 +27,10 @@ class Received(Struct, frozen=True):
     """A whole message with its payload."""
 
     message: Message
-    #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them. With a
-    #: part: the whole payload, of which only this part and those before it are there.
+    #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them. For a
+    #: `Part`: the whole payload, of which only this part and earlier ones have arrived.
     payload: memoryview | None = None
-    #: The slot that it lies in; None if it travelled, and lies in this process's own memory.
+    #: The slot that holds the payload; None if it travelled, and is in this process's own memory.
     slot: Slot | None = None
     #: Why this process could not take the payload (no memory or no descriptors); empty if it could.
     untaken: str = ""
@@ -127,7 +127,7 @@ class SharesMemory(ABC):
 
     @abstractmethod
     def shares(self, payload: Buffer, nbytes: int) -> bool:
-        """Whether the worker maps it; no: the bytes of the payload travel. The answer for a payload never changes."""
+        """Whether the worker maps the payload; if not, its bytes travel. The answer for a payload never changes."""
 
 
 class TakesParts(ABC):
@@ -135,7 +135,7 @@ class TakesParts(ABC):
 
     @abstractmethod
     def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:
-        """Whether it is of use to the worker to get this payload in parts.
+        """Whether the worker gains from getting this payload in parts.
 
         Args:
             payload: the buffer that will be filled.
@@ -175,7 +175,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """It is complete: send what was held back. Never raises because of a link."""
+        """The dispatch is complete: send the updates that were held back. Never raises because of a link."""
 
 
 class Gathers(ABC):
@@ -184,18 +184,18 @@ class Gathers(ABC):
     @property
     @abstractmethod
     def gathering(self) -> Gathering | None:
-        """What the links of its sender share; None: it sends on its own. The answer never changes."""
+        """The object that the links of its sender share; None: it sends on its own. The answer never changes."""
 
 
 class Outlet(Protocol):
-    """Where a link writes."""
+    """The writing half of a link."""
 
     #: Whether nothing is left to be written, and nothing that `Link.flush` would raise has happened.
     idle: bool
 
 
 class Steady(ABC):
-    """A link whose descriptors change only with `Link.watch` and `Link.close`, or once another than the first is ready.
+    """A link whose descriptors change only with `Link.watch` and `Link.close`, or when one after the first is ready.
 
     It need not be flushed while its outlet is idle, and does not want to write then.
     """
@@ -209,7 +209,7 @@ class Remarks(ABC):
     @property
     @abstractmethod
     def remark(self) -> str:
-        """What others than the worker reported about this link; empty: nothing, or the worker has answered since."""
+        """What processes other than the worker reported about this link; empty: nothing, or the worker has answered."""
 
 
 class Waker:
@@ -245,7 +245,7 @@ class Waker:
     def fire(self) -> None:
         """Wake the current waits, or else the next one."""
         with self._lock:
-            # A child that closes what it inherited must not wake its parent: they share the counter.
+            # A child that closes an inherited waker must not wake its parent: they share the counter.
             if self.fd >= 0 and self._pid == os.getpid():
                 self.fired += 1
                 os.eventfd_write(self.fd, 1)
@@ -265,7 +265,7 @@ class Waker:
                 _drain(self.fd)
 
     def enter(self) -> int | None:
-        """Begin a wait; returns the descriptor to watch, open until `leave`, or None if it is fired permanently."""
+        """Begin a wait. Returns the descriptor to watch, open until `leave`; None: the waker is fired permanently."""
         with self._lock:
             if self._closed:
                 return None

@@ -107,7 +107,7 @@ SEAL_NBYTES: Final = 16
 _UNSEALED: Final = bytes(SEAL_NBYTES)
 #: Allocates and maps the pages of a mapping (Linux 5.14).
 _MADV_POPULATE_WRITE: Final = 23
-#: How much is populated at a time: meanwhile no other thread of this process runs Python.
+#: How many bytes are populated at a time: meanwhile no other thread of this process runs Python.
 _PIECE_NBYTES: Final = 64 * 1024 * 1024
 
 
@@ -142,7 +142,7 @@ class Segment:
         self.nbytes = nbytes
         self._view: memoryview | None = None
         self._seal = _UNSEALED
-        #: The seal that it has once it is filled. While it is being filled, this names what it is filled with.
+        #: The seal that it gets once it is filled. While it is being filled, parts name the payload by this seal.
         self.next_seal = os.urandom(SEAL_NBYTES)
         self._pinned: object | None = None
         self._asked = False
@@ -155,11 +155,11 @@ class Segment:
     def _allocate(self) -> None:
         _require_memory(self.nbytes)
         self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # The kernel makes it readable by everybody who may look into this process's descriptors.
+        # The kernel lets every process read it that may read this process's descriptors.
         os.fchmod(self.fd, 0o600)
         os.ftruncate(self.fd, self.nbytes + SEAL_NBYTES)
         shared = mmap.mmap(self.fd, self.nbytes + SEAL_NBYTES, flags=mmap.MAP_SHARED)
-        # Mapped first: only to pages of a mapping does the advice apply that asks for huge ones.
+        # Mapped before it is populated: the advice to use huge pages applies only to mapped pages.
         _populate(shared)
         # Allocate what is missing: a lack of memory is an error here, not a SIGBUS at the first write.
         os.posix_fallocate(self.fd, 0, len(shared))
@@ -194,7 +194,7 @@ class Segment:
 
     @property
     def ref(self) -> SlotRef:
-        """What an update says of it, once it is filled. Raises TransportError: in a forked child."""
+        """The reference to it in an update, once it is filled. Raises TransportError: in a forked child."""
         return SlotRef(segment=self.number, seal=self.sealed())
 
     def seal_with(self, seal: bytes) -> None:
@@ -203,7 +203,7 @@ class Segment:
         self._seal = seal
 
     def unseal(self) -> None:
-        """It may be written from now on: who reads it sees that it has no seal. The next seal is another."""
+        """Remove the seal, so that it may be written: readers see that it has none. The next seal is a new one."""
         self.seal_with(_UNSEALED)
         self.next_seal = os.urandom(SEAL_NBYTES)
 
@@ -240,7 +240,7 @@ def _require_memory(nbytes: int) -> None:
 
 
 class Buffer:
-    """Memory for one payload, with the pins of those who may still be reading it.
+    """Memory for one payload, with a pin for each reader that may still be reading it.
 
     Args:
         nbytes: the size that it must have.
@@ -258,7 +258,7 @@ class Buffer:
             self._heap = memoryview(anonymous(nbytes))[:nbytes]
         #: Whether other processes may map it.
         self.mappable = self.segment is not None
-        #: Who may still be reading it: a token for each.
+        #: A token for each reader that may still be reading it.
         self.pins: set[Hashable] = set()
         #: Whether it must never be written again.
         self.retired = False
@@ -276,7 +276,7 @@ class Buffer:
         return b"" if self.segment is None else self.segment.sealed()
 
     def unseal(self) -> None:
-        """It may be written from now on: see `Segment.unseal`."""
+        """Remove the seal, so that it may be written: see `Segment.unseal`."""
         if self.segment is not None:
             self.segment.unseal()
 

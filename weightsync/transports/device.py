@@ -31,9 +31,9 @@ class Slot(Protocol):
         """The seal that lies in it now."""
 
     def remap(self) -> bool:
-        """Undo what this process has written there. From now on it may write there again.
+        """Undo this process's own writes to the memory. From now on it may write there again.
 
-        Returns: whether it may have written something. If so, what was read there before it is called may be that.
+        Returns: whether it may have written something. If so, bytes read before this call may be its own.
         """
 
     def tidy(self, unwritten: Callable[[memoryview], bool], /) -> None:
@@ -144,7 +144,7 @@ class DeviceBuffer(Buffer):
         return self._host.view
 
     def seal(self) -> None:
-        """It is filled: draw its seal."""
+        """Note that it is filled: draw its seal."""
         self.slot.put(os.urandom(SEAL_NBYTES))
 
     def sealed(self) -> bytes:

@@ -67,11 +67,11 @@ class Mapping:
         self._address = int(numpy.frombuffer(self._map, dtype=numpy.uint8).__array_interface__["data"][0])
         self._shared = None if shared is None else memoryview(shared)
         self._pinned: object | None = None
-        #: What `lend` has returned, each until it is no longer referenced.
+        #: The views that `lend` has returned, each until it is no longer referenced.
         self._lent: list[weakref[memoryview]] = []
         #: Whether this process has written nothing here, and no tensor is left to write to.
         self._untouched = False
-        #: The payload that is read while the peer still fills the segment; empty: none was.
+        #: The id of the payload that is read while the peer still fills the segment; empty: none is.
         self._read_ahead = b""
 
     def lend(self, nbytes: int) -> memoryview:
@@ -116,7 +116,7 @@ class Mapping:
         return None if self._shared is None else self._shared[:nbytes]
 
     def tidy(self, unwritten: Callable[[memoryview], bool]) -> None:
-        """Do now what the next `remap` would have to do, if all that is still lent is ``unwritten`` by anybody."""
+        """Do the work of the next `remap` now, if nothing writes to the views that are still lent (``unwritten``)."""
         lent = [found for each in self._lent if (found := each()) is not None]
         if not self._untouched and all(map(unwritten, lent)):
             self._drop_own_pages()
@@ -130,9 +130,9 @@ class Mapping:
     def remap(self) -> bool:
         """Drop the pages that this process has written, so that everything reads as the peer wrote it.
 
-        If it has written none in a large segment, all stay mapped: mapping them again costs a fault for each.
+        If it has written none in a large segment, all stay mapped: mapping them again costs a page fault for each.
 
-        Returns: whether there may have been such pages. If so, what was read ahead may be theirs.
+        Returns: whether there may have been such pages. If so, bytes that were read ahead may be from them.
         """
         dropped = not self._untouched and self._drop_own_pages()
         self._untouched = False

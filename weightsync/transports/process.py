@@ -50,20 +50,20 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class PerProcess(ABC):
-    """What one process has, with a lock. A forked child begins without it, and so does each child of its own."""
+    """A value of one process, with a lock. Each forked child begins with a new value."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: begin anew."""
+        """In a forked child: begin with a new value."""
         self._lock = threading.Lock()
         self._begin()
         forget_after_fork(self)
 
     @abstractmethod
     def _begin(self) -> None:
-        """Set what a process begins with."""
+        """Set the value that a process begins with."""
 
 
 def own_identity() -> tuple[int, int]:

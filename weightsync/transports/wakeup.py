@@ -74,7 +74,7 @@ class WakeableLink:
         return self._peer
 
     def flush(self) -> bool:
-        """Nothing waits for the driver to write it: see `Link.flush`."""
+        """Always True: the driver never has to write anything. See `Link.flush`."""
         self._require_open()
         return True
 

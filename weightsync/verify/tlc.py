@@ -46,7 +46,7 @@ _BATCH = 4000
 class TlcFailedError(WeightSyncError):
     """In `weightsync verify`, TLC failed before it had followed the traces to their end.
 
-    What to do: read TLC's own words in the message; traces are still judged without TLC.
+    What to do: read TLC's output in the message. Without ``--tlc`` the traces can still be checked.
     """
 
 

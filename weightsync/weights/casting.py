@@ -18,7 +18,7 @@ from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout, listed, q
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
 
-#: What is cast, if it is wider than the option. Complex and float8 tensors, integers and bools never are.
+#: The dtypes that are cast if they are wider than the option. Complex numbers, float8, integers and bools never are.
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -92,8 +92,8 @@ def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
     if found:
         counts = [f"{quoted(name)} ({nans} NaN, {infinite} infinite)" for name, (nans, infinite) in found.items()]
         raise NonFiniteError(
-            f"tensors of {model_id!r} with values that are not finite: {listed(counts)}. No version was sent; the "
-            "workers keep the version that they serve.",
+            f"some tensors of {model_id!r} have values that are not finite: {listed(counts)}. No version was sent; the "
+            "workers keep the version that they serve. Look at the trainer's loss and gradients.",
             found,
         )
 

@@ -47,7 +47,7 @@ def word_of(layout: Layout) -> int:
 
 
 def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes | None:
-    """Encode what a payload has other than its base, which has the same size.
+    """Encode the differences of a payload from its base, which has the same size.
 
     Args:
         word: 2 or 4.
@@ -86,7 +86,7 @@ def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes
 
 
 def _differing(old: Any, new: Any, number: int) -> Iterator[_Block]:
-    """The blocks that differ, of words that begin with a block."""
+    """The blocks that differ, among words that start at the beginning of a block."""
     differs = old != new
     if not differs.any():
         return
@@ -107,7 +107,7 @@ def _positions(where: Any, count: int) -> bytes:
 
 
 def apply(delta: memoryview, payload: memoryview) -> None:
-    """Make what a delta was made for of its base, in place.
+    """Apply a delta to its base, in place.
 
     Args:
         payload: the base, writable.

@@ -18,14 +18,14 @@ Read = Callable[[object], Weights]
 
 
 class FunctionalCallError(LayoutError):
-    """A module has other tensors in the places of its parameters for now, as in `torch.func.functional_call`."""
+    """Other tensors stand in for a module's parameters at the moment, as in `torch.func.functional_call`."""
 
 
 def refuse_functional_call(known: Weights, found: Weights) -> None:
     """Raise FunctionalCallError if parameters that were read before are plain tensors now.
 
-    A module accepts no such tensor in the place of a parameter, so its parameters will come back. What is written to
-    these tensors would be lost then.
+    A module does not accept a plain tensor as a parameter, so the parameters will come back. Weights written to the
+    plain tensors would then be lost.
     """
     for name, tensor in known.tensors.items():
         now = found.tensors.get(name)

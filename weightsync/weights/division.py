@@ -11,8 +11,8 @@ from weightsync.weights.layout import Entry, Layout
 from weightsync.weights.threads import Part, shares, threads_for
 from weightsync.weights.tree_digest import CHUNK
 
-#: Tensors of this size are moved without the GIL, on several threads. Of smaller ones many are moved with it, by one
-#: thread: to release it and wait for it again would take longer than the copy.
+#: Tensors of this size or more are copied without the GIL, on several threads. Smaller ones are copied in runs by one
+#: thread that holds the GIL: to release it and wait for it again would take longer than the copy.
 LARGE: Final = 32 << 10
 
 

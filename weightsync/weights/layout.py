@@ -223,7 +223,7 @@ class Layout:
         return LayoutError(message + _hint(missing, unexpected), missing, unexpected, mismatched)
 
     def other_dtypes(self, other: Layout) -> dict[str, tuple[str, str]]:
-        """The tensors whose dtype in `other` is another, with the dtype here and there.
+        """The tensors that have another dtype in `other`, with both dtypes.
 
         Empty if names, shapes or modules with extra state differ too.
         """

@@ -33,11 +33,11 @@ class Loader:
 
     Args:
         load: called as ``load(weights, version)`` in the thread that receives, once the version has arrived whole and
-            was verified. ``weights`` yields each name with its tensor, on the CPU. The ack leaves after ``load`` has
-            taken all of them and returned. An exception refuses the version: the engine must still serve the one
-            before. If it does not, raise `PartlyLoadedError`. A tensor is valid until ``load`` returns: clone what you
-            keep.
-        name_map: the engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
+            was verified. ``weights`` yields each name with its tensor, on the CPU. The ack is sent after ``load`` has
+            read all of them and returned. If ``load`` raises, the version is refused, and the engine must still serve
+            the previous one. If it does not, raise `PartlyLoadedError`. A tensor is valid until ``load`` returns: clone
+            what you keep.
+        name_map: maps names in the trainer's weights to the engine's names; other names are unchanged.
         bucket_bytes: tensors are views of what arrived. Where that cannot be viewed (read-only or unaligned memory),
             they are copied in buckets of this size, or of one larger tensor.
 
@@ -65,7 +65,7 @@ class Loader:
 
 
 class LoaderTarget(AnyLayoutTarget):
-    """A target whose swap is a call of the user's, which nothing can undo.
+    """A target whose swap is a call of the user's loader, which cannot be undone.
 
     Args:
         loader: the user's.
@@ -135,7 +135,9 @@ class LoaderTarget(AnyLayoutTarget):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError("This worker loads weights by its loader: call that with weights of your own.")
+        raise ConfigurationError(
+            "This worker has a loader instead of a model: to load weights of your own, call the loader yourself."
+        )
 
     def digest(self) -> bytes:
         """What the engine holds cannot be read back.
@@ -164,14 +166,16 @@ def _require_loaded(taken: int, offered: int, returned: object) -> None:
 
 
 def is_unawaited(result: Any) -> bool:
-    """Whether a call of the user's returned something to wait for, so that what it stands for has perhaps not run."""
+    """Whether a call of user code returned an awaitable, so that its work has perhaps not been done."""
     if inspect.iscoroutine(result):
         result.close()  # it has not begun, and says nothing when it is collected
     return inspect.isawaitable(result) or isinstance(result, Future)
 
 
 def _unreadable() -> ConfigurationError:
-    return ConfigurationError("This worker loads weights by its loader: what the engine holds cannot be read here.")
+    return ConfigurationError(
+        "This worker has a loader instead of a model: the weights that its engine holds cannot be read here."
+    )
 
 
 class _Taken(Iterator[tuple[str, Tensor]]):

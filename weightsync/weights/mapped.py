@@ -1,4 +1,4 @@
-"""Payloads as the memory of a model's parameters, and which of their views are kept."""
+"""Payloads that serve as the memory of a model's parameters, and the cache of tensors that view them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import Form, address_of, on_cpu, owning, set_data
 
-#: Copies of payloads smaller than this are kept for the next versions, and what came inline is copied.
+#: Smaller payloads that arrive inline are copied, and the memory of the copies is kept for later versions.
 KEPT_BELOW_NBYTES: Final = 256 << 10
 #: How many payloads to keep views of. Shared-memory slots are reused, so their views are too.
 KEPT_PAYLOADS: Final = 4
-#: The same for payloads of this size or more: of the memory that the trainer no longer uses, none is to be kept.
+#: The same for payloads of this size or more: fewer, so that memory that the trainer no longer uses is not kept.
 LARGE_NBYTES: Final = 64 << 20
 KEPT_LARGE: Final = 2
 #: How many copies of payloads to keep: one is live, the next version is copied into the other.
@@ -119,7 +119,7 @@ class MappedPayloads:
         small_inline = isinstance(payload.obj, bytearray) and layout.nbytes < KEPT_BELOW_NBYTES
         if payload.readonly or address % ALIGNMENT or small_inline:
             # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
-            # What came inline lies elsewhere each time: to copy it costs less than to view it anew.
+            # An inline payload is at another address each time: copying it costs less than making new views of it.
             return self._copied(layout, address)
         if not in_slot:
             return MappedPayload(views(layout, owning(payload)))

@@ -1,4 +1,4 @@
-"""Preparing a module that a worker was given: on the meta device without weights, or in shared memory."""
+"""Prepares a worker's module that is on the meta device (without weights), or in shared memory."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-#: Copies from the second address to the first so many bytes, which must not overlap, without the GIL.
+#: Copies this many bytes from the second address to the first, without the GIL. The two must not overlap.
 MoveBytes = Callable[[int, int, int], object]
 
 #: Payloads of at least this size are written past the caches, where one tensor has at least as much as the second.
@@ -35,7 +35,7 @@ _PATTERNS: Final = (0, 1 << 63, 1, 0x800F << 48 | 1, 0x3FF0 << 48, 0x7FF0 << 48,
 
 
 def mover(nbytes: int) -> MoveBytes:
-    """What copies the pieces of a payload of this size."""
+    """The function that copies the pieces of a payload of this size."""
     return past_caches if nbytes >= LEAST_NBYTES and _chosen() is not None else ctypes.memmove
 
 

@@ -38,7 +38,7 @@ from weightsync.weights.threads import Work, in_threads
 from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
 from weightsync.weights.tree_digest import ChunkHashes, StreamedDigest, digest
 
-#: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
+#: How many bytes are gathered on a device, or packed for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
 #: Smaller tensors are copied and hashed by one thread: two would wait for the GIL, and be no faster.
 LARGE_HASHED: Final = 192 << 10
@@ -98,7 +98,7 @@ def pack_digested(
 ) -> bytes:
     """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy.
 
-    Tensors whose bytes are moved are hashed where they are: that is what is in the cache.
+    Tensors that are copied as bytes are hashed in place, in the model: those bytes are in the cache.
     """
     if layout.nbytes <= DIGEST_CHUNK:  # all of it is in the cache
         pack(weights, layout, view, pieces)

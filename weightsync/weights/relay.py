@@ -52,8 +52,8 @@ class RelayTarget(AnyLayoutTarget):
 
     destination: Relay
     _REFUSAL = (
-        "This worker has no model of its own and forwards weights to its workers, but the extra state of {} cannot be "
-        "forwarded. Give the worker the model, or send weights without extra state."
+        "This worker has no model of its own and passes weights on to its own workers, but the extra state of {} "
+        "cannot be passed on. Give the worker the model, or send weights without extra state."
     )
 
     def __init__(self, destination: Relay) -> None:

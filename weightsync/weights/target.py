@@ -172,7 +172,7 @@ class Target:
         if not isinstance(destination, nn.Module):
             checks.refuse_temporary(destination, self._plan.layout, self._plan.tensors, read)
         self._mapped = MappedPayloads()
-        #: How the tensors are copied into, and the form for which that is so.
+        #: The plan for copying into the tensors, and the form of the tensors that it holds for.
         self._planned: tuple[Form, Pieces] | None = None
         #: The slot on a device that parameters view; None if they view none.
         self._slot: DeviceMemory | None = None
@@ -183,7 +183,7 @@ class Target:
 
     @property
     def devices(self) -> bytes:
-        """The devices whose slots it can be served from, as a Hello names them; empty: its tensors are on the host."""
+        """The devices on which it can use slots, as a Hello names them; empty: its tensors are on the host."""
         device = device_of(self._plan.tensors)
         return b"" if device is None else b"".join(device.opens())
 
@@ -293,7 +293,7 @@ class Target:
             self._refreshed_plan()
 
     def only_keeps(self, payload: memoryview) -> bool:
-        """Whether nothing refers to the memory of a mapped payload but views that are kept for its next use."""
+        """Whether only the cached views refer to the memory of a mapped payload."""
         return self._mapped.only_keeps(payload)
 
     def leave(self) -> None:
@@ -350,7 +350,7 @@ class Target:
         return plan or self._validated(self._refreshed_plan(), staged.layout, staged.payload)
 
     def _pieces_of(self, plan: DestinationPlan) -> Pieces | None:
-        """How the tensors of the host are copied into, planned once for as long as they stay where they are."""
+        """The plan for copying into the host's tensors, made once and kept while they stay at their addresses."""
         if plan.devices:
             return None
         if self._planned is None or self._planned[0] is not plan.form:

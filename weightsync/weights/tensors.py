@@ -41,7 +41,7 @@ past_modes: Final[Any] = torch._C.DisableTorchFunction
 
 
 class Form:
-    """What plain tensors are known by: dtypes, shapes, strides, and where their memory is. It refers to none of them.
+    """Identifies plain tensors by dtypes, shapes, strides and addresses, without a reference to any of them.
 
     Args:
         tensors: in any order, which counts.
@@ -74,7 +74,7 @@ class Form:
 
 
 def _guards_of(tensors: Collection[Tensor]) -> TensorGuards | None:
-    """What torch's compiler knows tensors by: it checks in one call what `_traits` reads one by one. It refers to none.
+    """A guard of torch's compiler: it checks in one call what `_traits` reads one by one. It refers to no tensor.
 
     It also checks which of them need a gradient, and torch's modes: if it fails, nothing follows. None: this torch has
     none that can be made so, or a tensor is given twice, which they never pass.

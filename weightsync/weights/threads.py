@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-#: The least number of bytes that are worth one more thread, and those of the smallest part of a buffer.
+#: The least number of bytes for which one more thread pays, and the size of the smallest part of a buffer.
 LEAST: Final = 8 << 20
 LEAST_PART: Final = 4 << 20
 #: How many parts there are for each thread, if they are not too small then.
@@ -77,13 +77,13 @@ class Keeping:
         self._dropped = weakref.finalize(owner, _helpers.let_go, self._key)
 
     def end(self) -> None:
-        """Nothing is kept for this owner any more: without another one, no thread is left. Ending twice is allowed."""
+        """Release the threads for this owner: they end if it was the last one. Ending twice is allowed."""
         self._dropped.detach()
         _join(_helpers.let_go(self._key))
 
 
 class _Job:
-    """The parts of a buffer that nobody has begun to work on, and who works on the others."""
+    """The parts of a buffer that no thread has begun, and the number of threads that work on the others."""
 
     def __init__(self, work: Work, parts: Iterable[Part]) -> None:
         self._work = work

@@ -457,7 +457,7 @@ def test_a_copy_of_a_guarded_model_is_not_guarded() -> None:
 def test_nobody_hands_updates_out_beside_the_thread_that_applies_them(duo: Duo) -> None:
     receiver = duo.receiving.get_receiver()
     for asked in (lambda: receiver.take_update(0.0), receiver.has_update):
-        with pytest.raises(StateError, match="in the background and applies what comes"):
+        with pytest.raises(StateError, match="in the background and applies updates"):
             asked()
 
     assert duo.send(2.0).ok

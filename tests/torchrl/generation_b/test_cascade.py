@@ -244,7 +244,7 @@ def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
     duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
     relaying = Relaying({"policy": object()})
 
-    with pytest.raises(WeightSyncError, match="forwards weights to its workers"):
+    with pytest.raises(WeightSyncError, match="passes weights on to its own workers"):
         duo.connect(context=relaying, model=None)
 
     assert relaying.handed is None
@@ -266,7 +266,7 @@ def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connec
     monkeypatch.setattr(Background, "start", start_and_be_refused)
     duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
 
-    with pytest.raises(WeightSyncError, match="forwards weights to its workers"):
+    with pytest.raises(WeightSyncError, match="passes weights on to its own workers"):
         duo.connect(context=Relaying({"policy": object()}), model=None)
 
     duo.end()
@@ -275,7 +275,7 @@ def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connec
 def test_a_worker_without_a_model_of_its_own_cannot_choose_among_the_weights_that_it_forwards() -> None:
     duo = Duo(SharedMemWeightSyncScheme)
 
-    with pytest.raises(WeightSyncError, match=r"has no model 'policy' of its own, and .* give names= to those"):
+    with pytest.raises(WeightSyncError, match=r"has no model 'policy' of its own: .* Give names= to these"):
         duo.connect(context=Relaying({"policy": object()}), model=None, names=["weight"])
 
     duo.end()

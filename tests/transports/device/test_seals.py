@@ -78,7 +78,7 @@ def test_g4_a_slot_that_is_being_written_again_is_refused(device: FakeDevice, ve
         pair.sync()
         sent(pair).payload.unseal()
         refused = outcome(pair)
-        assert (refused.kind, "is not sealed for it" in refused.reason) == (OutcomeKind.REFUSED, True)
+        assert (refused.kind, "does not have its seal" in refused.reason) == (OutcomeKind.REFUSED, True)
         assert constants(pair.model) == {1.0}
         assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
 

@@ -47,7 +47,7 @@ FAULTS = (*TURNED_AWAY, *FAILED, *HUNG_UP, "garbage", "stall")
 KEPT = "has the weights that it had"
 PERHAPS_PAUSED = f"{KEPT}, and may be paused"
 TORN = "may hold parts of two versions, and stays paused"
-LOADED = "has loaded the version, but was not seen to go on, and may be paused"
+LOADED = "has loaded the version, but did not confirm that it resumed, and may be paused"
 #: What a stage leaves if it fails; only engines that may be paused or torn are lost, and those that hung up.
 LEAVES = {"join": KEPT, "pause": PERHAPS_PAUSED, "begin": TORN, "change": TORN, "flush": LOADED, "resume": LOADED}
 REFUSED = {
@@ -147,7 +147,7 @@ def test_an_engine_whose_pause_failed_and_that_does_not_go_on_is_lost(kind: str,
         outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
 
     assert outcome.kind is OutcomeKind.LOST
-    assert "did not take the version, and may be paused, since it was not seen to go on. POST" in outcome.reason
+    assert "did not load the version, and may be paused: it did not confirm that it resumed. POST" in outcome.reason
     assert (server.paused, server.weights) == (True, {})
 
 

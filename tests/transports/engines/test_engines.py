@@ -364,7 +364,7 @@ def test_an_engine_that_turns_a_version_away_and_stays_paused_is_lost(
         outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
 
     assert outcome.kind is OutcomeKind.LOST
-    assert "did not take the version, and may be paused, since it was not seen to go on. POST" in outcome.reason
+    assert "did not load the version, and may be paused: it did not confirm that it resumed. POST" in outcome.reason
     assert (server.paused, server.weights) == (True, {})
 
 

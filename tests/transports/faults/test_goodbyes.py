@@ -69,7 +69,7 @@ def test_g11_a_worker_that_is_closed_before_it_reads_its_handshake_is_lost_with_
     pair.sender.send_async()
     pair.receiver.close()
 
-    with pytest.raises(WorkerLostError, match="before it took the handshake: the receiver was closed"):
+    with pytest.raises(WorkerLostError, match="before it answered the handshake: the receiver was closed"):
         pair.sender.wait_async(timeout=PATIENCE)
     assert pair.sender.worker_ids == (0,)
 
@@ -94,7 +94,7 @@ def test_g11_a_worker_that_ended_before_it_was_sent_a_handshake_is_lost_with_the
         os.close(kept)
 
     reason = "ValueError: out of cheese" if fails else "the receiver was closed"
-    assert caught.value.lost == {0: f"it ended before it took the handshake: {reason}"}
+    assert caught.value.lost == {0: f"it ended before it answered the handshake: {reason}"}
 
 
 @pytest.mark.parametrize("error", [SystemExit(), SystemExit(0)])

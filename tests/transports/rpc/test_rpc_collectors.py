@@ -187,7 +187,7 @@ def test_a_collector_whose_class_cannot_be_found_out_is_lost_with_that_reason(
         error = trainer.do(attempt, send, 2.0)
         assert isinstance(error, WorkerLostError)
         reason = error.report[0].reason
-        assert re.search(f"class of the collector behind collector_rref cannot be found out: {why}", reason)
+        assert re.search(f"class of the collector of collector_rref cannot be determined: {why}", reason)
         assert "frame #" not in reason
         assert "\n" not in reason
 

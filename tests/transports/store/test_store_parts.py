@@ -238,7 +238,7 @@ def test_parts_come_in_any_order_in_their_text_or_behind_it(take: Callable[..., 
         ([part(0, HALF)], update(), f"of which {HALF} of {NBYTES} bytes have come"),
         ([part(0, HALF, nbytes=HALF)], update(), f"of which {HALF} of {NBYTES} bytes have come"),
         ([part(0, HALF)], part(HALF, NBYTES, nbytes=NBYTES + 1), "of a payload of 200001 bytes came for one of 200000"),
-        ([part(0, HALF)], part(HALF, NBYTES, segment=3), "lie in a segment"),
+        ([part(0, HALF)], part(HALF, NBYTES, segment=3), "names a segment of shared memory"),
         ([part(0, HALF)], part(0, HALF), "Bytes 0 to 100000 of a payload came in part before"),
         ([part(HALF, NBYTES)], part(0, HALF + 1), "Bytes 0 to 100001 of a payload"),
         ([part(0, HALF), update(b"", 0), part(HALF, NBYTES)], update(), f"of which {HALF} of {NBYTES} bytes"),
@@ -266,7 +266,7 @@ def test_parts_without_memory_are_skipped_and_the_update_says_why(
     assert take(part(0, HALF), stream=stream).untaken == "There is none."
     take(part(HALF, HALF + 10), bytes(10), stream)
     take(part(HALF + 10, NBYTES), stream=stream)
-    with pytest.raises(ProtocolError, match="lie in a segment"):
+    with pytest.raises(ProtocolError, match="names a segment of shared memory"):
         take(part(0, HALF, segment=3), stream=stream)
 
     assert take(update()) == Received(update(), untaken="There is none.")

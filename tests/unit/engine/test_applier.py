@@ -124,7 +124,7 @@ def test_a_swap_that_breaks_closes_the_receiver_and_both_ends_are_told_why(
         pair.sender.wait_async(timeout=PATIENCE)
 
     text = str(caught.value)
-    assert text.startswith("version 1 of 'policy' was swapped in half and could not be undone: ")
+    assert text.startswith("the swap of version 1 of 'policy' failed halfway and could not be undone: ")
     assert "the bus is gone" in text
     assert isinstance(caught.value.__cause__, targets.SwapBroken)
     assert (pair.receiver.broken, pair.receiver.state) == (caught.value, State.CLOSED)

@@ -234,7 +234,7 @@ def test_a_last_word_before_the_handshake_is_the_loss_of_its_worker_and_after_it
         fleet.receives(worker, replace(last(0), incarnation=0))
 
     assert (fleet.link_state(0), fleet.link_state(1)) == (pure.LinkState.LOST, pure.LinkState.UP)
-    assert fleet.reason(0).startswith("it ended before it took the handshake: no")
+    assert fleet.reason(0).startswith("it ended before it answered the handshake: no")
     assert fleet.driver.data.stale == 2
 
 

@@ -132,7 +132,7 @@ def test_alone_is_beside_what_the_thread_itself_serves_and_may_be_nested(lock: S
 def test_alone_gives_up_on_others_at_its_deadline_and_leaves_all_as_it_was(lock: ServingLock, beside: Beside) -> None:
     beside.does(lock.enter)
     with (
-        pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads served the model until time was up"),
+        pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads used the model until the timeout"),
         lock.alone(Deadline(0.01), "apply_weights"),
     ):
         raise AssertionError("it had the model")

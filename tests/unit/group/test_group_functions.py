@@ -114,7 +114,7 @@ def test_what_makes_no_model_is_refused_at_once(made: Any, named: str, make: Mak
     ("run", "reason"),
     [
         (workers.act_by_coroutine, r"act_by_coroutine\(\)\) returned what an async function makes.*asyncio\.run"),
-        (workers.act_by_generator, r"returned what a generator function makes, of which nothing has run"),
+        (workers.act_by_generator, r"returned what a generator function makes, whose body has not run"),
     ],
 )
 def test_a_function_that_hides_a_coroutine_or_a_generator_fails_in_its_worker(

@@ -87,7 +87,7 @@ def served(pair: Pair) -> Iterator[Pair]:
 
 def test_g10_apply_weights_gives_up_on_a_model_that_is_served_all_the_time(served: Pair) -> None:
     weights = small(5.0).state_dict()
-    with hours(60), pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads served the model"):
+    with hours(60), pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads used the model"):
         served.receiver.apply_weights(weights)
     with pytest.raises(TimeoutError):
         served.receiver.apply_weights(weights, timeout=0)
@@ -117,7 +117,7 @@ def test_an_answer_of_a_wrong_type_leaves_the_update_to_be_answered(served: Pair
 
 
 def test_g10_register_model_gives_up_and_keeps_the_model(served: Pair) -> None:
-    with hours(60), pytest.raises(ModelBusyError, match=r"^register_model\(\): other threads served the model"):
+    with hours(60), pytest.raises(ModelBusyError, match=r"^register_model\(\): other threads used the model"):
         served.receiver.register_model(small())
 
     assert served.receiver.model is served.model
@@ -143,7 +143,7 @@ def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
 
     assert pair.receiver.state is State.CLOSED
     assert thread.is_alive()
-    assert "still runs code of yours" in caplog.text
+    assert "still runs your own code" in caplog.text
     done.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()

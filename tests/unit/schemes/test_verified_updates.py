@@ -189,7 +189,7 @@ def test_g2_a_slot_that_is_not_the_one_its_update_was_sealed_in_is_refused(mappe
     else:
         packed.buffer.segment.unseal()
     assert mapped.receiver.receive(timeout=0) is False
-    with pytest.raises(RefusedError, match="is not sealed for it"):
+    with pytest.raises(RefusedError, match="does not have its seal"):
         mapped.sender.wait_async(timeout=PATIENCE)
 
     assert (mapped.receiver.version, constants(mapped.model)) == (1, {1.0})

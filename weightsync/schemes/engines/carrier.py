@@ -18,15 +18,15 @@ _PATIENCE: Final = 5.0
 
 
 class Carrier(abc.ABC):
-    """Moves tensors to an engine's workers beside the calls: the trainer's half of a transfer such as NCCL's.
+    """Moves tensors to an engine's workers, separately from the calls: the trainer's half of a transfer such as NCCL's.
 
     The calls announce the tensors, the carrier transfers them. Override the methods that your transfer needs.
     """
 
     def init_info(self) -> Mapping[str, Any]:
-        """What the engine's workers need to join, such as a master's address and a world size.
+        """The information that the engine's workers need to join, such as a master's address and a world size.
 
-        vLLM: the ``init_info`` of ``init_weight_transfer_engine``. SGLang: what it posts to
+        vLLM: the ``init_info`` of ``init_weight_transfer_engine``. SGLang: the body of the call of
         ``init_weights_update_group``.
         """
         return {}
@@ -37,7 +37,7 @@ class Carrier(abc.ABC):
 
     @abc.abstractmethod
     def update_info(self, bucket: Bucket) -> Mapping[str, Any]:
-        """What the call says of a bucket besides names, dtypes and shapes."""
+        """The fields of the call about a bucket in addition to names, dtypes and shapes."""
 
     def send(self, bucket: Bucket) -> None:
         """Send a bucket's tensors. Runs while the call that announces them is being answered."""

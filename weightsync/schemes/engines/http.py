@@ -95,7 +95,7 @@ class HttpCalls:
         answer = self.post(route, body)
         if isinstance(answer, str) and answer.strip():
             raise EngineError(
-                f"POST {self.url}/{route} was answered with what is not JSON, so not by the engine: "
+                f"POST {self.url}/{route} was answered with text that is not JSON, so not by the engine: "
                 f"{answer[:_QUOTED]!r}. Is the URL that of the engine's own server?"
             )
         return answer

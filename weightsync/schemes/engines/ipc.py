@@ -35,7 +35,7 @@ class VLLMIPCCarrier(Carrier):
         self._devices = [cuda_device(each, type(self).__name__) for each in wanted]
         others = [str(each) for each in self._devices if each.type != "cuda"]
         if others or not self._devices:
-            raise ConfigurationError(f"devices= names GPUs, and is {devices!r}: give those that the engine runs on.")
+            raise ConfigurationError(f"devices= is {devices!r}: give a list of the GPUs that the engine runs on.")
         self._shared: list[Tensor] = []
 
     def update_info(self, bucket: Bucket) -> Mapping[str, Any]:

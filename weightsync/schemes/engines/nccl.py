@@ -110,7 +110,7 @@ class GroupCarrier(Carrier):
         """Broadcast the tensors in their order, and wait until the last has left."""
         given_up, group = self._given_up, self._group
         if group is None:
-            raise TransportError("The group that broadcasts to the engine was given up. Add the worker again.")
+            raise TransportError("The process group with the engine was aborted: call add_worker() for it again.")
         with self._on_device():
             staged = [tensor.to(self._device).contiguous() for _, tensor in bucket]
             begun = [self._broadcast(group, tensor) for tensor in staged]

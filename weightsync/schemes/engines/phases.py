@@ -19,11 +19,11 @@ class Phases(abc.ABC):
 
     @abc.abstractmethod
     def join(self) -> None:
-        """What is done once, before the first version."""
+        """Join the engine's group. Called once, before the first version."""
 
     @abc.abstractmethod
     def pause(self) -> None:
-        """Pause the engine, if it is to be paused."""
+        """Pause the engine, if this phase applies to it."""
 
     @abc.abstractmethod
     def change(self, buckets: Iterable[Bucket], begun: Callable[[], None]) -> None:
@@ -110,12 +110,12 @@ class Loading:
         return self._stage is not _Stage.PAUSING or not turned_away
 
     def _go_on(self, error: Exception) -> None:
-        """Let the engine go on with the version before."""
+        """Let the engine resume with the previous version."""
         try:
             self._phases.resume()
         except (EngineError, TransportError) as paused:
             raise EngineLeftError(
-                f"{self._name} did not take the version, and may be paused, since it was not seen to go on. "
+                f"{self._name} did not load the version, and may be paused: it did not confirm that it resumed. "
                 f"{error} {paused}"
             ) from error
 
@@ -128,7 +128,7 @@ class Loading:
     def _state(self, error: Exception) -> str:
         paused = "stays paused" if self._phases.pauses else "was not paused"
         if self._stage is _Stage.LOADED:
-            return "has loaded the version, but was not seen to go on, and may be paused"
+            return "has loaded the version, but did not confirm that it resumed, and may be paused"
         if self._stage is _Stage.CHANGING:
             return f"may hold parts of two versions, and {paused}"
         unreached = isinstance(error, UnreachedError)

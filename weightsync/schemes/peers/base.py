@@ -1,4 +1,4 @@
-"""Workers that lack our receiver, and users' own transports: their weights, and what they must have.
+"""Workers without a weightsync receiver, and users' own transports: how weights reach them, and what they must have.
 
 Their answers are in `weightsync.transports.calls.without_receiver`.
 """

@@ -165,7 +165,7 @@ class Kind:
             return self._asked.value()
         except Exception as error:
             raise TransportError(
-                f"the class of the collector behind collector_rref cannot be found out: {_reason(str(error).strip())}. "
+                f"the class of the collector of collector_rref cannot be determined: {_reason(str(error).strip())}. "
                 "Nothing was sent to it."
             ) from error
 

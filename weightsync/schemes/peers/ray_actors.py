@@ -1,4 +1,4 @@
-"""How weights reach Ray actors: the method that takes them, and what is put into the object store for it."""
+"""How weights reach Ray actors: the method that is called with them, and its arguments in the object store."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def listen_by(
 class TransportReader:
     """Passes what a user's transport receives to a receiver in this process, each ``receive_weights`` as a version.
 
-    It asks for the next when the receiver has answered the one before. It calls the transport's
+    It calls ``receive_weights`` again once the receiver has answered the previous version. It calls the transport's
     ``send_ack("updated")``, if there is one, once the weights are live; any other text says why they are not.
     """
 
@@ -143,7 +143,7 @@ class TransportReader:
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Nothing is received here. Raises ConfigurationError: always."""
-        raise ConfigurationError("This end sends.")
+        raise ConfigurationError("This end only sends: it cannot listen.")
 
     def user_messages(self) -> UserMessages:
         """There are none. Raises ConfigurationError: always."""

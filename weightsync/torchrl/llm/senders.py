@@ -36,7 +36,7 @@ class EngineTransport:
     """One engine, and the sender that feeds it. A send is whole, or raises; a late answer never counts for another.
 
     Args:
-        timeout: seconds until `send_weights` ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+        timeout: seconds until `send_weights` ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
     """
 
     def __init__(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
@@ -132,7 +132,9 @@ class EngineSender:
             raise StateError(type(self).__name__, "uninitialized", "update_weights", ["init_all_workers_group"])
         found = self._model() if weights is None else weights
         if found is None:
-            raise ConfigurationError("update_weights() needs weights: no model is registered, or it was collected.")
+            raise ConfigurationError(
+                "update_weights() needs weights: no model is registered, or it was garbage-collected."
+            )
         taken = self._scheme.strategy.extract_weights(found)
         report: SyncReport = self._transport.send_weights("policy", taken)
         for collector in self._collectors:

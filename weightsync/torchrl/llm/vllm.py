@@ -27,7 +27,7 @@ class VLLMCollectiveTransport(EngineTransport):
         device: the carrier's.
         vllm_engine: the engine, a Ray actor that holds one, or the URL of a server.
         carrier: brings the tensors to the engine's workers; default: a `VLLMNCCLCarrier` of this group.
-        timeout: seconds until `send_weights` ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+        timeout: seconds until `send_weights` ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class TransportFacade(Configured):
 
     Args:
         form: which generation's results it returns.
-        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; None: for ever; default:
+        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; None: forever; default:
             `WEIGHTSYNC_TIMEOUT` or 60.
         strategy: the format of the weights returned, and how modules are extracted.
     """

@@ -59,7 +59,7 @@ class ReferencePipe:
         return self._channel.connection.fileno()
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether `recv` has something to return or raise within ``timeout`` seconds (None: wait for ever)."""
+        """Whether `recv` has something to return or raise within ``timeout`` seconds (None: wait forever)."""
         return self.await_any(Deadline(timeout))
 
     def recv(self) -> Any:

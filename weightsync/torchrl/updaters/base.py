@@ -78,7 +78,7 @@ class WeightUpdaterBase(abc.ABC):
             policy_or_weights: a module, which is extracted to a TensorDict; a TensorDict or a dict, taken as it is;
                 None: what `_get_server_weights` returns.
             worker_ids: one or several ids or devices; None: all.
-            timeout: seconds until the wait ends for calls that returned a future; None: for ever; default:
+            timeout: seconds until the wait ends for calls that returned a future; None: forever; default:
                 `WEIGHTSYNC_TIMEOUT` or 60. A call that blocks cannot be cut short.
             on_failure: "raise", or "report": return the report even if workers failed.
 

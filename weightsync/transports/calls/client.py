@@ -26,8 +26,8 @@ class GivenUp(TransportError):
     """The other end has closed the link. Every call of that link ends."""
 
 
-#: Seconds that a call waits for those that were begun before it, where calls overtake each other. They arrive, however
-#: busy the machine is, unless a process dies, and that is noticed otherwise.
+#: Seconds that a call waits for calls that were begun before it, where calls may overtake each other. Earlier calls do
+#: arrive, however busy the machine is, unless a process dies, which is noticed in another way.
 PATIENCE_FOR_ORDER: Final = 60.0
 #: A frame in place of answers, followed by the reason: the call came before calls that were begun earlier, in a thread
 #: that must not wait for them. It is to be repeated.
@@ -71,7 +71,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._call_client = call_client
         self._calls: list[Answers] = []
         self._failed: TransportError | ProtocolError | None = None
-        #: That the other end has closed the link, if it has.
+        #: The error that says that the other end has closed the link; None: it has not.
         self._given_up: GivenUp | None = None
 
     @property
@@ -113,7 +113,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._waker.fire()
 
     def _say_late(self, goodbye: Message) -> None:
-        """Say a goodbye that has waited for later links. Runs in any thread, after the link was closed."""
+        """Send a goodbye that has waited for later links. Runs in any thread, after the link was closed."""
         try:
             self._call_client.start(goodbye, None)
         except TransportError as error:
@@ -122,10 +122,10 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     def receive(self) -> list[Received]:
         """The answers of the finished calls, in the order in which the calls were begun: see `Link.receive`.
 
-        An answer is taken once those of all calls before it were. A failed call is reported at once, even if others are
-        still in flight, since they may never end; answers of calls behind it are lost with the link, for what that call
-        would have brought is missing before them. That the other end has closed the link is reported once all calls
-        have ended, since earlier answers may still arrive.
+        An answer is delivered once the answers of all earlier calls were. A failed call is reported at once, even if
+        other calls are still in flight, since these may never end. Answers of later calls are lost with the link, since
+        the failed call's answers are missing before them. If the other end has closed the link, this is reported once
+        all calls have ended, since earlier answers may still arrive.
         """
         self._require_open()
         self._waker.clear()
@@ -191,4 +191,4 @@ def _error_of(call: Answers) -> BaseException | None:
 
 
 class BlockingLink(CallLink):
-    """Calls that report their end only to a caller that waits for them: a sender's `send_async` refuses them."""
+    """A call client whose calls block until they have ended: a sender's `send_async` refuses its workers."""

@@ -1,4 +1,4 @@
-"""The check in front of a call server: calls with another key, or without one where we have one, are turned away."""
+"""The check in front of a call server: rejects calls with another key, or without a key if the server has one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CallAuthenticator:
         except AuthenticationError:
             return self._refuse(Reason.OTHER_KEY)
         with self._lock:
-            # If two calls were both first, one of them is made again with the challenge of the other.
+            # If two calls arrived as the first one, one of them is repeated with the other's challenge.
             first = self._sessions.setdefault(parcel.link, session)
             if isinstance(admitted, HeldCall):
                 self._keep_few()

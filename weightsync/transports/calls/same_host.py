@@ -47,9 +47,9 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, carried: object) -> Self:
-        """Read what a call carried. Raises ProtocolError: it is no place."""
+        """Decode the place that a call carried. Raises ProtocolError: it is not a valid place."""
         if not isinstance(carried, tuple) or len(carried) != 4 or not all(type(each) is int for each in carried):
-            raise codec.malformed("A call named a place in memory that is none", b"")
+            raise codec.malformed("A call named an invalid place in memory", b"")
         return cls(*carried)
 
     def map(self) -> Mapping:
@@ -133,7 +133,7 @@ class SharedPayloads:
                     self._shares = False
 
     def close(self) -> None:
-        """The worker can no longer be asked: what it may be reading is never written again."""
+        """The worker can no longer be asked: memory that it may be reading is never written again."""
         with self._lock:
             self._shares = self._reached = False
             self._pins.retire()

@@ -51,7 +51,7 @@ def socket_of(connection: Connection[Any, Any]) -> socket.socket:
         raise ConfigurationError("The connection is closed.")
     two_way = connection.readable and connection.writable
     if not (two_way and stat.S_ISSOCK(os.fstat(connection.fileno()).st_mode)):
-        raise ConfigurationError(f"The connection goes one way only: {PLEASE}.")
+        raise ConfigurationError(f"The connection is one-way: {PLEASE}.")
     try:
         sock = _Socket(fileno=os.dup(connection.fileno()))
     except OSError as error:
@@ -63,7 +63,7 @@ def socket_of(connection: Connection[Any, Any]) -> socket.socket:
 
 
 def unread_nbytes(sock: socket.socket) -> int:
-    """How much memory holds bytes that were written to a socket of this host and not read at its other end; 0: none."""
+    """How many bytes of kernel memory hold data that was written to a local socket and not read at its other end."""
     counted = bytearray(_COUNT.size)
     fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, counted)
     (nbytes,) = _COUNT.unpack(counted)
@@ -170,7 +170,7 @@ class Channel:
             return self._socket.fileno() if self.outlet.queue and self._socket else None
 
     def all_read(self) -> bool | None:
-        """Whether the other end has read everything; None: unknown, since only sockets of this host show it."""
+        """Whether the other end has read everything; None: unknown. Only sockets within this host show it."""
         with self._lock:
             if self._socket is None or not self.passes_descriptors:
                 return None
@@ -235,20 +235,20 @@ class Channel:
             return self._sorter.user_waker()
 
     def has_user_message(self) -> bool:
-        """Read what is there: whether one of the user's messages is available, or none can come any more."""
+        """Read what is there. Returns whether a user message is available, or none can come any more."""
         with self._lock:
             if not self._sorter.user_messages:
                 self._read(None)
             return bool(self._sorter.user_messages) or self._deaf is not None
 
     def has_ended(self) -> bool:
-        """Read what is there: whether nothing can come any more."""
+        """Read what is there. Returns whether nothing more can come."""
         with self._lock:
             self._read(None)
             return self._deaf is not None
 
     def take_user_message(self) -> UserMessage | None:
-        """The next of the user's messages; None if another thread has just taken it.
+        """The next user message; None if another thread has just taken it.
 
         Raises:
             TransportError: none is left, and the connection is dead or closed.

@@ -93,7 +93,7 @@ _MAX_DESCRIPTORS: Final = 8
 # Plain integers: testing flags of an enum takes a microsecond.
 _RECEIVE_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
-#: Stands for a descriptor that arrived while this process could open no more: the kernel has dropped it for good.
+#: Stands for a descriptor that arrived when this process could not open any more: the kernel has dropped it for good.
 _DROPPED: Final = -1
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _NO_DESCRIPTOR: Final = "The descriptor of the peer's shared memory could not be taken: Too many open files."
@@ -114,7 +114,7 @@ _UNCLAIMED: Final[tuple[tuple[int, ...], str]] = ((), "")
 
 
 class UserMessage(NamedTuple):
-    """A whole frame of the user's, unread."""
+    """A whole user message, not decoded."""
 
     data: bytearray
 
@@ -299,7 +299,7 @@ class Inflow:
         return True
 
     def _advance(self, filled: _Filling) -> Frame | UserMessage | None:
-        """Use a part that is now whole: the frame, or the wait for its payload."""
+        """Process a part that is now whole: it completes the frame, or its payload is awaited next."""
         self.filling = None
         if self._head is None:
             return UserMessage(filled.grown)

@@ -152,7 +152,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         if self._closed:
             raise self._no_longer()
         assert payload.segment is not None
-        if self._named.missing(payload.segment):  # versions that other threads sent have displaced it
+        if self._named.missing(payload.segment):  # versions that other threads have sent pushed it out of the list
             return
         self._channel.write(self._peer, Outgoing(framed(replace(part, segment=payload.segment.number))))
 

@@ -85,7 +85,7 @@ class _Announcement:
 
     def announce(self, client: Client) -> None:
         """Write the link's name to the first free announcement."""
-        # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
+        # Not a counter: a sender may die between counting and writing, and the worker would wait forever. Also not a
         # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
         Models(self._rank, SENDERS).add(client, self._model_id)  # first: a worker that takes the link removes it
         places = (f"{self._base}/announced/{number}" for number in itertools.count())
@@ -96,7 +96,7 @@ class _Announcement:
         self.made.set()
 
     def withdraw(self, client: Client) -> None:
-        """Take the link's place, so that no worker does."""
+        """Claim the link, so that no worker can accept it."""
         self.made.set()
         if client.claim(_taken_key(self.name), _WITHDRAWN, _names_a_taker) == _WITHDRAWN:
             Models(self._rank, SENDERS).remove(client, self._model_id)
@@ -106,7 +106,7 @@ class _Announcement:
         _under_way.wait(self._where)
 
     def remark(self, client: Client) -> str:
-        """What a send that times out says of the worker: the models that it listens for, if this is none of them."""
+        """A remark for a send that times out: the models that the worker listens for, if this is none of them."""
         known = Models(self._rank, RECEIVERS).without(client, self._model_id)
         return known and _NO_RECEIVER.format(rank=self._rank, known=known, model_id=self._model_id)
 

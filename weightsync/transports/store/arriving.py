@@ -1,4 +1,4 @@
-"""What becomes of the texts that arrive over a link: messages with their payloads, in their order.
+"""Turns the texts that arrive over a link into messages with their payloads, in order.
 
 `Arrivals` reads a payload behind its message. The trainer's end of a fan-out also takes what its worker says about it,
 and a worker's end may get payloads from a parent, and pass them on.
@@ -94,7 +94,7 @@ class Arrivals:
     def _part(self, part: Part, inline: memoryview | None, opened: Opened, stream: Stream) -> Received:
         """A range of a payload, in our own memory for all of it."""
         if part.segment:
-            raise malformed("A part that travels is said to lie in a segment", opened.text)
+            raise malformed("A part in the store's messages names a segment of shared memory", opened.text)
         if self._assembly is None or self._assembly.payload_id != part.payload_id:
             self._assembly = None  # before its memory is needed for this one
             self._assembly = self._assembly_for(part)
@@ -214,7 +214,7 @@ class WorkerArrivals(Arrivals):
         self._owner = owner
         self._forwarder: Forwarder | None = None
         self._over = False
-        #: Messages in their order: each is whole, but for the first, and those that come from a parent.
+        #: The messages in order. All are whole, except perhaps the first and those whose payloads come from a parent.
         self._queue: deque[Received | _Awaited] = deque()
 
     def take(self, opened: Opened, stream: Stream, client: Client) -> Iterator[Received]:
@@ -286,7 +286,7 @@ class WorkerArrivals(Arrivals):
         return None
 
     def _fetched(self, awaited: _Awaited) -> Received | None:
-        """The message with its payload from the parent; None: the trainer was asked for it instead."""
+        """The message with its payload from the parent; None: it failed, and the trainer was asked for the payload."""
         self._owner.deliver()
         untaken = self._make_room(awaited)
         if untaken is not None:
@@ -308,7 +308,7 @@ class WorkerArrivals(Arrivals):
         return self._read(first, opened, stream)
 
     def _read(self, awaited: _Awaited, opened: Opened, stream: Stream) -> Received:
-        """Read a payload behind a text, and pass it on meanwhile."""
+        """Read the payload behind a text, and pass it on while it arrives."""
         buffer, feed = awaited.buffer, awaited.feed
         assert buffer is not None
         assert feed is not None

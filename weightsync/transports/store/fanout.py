@@ -1,4 +1,4 @@
-"""The trainer's side of a fan-out: who passes an update's payload on to whom, and who gets it from here after all.
+"""The trainer's side of a fan-out: which worker passes a payload on to which, and which workers the trainer serves.
 
 The updates of one dispatch are gathered, and a tree is made of the workers that are to get the same payload. The
 trainer sends it to the first ones; all others are told a parent. A payload stays pinned until each of those has
@@ -144,13 +144,13 @@ class Branch:
 
     @property
     def node(self) -> Node | None:
-        """Its place in a tree; None: its worker gets payloads from the trainer alone."""
+        """Its place in a tree; None: its worker gets payloads only from the trainer."""
         if not self.address or self._cut_off:
             return None
         return Node(self._host, self._at_loopback, not self._doubted)
 
     def listens(self, route: Listening) -> None:
-        """Its worker has said where it listens."""
+        """Note the address at which its worker listens."""
         self._host, self._at_loopback = route.host, _is_loopback(route.address)
         self.address = route.address
 

@@ -15,7 +15,7 @@ from weightsync.transports.store.forwarding import LENGTH
 from weightsync.transports.store.routes import Routed, Why
 from weightsync.transports.store.stream import connection_to
 
-#: Seconds without a byte after which a parent is given up, and how often meanwhile the link is looked at.
+#: Seconds without a byte after which a parent is given up, and how often the link is checked meanwhile.
 SILENCE: Final = 1.0
 _LOOKS: Final = 10
 _SHA256_NBYTES: Final = 32

@@ -35,7 +35,7 @@ _FLAGS: Final = int(socket.MSG_NOSIGNAL)
 
 
 class Feed:
-    """A payload that arrives, for those who pass it on."""
+    """A payload that is arriving, for the threads that pass it on."""
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
@@ -44,13 +44,13 @@ class Feed:
         self._ended = False
 
     def reach(self, reached: int) -> None:
-        """So many bytes of it are there."""
+        """Note how many bytes of it have arrived."""
         with self._condition:
             self._reached = max(self._reached, reached)
             self._condition.notify_all()
 
     def end(self) -> None:
-        """No more of it will be passed on."""
+        """Note that no more of it can be passed on."""
         with self._condition:
             self._ended = True
             self._condition.notify_all()
@@ -94,7 +94,7 @@ class Forwarder:
             raise
 
     def offer(self, token: bytes, children: int, buffer: memoryview) -> Feed:
-        """Pass a payload on to those who present ``token``: so many times, or until it is one of the older."""
+        """Pass a payload on to up to ``children`` connections that present ``token``, or until it is too old."""
         feed = Feed(buffer)
         with self._lock:
             if self._over.is_set():
@@ -108,7 +108,7 @@ class Forwarder:
         return feed
 
     def decline(self, token: bytes, children: int) -> None:
-        """Tell those who present ``token`` that there is no such payload here."""
+        """Tell connections that present ``token`` that this worker does not have the payload."""
         self.offer(token, children, memoryview(b"")).end()
 
     def feed(self, token: bytes) -> Feed | None:

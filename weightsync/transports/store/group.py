@@ -1,4 +1,4 @@
-"""How payloads travel: behind their messages over the link's own connection, or in buckets through a group.
+"""The ways of a payload: behind its message over the link's own connection, or in buckets through a group.
 
 The group is a private NCCL group of two ranks. It is made directly, not by ``new_group``, so it works alongside the
 user's own groups and without any. Either both ranks connect or neither does.
@@ -271,7 +271,7 @@ def _errors_as(what: str) -> Any:
 
 
 def group_of(end: StoreEnd, rank: int, key: str) -> Group | NoGroup:
-    """What carries a link's payloads.
+    """The object that carries a link's payloads.
 
     Raises ConfigurationError: this torch, or this machine, does not have the backend.
     """

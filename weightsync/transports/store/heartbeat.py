@@ -27,7 +27,7 @@ _SILENCE: Final = 3.5
 class Callbacks:
     """The callbacks of a member, called from another thread with the reason."""
 
-    #: The followed process has no heartbeat any more.
+    #: The heartbeat of the followed process has stopped.
     silence: Callable[[str], None]
     #: The store is lost or silent: requests to it may never be answered.
     store_lost: Callable[[str], None]

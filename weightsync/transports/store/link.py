@@ -72,7 +72,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
 
     @property
     def failure(self) -> str:
-        """Why nothing more will arrive; empty: something may."""
+        """Why nothing more will arrive; empty: more may arrive."""
         return str(self._worker.failed or "")
 
     @property

@@ -143,7 +143,7 @@ class _Listener:
                     self._process(client, Announced.of(announced))
                 self._next += 1
         except TransportError as error:
-            # After a goodbye it is no news that the store is gone: it may have been the sender's.
+            # After a goodbye the loss of the store is expected: it may have been the sender's own.
             if not self._over.is_set() and not self._parted.is_set():
                 self._accept(PlaceholderLink(error))
         finally:
@@ -154,7 +154,7 @@ class _Listener:
                     opened.close()
 
     def _look(self, client: Client) -> None:
-        """Called by the heartbeat with each beat: say who else listens here, or that only senders of others wait."""
+        """Called with each heartbeat: log other listeners for this rank, or senders that wait for other models only."""
         if not self._over.is_set() and self._other.is_alive(client):
             logger.warning(
                 "model %r: another process receives for rank %d of this store too, and each link goes to one of them: "
@@ -278,7 +278,7 @@ class PlaceholderLink:
     def __init__(self, error: TransportError | None = None) -> None:
         self._ended: TransportError | None = None
         self._wakers: list[Waker] = []
-        # Without a descriptor it is read anyway, when its driver first gets it.
+        # If it has no descriptor, its driver still reads it once, when it gets the link.
         with contextlib.suppress(TransportError):
             self._wakers.append(Waker())
         if error is not None:

@@ -1,4 +1,4 @@
-"""What the ends of a link write to each other in the store: numbered keys in each direction, each read once.
+"""The messages that the ends of a link exchange in the store: numbered keys in each direction, each read once.
 
 Each end introduces itself here. All later messages travel over the link's own connection.
 """

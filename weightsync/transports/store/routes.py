@@ -1,4 +1,4 @@
-"""What the ends of a link tell each other about a fan-out, beside the messages of the protocol.
+"""The messages about a fan-out that the ends of a link exchange in addition to the messages of the protocol.
 
 Each text begins with a magic and its kind. On a link with a key it is sealed like any other.
 
@@ -134,7 +134,7 @@ def route_in(text: memoryview) -> Route | None:
     try:
         return _decoded(Kind(text[len(MAGIC)]), text[_HEAD.size :])
     except (struct.error, ValueError, IndexError) as error:
-        raise malformed(f"What is said about a fan-out is malformed: {error}", text) from None
+        raise malformed(f"A message about a fan-out is malformed: {error}", text) from None
 
 
 def _decoded(kind: Kind, rest: memoryview) -> Route:

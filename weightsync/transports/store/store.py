@@ -89,10 +89,10 @@ _BACKLOG: Final = 2048
 FOR_EVER: Final = timedelta(days=365)
 #: The socket, our copy of it, and one to look for both.
 _NEEDED: Final = 3
-#: What torch's server opens: its event loop, its own connection; and some to spare. It aborts the process (SIGABRT) if
-#: no descriptor is left for its event loop.
+#: The descriptors that torch's server needs: for its event loop, its own connection, and some to spare. It aborts the
+#: process (SIGABRT) if no descriptor is left for its event loop.
 _SERVER_NEEDS: Final = 16
-#: A store's answer for a key without a value, when asked to exchange this for itself.
+#: If a key has no value, `compare_set` with this as the expected and the new value returns it.
 _ABSENT: Final = "weightsync: no value"
 
 

@@ -153,7 +153,7 @@ class StoreWorker:
             return arrived, self._failed
 
     def end_reading(self, reason: str) -> None:
-        """The peer can no longer be reached: deliver what it wrote before, then fail."""
+        """The peer can no longer be reached: deliver the messages that it wrote before, then fail."""
         with self._condition:
             self._ending = self._ending or reason
             self._outgoing.shorten()
@@ -270,7 +270,7 @@ class StoreWorker:
 
         def go_on() -> None:
             if self._failed is not None or (self._closed and next(blocked, None) is None):
-                raise TransportError(f"{self._side.peer} takes nothing more.")
+                raise TransportError(f"{self._side.peer} accepts no more messages.")
 
         try:
             self._group.write(stream, client, self._guard.seal(frame, digest), payload, go_on)
@@ -468,7 +468,7 @@ class StoreWorker:
         if self._stream is None:
             before, self._remark = self._remark, self._side.remark(client)
             if self._remark and self._remark != before:
-                logger.warning("%s does not take this link: %s", self._side.peer, self._remark)
+                logger.warning("%s did not accept this link: %s", self._side.peer, self._remark)
 
     def _lose_store(self, reason: str) -> None:
         self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))

@@ -52,7 +52,7 @@ class _Running(PerProcess):
         except RuntimeError as error:
             with self._lock:
                 self._threads.pop(thread, None)
-            raise TransportError(f"No thread for {name}: {error}.") from error
+            raise TransportError(f"The thread for {name} cannot be started: {error}.") from error
 
     def _run(self, body: Callable[[], None]) -> None:
         try:

@@ -1,8 +1,8 @@
-"""What a device is to this package: memory that other processes can open, and kernels that outlast their call.
+"""The interface of a device: memory that other processes can open, and kernels that outlast the call that starts them.
 
 A slot on a device is free for writing once every kernel that reads it has ended. There are no events between
-processes. The trainer waits for its copy before the update leaves; a worker waits for all of its kernels before it
-swaps, and so before it acks. An update and an ack are then as good as the events would be, on whatever stream.
+processes. The trainer waits for its copy before it sends the update; a worker waits for all of its kernels before it
+swaps, and so before it acks. So the update and the ack do the work of such events, on whatever stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weightsync.weights.tensors import address_of, borrowed, on_cpu
 IDENTITY_NBYTES = 16
 #: The size of the seal behind a payload.
 SEAL_NBYTES = 16
-#: Pieces that are gathered on a device before they cross are at most this large; a larger tensor crosses as it is.
+#: The largest chunk of tensors that is gathered on a device before it is copied; a larger tensor is copied by itself.
 STAGING_NBYTES = 16 << 20
 
 
@@ -69,7 +69,7 @@ class Device(Protocol):
         """
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
-        """Queue a copy, tensor by tensor, behind what the current stream holds. It may continue after the call.
+        """Queue a copy, tensor by tensor, in the current stream. It may continue after the call.
 
         Args:
             known: the same object for as long as both are of the same number, dtypes and strides, so that they need
@@ -77,9 +77,9 @@ class Device(Protocol):
         """
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
-        """Copy tensors to the host, behind what the current stream holds, and wait for that.
+        """Copy tensors to the host, in order with the current stream, and wait for the copy.
 
-        One piece is gathered while the one before crosses. Memory that `register` has taken crosses fastest.
+        While one chunk is copied, the next is gathered. Copies to memory pinned by `register` are fastest.
         """
 
     def from_host(self, pieces: Sequence[Piece]) -> None:
@@ -95,9 +95,9 @@ class Device(Protocol):
         """
 
     def watch_captures(self, watcher: KeepsAddresses) -> bool:
-        """Call the watcher before a graph of kernels is captured; whether there are such graphs already.
+        """Call the watcher before a graph of kernels is captured. Returns whether there are such graphs already.
 
-        They read the addresses of their capture whenever they are replayed.
+        A graph reads the addresses that it captured whenever it is replayed.
         """
 
     def finish(self) -> None:
@@ -154,7 +154,7 @@ class DeviceMemory:
         self._sealed.zero_()
 
     def remap(self) -> bool:
-        """Do nothing: a device has no pages of one process alone, so what a worker has written there stays."""
+        """Do nothing: a device has no private pages of a process, so a worker's own writes to the slot stay."""
         return False
 
     def tidy(self, _unwritten: Callable[[memoryview], bool]) -> None:

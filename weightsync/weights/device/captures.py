@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-#: What the log says once parameters may no longer move to a slot on a device.
+#: The log message once parameters may no longer move to a slot on a device.
 CAPTURED: Final = (
     "map_on_device: this process has captured a CUDA graph, which keeps addresses; so parameters stay where they are "
     "from now on, and each version is copied into them"
@@ -18,10 +18,10 @@ CAPTURED: Final = (
 
 
 class KeepsAddresses(Protocol):
-    """What moves parameters about, unless a graph may read them where they are."""
+    """An object that moves parameters to other memory, unless a CUDA graph may read them at their address."""
 
     def keep_addresses(self) -> None:
-        """Have the parameters in memory of their own when this returns, and never move them again."""
+        """Move the parameters to memory of their own before this returns, and never move them again."""
 
 
 class Captures:

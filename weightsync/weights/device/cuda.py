@@ -24,8 +24,8 @@ from weightsync.weights.tensors import DTYPES, address_of
 
 logger = logging.getLogger("weightsync")
 
-#: What torch's kernel for many tensors would convert to float and back, which changes NaNs, or cannot copy; and as what
-#: it is copied instead, bit for bit.
+#: Dtypes that torch's kernel for many tensors cannot copy, or would convert to float and back, which changes NaNs; and
+#: the dtype as which they are copied instead, bit for bit.
 _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
     {
         DTYPES[name]: bits

@@ -1,4 +1,4 @@
-"""Payloads that cross between a device and the host: in pieces, of which one is gathered while another crosses."""
+"""Copies of payloads between a device and the host, in chunks: while one is copied, the next is gathered."""
 
 from __future__ import annotations
 
