@@ -178,7 +178,7 @@ def test_names_and_extra_state_beyond_what_a_message_carries_are_refused(monkeyp
     assert isinstance(packer.pack(module).layout, Layout)
 
     monkeypatch.setattr(packing, "MAX_NAMES_AND_EXTRAS_NBYTES", needed - 1)
-    with pytest.raises(LayoutError, match=rf"take {needed} bytes, but one update carries {needed - 1} beside"):
+    with pytest.raises(LayoutError, match=rf"take {needed} bytes, but one update carries at most {needed - 1} in addition"):
         packer.pack(module)
 
 
