@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any, cast
@@ -222,6 +223,25 @@ def test_a_graph_that_was_captured_before_is_found() -> None:
 
     graph = Graph()
     assert Captures(Graph).watch(Watcher())
+    del graph
+
+
+def test_g3_a_graph_is_found_among_frozen_objects_too_which_stay_frozen() -> None:
+    class Graph:
+        def capture_begin(self) -> None:
+            """Nothing."""
+
+    frozen, graph = gc.get_freeze_count() > 0, Graph()
+    gc.freeze()
+    count = gc.get_freeze_count()
+    try:
+        assert Captures(Graph).watch(Watcher())
+        assert gc.get_freeze_count() >= count > 0
+    finally:
+        if not frozen:
+            gc.unfreeze()
+    assert Captures(Graph).watch(Watcher())
+    assert (gc.get_freeze_count() > 0) is frozen
     del graph
 
 

@@ -43,7 +43,17 @@ class Piece(NamedTuple):
     among: Callable[[Tensor], list[Tensor]]
 
 
-class Device(Protocol):
+class Waits(Protocol):
+    """A device whose kernels can be waited for."""
+
+    def finish(self) -> None:
+        """Wait until everything in the current stream has ended."""
+
+    def synchronize(self) -> None:
+        """Wait until every kernel of this process on the device has ended, whatever its stream."""
+
+
+class Device(Waits, Protocol):
     """One device, as this process sees it."""
 
     @property
@@ -99,12 +109,6 @@ class Device(Protocol):
 
         They read the addresses of their capture whenever they are replayed.
         """
-
-    def finish(self) -> None:
-        """Wait until everything in the current stream has ended."""
-
-    def synchronize(self) -> None:
-        """Wait until every kernel of this process on the device has ended, whatever its stream."""
 
 
 class Backend(Protocol):
