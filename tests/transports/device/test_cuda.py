@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightsync.weights.device import cuda
-from weightsync.weights.device.base import DeviceError, Piece
+from weightsync.weights.device.base import DeviceError, Piece, SlotViews
 from weightsync.weights.device.captures import Captures
 from weightsync.weights.device.cuda import Bounce, CudaDevice, groups_of
 from weightsync.weights.tensors import bits_of
@@ -57,6 +57,22 @@ def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
     copied([into], [every])
     assert bytes(bits_of(into).tolist()) == bytes(bits_of(every).tolist())
     assert sources[0].data_ptr() == every.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("names", [["bfloat16"], sorted(str(dtype).removeprefix("torch.") for dtype in cuda._BITS)])
+def test_views_of_a_slot_are_made_once_for_all_copies_into_it_and_out_of_it(names: list[str]) -> None:
+    every = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs among them
+    tensors = [torch.arange(3.0), *(every.clone().view(getattr(torch, name)) for name in names)]
+    slot = SlotViews(torch.zeros_like(each.view(torch.uint8)).view(each.dtype) for each in tensors)
+    out = [torch.zeros_like(each.view(torch.uint8)).view(each.dtype) for each in tensors]
+    copied(slot, tensors)
+    made = slot.bits
+    copied(out, slot)
+
+    assert slot.bits is made is not None
+    assert [bytes(bits_of(each).tolist()) for each in out] == [bytes(bits_of(each).tolist()) for each in tensors]
+    assert [each.data_ptr() for each in made] == [each.data_ptr() for each in slot]
 
 
 def test_a_cast_is_a_cast() -> None:
