@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.weights import destination_checks as checks
 from weightsync.weights.aliasing import Sharing, mappable, sharing_of
-from weightsync.weights.device.base import Device, DeviceMemory
+from weightsync.weights.device.base import Device, DeviceMemory, Waits
 from weightsync.weights.device.captures import CAPTURED, is_compiled
 from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.device.transfer import scatter_onto
@@ -59,7 +59,7 @@ class DestinationPlan(Struct, frozen=True, eq=False):
     sharing: Sharing
     mappable: dict[int, int]
     parameters: list[Tensor]
-    devices: tuple[Device, ...] = ()
+    devices: tuple[Waits, ...] = ()
     mapped: MappedPayload | None = None
     family: object = field(default_factory=object)
 
@@ -300,6 +300,8 @@ class Target:
         """Give mapped parameters memory of their own: slots are written again, and this model is served no longer."""
         if self._plan.mapped is not None:
             self._plan.mapped.leave(self._plan.parameters)
+            for device in self._plan.devices:
+                device.finish()
 
     def release(self) -> None:
         """Drop the cached views of payloads, except those that are live."""
@@ -431,7 +433,7 @@ class Target:
         """Whether the payload is in the memory in which the parameters are, and they may move there."""
         place = plan.tensors[next(iter(plan.mappable))].device
         if not isinstance(payload, DeviceMemory):
-            return not plan.devices and place.type == "cpu"  # a device that cannot share memory is in no plan
+            return not plan.devices and place.type == "cpu"  # a kind of device that torch cannot wait for is in no plan
         if place != payload.flat.device or self.mode is not Mode.MAP_ON_DEVICE or is_compiled(self.destination):
             return False
         if self._movable is None:
@@ -488,8 +490,8 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], piec
         else:
             payload.device.copy(into, found, plan.form)
         payload.device.finish()
-    elif len(plan.devices) == 1 and device_of(plan.tensors) is plan.devices[0]:
-        scatter_onto(plan.devices[0], plan.layout, plan.tensors, chosen, staged.pinned or payload)
+    elif (only := device_of(plan.tensors)) is not None and plan.devices == (only,):
+        scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload)
     else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
         for device in plan.devices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any, cast
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightsync.weights.device import cuda
-from weightsync.weights.device.base import DeviceError, Piece
+from weightsync.weights.device.base import DeviceError, Piece, SlotViews
 from weightsync.weights.device.captures import Captures
 from weightsync.weights.device.cuda import Bounce, CudaDevice, groups_of
 from weightsync.weights.tensors import bits_of
@@ -56,6 +57,22 @@ def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
     copied([into], [every])
     assert bytes(bits_of(into).tolist()) == bytes(bits_of(every).tolist())
     assert sources[0].data_ptr() == every.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("names", [["bfloat16"], sorted(str(dtype).removeprefix("torch.") for dtype in cuda._BITS)])
+def test_views_of_a_slot_are_made_once_for_all_copies_into_it_and_out_of_it(names: list[str]) -> None:
+    every = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs among them
+    tensors = [torch.arange(3.0), *(every.clone().view(getattr(torch, name)) for name in names)]
+    slot = SlotViews(torch.zeros_like(each.view(torch.uint8)).view(each.dtype) for each in tensors)
+    out = [torch.zeros_like(each.view(torch.uint8)).view(each.dtype) for each in tensors]
+    copied(slot, tensors)
+    made = slot.bits
+    copied(out, slot)
+
+    assert slot.bits is made is not None
+    assert [bytes(bits_of(each).tolist()) for each in out] == [bytes(bits_of(each).tolist()) for each in tensors]
+    assert [each.data_ptr() for each in made] == [each.data_ptr() for each in slot]
 
 
 def test_a_cast_is_a_cast() -> None:
@@ -222,6 +239,25 @@ def test_a_graph_that_was_captured_before_is_found() -> None:
 
     graph = Graph()
     assert Captures(Graph).watch(Watcher())
+    del graph
+
+
+def test_g3_a_graph_is_found_among_frozen_objects_too_which_stay_frozen() -> None:
+    class Graph:
+        def capture_begin(self) -> None:
+            """Nothing."""
+
+    frozen, graph = gc.get_freeze_count() > 0, Graph()
+    gc.freeze()
+    count = gc.get_freeze_count()
+    try:
+        assert Captures(Graph).watch(Watcher())
+        assert gc.get_freeze_count() >= count > 0
+    finally:
+        if not frozen:
+            gc.unfreeze()
+    assert Captures(Graph).watch(Watcher())
+    assert (gc.get_freeze_count() > 0) is frozen
     del graph
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from weightsync.weights.device.registry import device_of
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.layout import ITEMSIZES
 from weightsync.weights.packing import pack
-from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, borrowed
 
 pytestmark = [
@@ -306,7 +307,11 @@ def test_every_bit_of_every_dtype_arrives(name: str) -> None:
     memory.read(host)
     pack_from(device, weights, layout, crossed)
     pack(read_weights({each: tensor.cpu() for each, tensor in source.items()}), layout, expected)
+    out = {each: torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype) for each, tensor in source.items()}
+    device.copy(ordered(read_weights(out), layout), memory.views(layout))
+    device.finish()
     assert bytes(host) == bytes(crossed) == bytes(expected)
+    assert all(torch.equal(out[each].view(torch.uint8), tensor.view(torch.uint8)) for each, tensor in source.items())
 
 
 def join_by_default(setup: WorkerSetup) -> None:
@@ -372,6 +377,12 @@ def capture(setup: WorkerSetup) -> None:
         setup.kept["out"] = setup.model(setup.kept["in"])
 
 
+def capture_and_freeze(setup: WorkerSetup) -> None:
+    """Capture a forward, and have the garbage collector forget all that there is, as inference engines do."""
+    capture(setup)
+    gc.freeze()
+
+
 def replay(setup: WorkerSetup) -> bool:
     """Whether the graph computes what the model does."""
     setup.kept["graph"].replay()
@@ -396,6 +407,21 @@ def test_a_captured_graph_computes_with_each_version(crew: Crew, scheme: Any, se
             worker.answer()
             if version > sends_before:
                 assert (worker.do(contents), worker.do(replay)) == ({2.0**-version}, True)
+        assert worker.do(place) == before
+
+
+def test_g3_a_captured_graph_is_found_among_frozen_objects(crew: Crew) -> None:
+    (worker,), model = crew.start(mapped()), on_gpu(1.0)
+    worker.do(join_gpu)
+    worker.do(capture_and_freeze)
+    before = worker.do(place)
+    with trainer(mapped(), worker, model=model) as sender:
+        for version in (1, 2, 3):
+            filled(model, 2.0**-version)
+            worker.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            worker.answer()
+            assert (worker.do(contents), worker.do(replay)) == ({2.0**-version}, True)
         assert worker.do(place) == before
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -242,6 +243,21 @@ def test_tied_parameters_stay_tied_when_they_leave_a_slot() -> None:
         pair.receiver.apply_weights({"one": torch.full((8, 8), 5.0), "other": torch.full((8, 8), 5.0)})
         assert pair.model.one.data_ptr() == pair.model.other.data_ptr()
         assert constants(pair.model) == {5.0}
+
+
+def test_g3_a_model_that_is_replaced_has_left_its_slot_before_that_is_written_again() -> None:
+    with fake_device() as device, paired(model=large) as pair:
+        pair.sync()
+        pair.sync()
+        ended: list[bool] = []
+
+        def kernel() -> None:
+            time.sleep(0.2)
+            ended.append(True)
+
+        device.launch(kernel)  # the copies that the model gets are behind it, on a device
+        pair.receiver.register_model(large())
+        assert ended == [True]
 
 
 def test_a_slot_is_mapped_by_a_worker_in_inference_mode() -> None:

@@ -253,6 +253,36 @@ def test_g3_a_swap_of_tensors_in_several_places_ends_with_the_kernels_of_all_str
     assert constants(model) == {3.0}
 
 
+def test_g3_a_device_that_cannot_share_its_memory_is_waited_for_before_and_after_a_swap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake, model, read, waits = FakeDevice(), policy(1.0), threading.Event(), []
+    seen, tensors = set[float](), list(model.state_dict().values())
+
+    def wait(place: torch.device) -> None:
+        waits.append((place, constants(model)))
+        read.set()
+        fake.synchronize()
+
+    def kernel() -> None:
+        seen.update(tensors[0].tolist())
+        assert read.wait(PATIENCE)
+        for tensor in tensors[1:]:
+            seen.update(tensor.tolist())
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    with contextlib.closing(fake):
+        with on_lane("this process", "of a forward"):
+            fake.launch(kernel)
+        target.Target(model).apply(policy(2.0))
+        read.set()
+
+    assert (seen, constants(model)) == ({1.0}, {2.0})
+    assert {place.type for place, _ in waits} == {"cpu"}
+    assert (waits[0][1], waits[-1][1]) == ({1.0}, {2.0})
+
+
 def test_a_swap_is_whole_before_the_next_forward_whatever_its_stream(device: FakeDevice) -> None:
     with contextlib.closing(Bench(device, copied)) as bench:
         bench.serve(1.0, 2.0)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from weightsync import TransportError
 from weightsync.transports.store import group as module
 from weightsync.transports.store.group import Group
-from weightsync.transports.store.store import Client
+from weightsync.transports.store.store import Client, StoreEnd
 
 PAYLOAD = memoryview(bytearray(5))
 
@@ -142,3 +144,21 @@ def test_no_operation_touches_a_payload_any_more_once_a_send_has_failed(monkeypa
         group._move([torch.empty(1)] * 5, start)
 
     assert happened == [0, "aborted", 1, 2]
+
+
+def test_nccl_uses_the_gpu_that_was_current_where_its_end_was_made(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    # As CUDA does: another thread begins with the first GPU.
+    of_user = threading.get_ident()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: int(threading.get_ident() == of_user))
+    end, groups = StoreEnd(store, 1, "nccl"), []
+
+    def listen() -> None:
+        groups.append(module.group_of(end, 1, "a link"))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+
+    assert groups[0]._device == torch.device("cuda", 1)

@@ -278,7 +278,7 @@ def group_of(end: StoreEnd, rank: int, key: str) -> Group | NoGroup:
     require_backend(end.backend)
     if end.backend == "gloo":
         return NoGroup()
-    return Group(rank, key, _nccl, torch.device("cuda", torch.cuda.current_device()), end.in_flight)
+    return Group(rank, key, _nccl, torch.device("cuda", end.gpu), end.in_flight)
 
 
 def require_backend(name: str) -> None:

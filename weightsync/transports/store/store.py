@@ -25,6 +25,8 @@ from datetime import timedelta
 from ipaddress import IPv6Address
 from typing import Any, Final
 
+import torch
+
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Message, Update
@@ -138,11 +140,15 @@ class StoreEnd:
     in_flight: int = 1
     key: SharedKey | None = None
     hints: Hints = field(default_factory=Hints, compare=False, repr=False)
+    #: NCCL's GPU: the current one of the thread that makes this. In the thread that makes the links another is current.
+    gpu: int = field(default=0, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         base_of(self.store)
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
+        if self.backend == "nccl" and torch.cuda.is_available():
+            object.__setattr__(self, "gpu", torch.cuda.current_device())
 
     def warn_if_exposed(self) -> None:
         """Warn once per process if other hosts can reach the store and there is no key."""

@@ -43,7 +43,17 @@ class Piece(NamedTuple):
     among: Callable[[Tensor], list[Tensor]]
 
 
-class Device(Protocol):
+class Waits(Protocol):
+    """A device whose kernels can be waited for."""
+
+    def finish(self) -> None:
+        """Wait until everything in the current stream has ended."""
+
+    def synchronize(self) -> None:
+        """Wait until every kernel of this process on the device has ended, whatever its stream."""
+
+
+class Device(Waits, Protocol):
     """One device, as this process sees it."""
 
     @property
@@ -100,12 +110,6 @@ class Device(Protocol):
         A graph reads the addresses that it captured whenever it is replayed.
         """
 
-    def finish(self) -> None:
-        """Wait until everything in the current stream has ended."""
-
-    def synchronize(self) -> None:
-        """Wait until every kernel of this process on the device has ended, whatever its stream."""
-
 
 class Backend(Protocol):
     """The devices of one kind."""
@@ -115,6 +119,13 @@ class Backend(Protocol):
 
     def named(self, identity: bytes) -> Device | None:
         """The device with this identity; None: it is none of this process's."""
+
+
+class SlotViews(list[Tensor]):
+    """The entries of a layout as views of a slot, which are copied again and again."""
+
+    #: The same as what a device copies them bit for bit, once it has made that.
+    bits: list[Tensor] | None = None
 
 
 class DeviceMemory:
@@ -136,7 +147,7 @@ class DeviceMemory:
         #: The size of the largest payload, which may be more than was asked for.
         self.nbytes = flat.numel() - SEAL_NBYTES
         self._sealed = flat[self.nbytes :]
-        self._views: tuple[Layout, list[Tensor]] | None = None
+        self._views: tuple[Layout, SlotViews] | None = None
         #: What `weightsync.weights.target` keeps about parameters that view it.
         self.kept: object = None
 
@@ -165,7 +176,7 @@ class DeviceMemory:
         if self._views is None or self._views[0] != layout:
             # In inference mode, which the caller may be in, a view could not become a parameter's data.
             with torch.inference_mode(False), torch.no_grad():
-                self._views, self.kept = (layout, views(layout, self.flat[: layout.nbytes])), None
+                self._views, self.kept = (layout, SlotViews(views(layout, self.flat[: layout.nbytes]))), None
         return self._views[1]
 
     def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:

@@ -45,7 +45,7 @@ class Captures:
                 self._wrap()
                 self._wrapped = True
         # By their types: `isinstance` would ask each object for its class, and some warn when they are asked anything.
-        return any(issubclass(type(each), self._class) for each in gc.get_objects())
+        return any(issubclass(type(each), self._class) for each in _tracked())
 
     def _wrap(self) -> None:
         begin = self._class.capture_begin
@@ -59,6 +59,17 @@ class Captures:
             return begin(graph, *arguments, **options)
 
         self._class.capture_begin = capture_begin
+
+
+def _tracked() -> list[Any]:
+    """All objects that the garbage collector knows, those of `gc.freeze` too: some engines freeze all once they run."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def is_compiled(destination: object) -> bool:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import SEAL_NBYTES, STAGING_NBYTES, DeviceError, DeviceMemory, Piece
+from weightsync.weights.device.base import SEAL_NBYTES, STAGING_NBYTES, DeviceError, DeviceMemory, Piece, SlotViews
 from weightsync.weights.device.captures import Captures, KeepsAddresses
 from weightsync.weights.device.driver import Driver
 from weightsync.weights.tensors import DTYPES, address_of
@@ -320,8 +321,17 @@ class Group(NamedTuple):
         return self._of(into), self._of(tensors)
 
     def _of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        chosen = list(tensors) if self.indices is None else [tensors[index] for index in self.indices]
-        return chosen if self.bits is None else [each.view(self.bits) for each in chosen]
+        known = self.bits is not None and isinstance(tensors, SlotViews)
+        given = _bits_of(tensors) if known else tensors  # type: ignore[arg-type]
+        chosen = list(given) if self.indices is None else [given[index] for index in self.indices]
+        return chosen if known or self.bits is None else list(map(Tensor.view, chosen, repeat(self.bits)))
+
+
+def _bits_of(views: SlotViews) -> list[Tensor]:
+    """Views of a slot as what they are copied bit for bit: made once, since it takes a microsecond for each."""
+    if views.bits is None:
+        views.bits = [each.view(_BITS.get(each.dtype, each.dtype)) for each in views]
+    return views.bits
 
 
 def groups_of(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Group]:

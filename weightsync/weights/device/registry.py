@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weightsync.errors import ProtocolError
-from weightsync.weights.device.base import Backend, Device, DeviceMemory
+from weightsync.weights.device.base import Backend, Device, DeviceMemory, Waits
 from weightsync.weights.device.cuda import CudaBackend
 
 #: By the type of a torch device. Weights on any other device are copied through host memory.
@@ -33,9 +33,30 @@ def capturing() -> bool:
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def devices_of(tensors: Iterable[Tensor]) -> tuple[Device, ...]:
-    """The devices that hold some of these tensors."""
-    return tuple(found for place in {tensor.device for tensor in tensors} if (found := device_at(place)) is not None)
+class Unshared:
+    """A device whose memory other processes cannot open: weights there are copied through host memory."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+
+    def finish(self) -> None:
+        """See `Waits.finish`."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """See `Waits.synchronize`."""
+        torch.accelerator.synchronize(self._place)
+
+
+def devices_of(tensors: Iterable[Tensor]) -> tuple[Waits, ...]:
+    """The devices that hold some of these tensors, and have kernels to wait for."""
+    found = (device_at(place) or _unshared_at(place) for place in {tensor.device for tensor in tensors})
+    return tuple(each for each in found if each is not None)
+
+
+def _unshared_at(place: torch.device) -> Unshared | None:
+    kind = torch.accelerator.current_accelerator()
+    return Unshared(place) if kind is not None and kind.type == place.type else None
 
 
 def device_of(tensors: Collection[Tensor]) -> Device | None:
