@@ -67,12 +67,14 @@ class Failed:
     reason: str
     remote_traceback: str
     version: int | None
+    #: Whether a worker that is started again would meet the same.
+    lasting: bool = False
 
     @classmethod
     def by(cls, error: BaseException, version: int | None) -> Failed:
         """Describe an exception."""
-        reason = "".join(traceback.format_exception_only(error)).strip()
-        return cls(reason, "".join(traceback.format_exception(error)), version)
+        reason, trace = "".join(traceback.format_exception_only(error)).strip(), traceback.format_exception(error)
+        return cls(reason, "".join(trace), version, isinstance(error, ConfigurationError))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ _LOOK: Final = 0.1
 
 #: Why a worker that fails after `Member.stop` is not restarted.
 _STOPPED: Final = "It is not restarted, since the group was stopped."
+#: What follows an error that says itself what to correct.
+_LASTING: Final = "A restarted worker would fail in the same way: correct the argument first."
 
 
 class MemberState(enum.Enum):
@@ -291,7 +293,8 @@ class Member:
         self.life = MemberState.FAILED
         if most:
             return f"It has been restarted as often as max_restarts={most} allows."
-        return self._rules.remedy
+        lasting, remedy = isinstance(self._last_word, Failed) and self._last_word.lasting, self._rules.remedy
+        return _LASTING if lasting and remedy == GIVE_RESTARTS else remedy
 
     def release(self) -> None:
         """Let go of its process, which is killed if it lives, and of its channel."""

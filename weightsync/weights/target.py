@@ -301,10 +301,6 @@ class Target:
         if self._plan.mapped is not None:
             self._plan.mapped.leave(self._plan.parameters)
 
-    def release(self) -> None:
-        """Drop the cached views of payloads, except those that are live."""
-        self._mapped.clear()
-
     @staticmethod
     def _decoded(layout: Layout, payload: memoryview | DeviceMemory, extras: bytes) -> dict[str, ExtraState]:
         """Check an update against its layout and decode its extra state."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weightsync.clock import Deadline, Timeout, replaced_by, seconds
-from weightsync.errors import GIVE_RESTARTS
+from weightsync.errors import GIVE_RESTARTS, ConfigurationError
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, Released, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
@@ -280,6 +280,18 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
     assert (member.life, error.restarts, error.reason) == (MemberState.FAILED, 2, "its process was ended by SIGSEGV")
     assert str(error).startswith("worker 0 failed after 2 restarts: its process was ended")
     assert str(error).endswith("It has been restarted as often as max_restarts=2 allows.")
+
+
+def test_an_error_that_names_an_argument_is_not_met_by_the_advice_to_restart(lives: Lives) -> None:
+    said = []
+    for error in (ValueError("a pole fell"), ConfigurationError("make_model= returned None")):
+        member = started(lives, max_restarts=0)
+        says(member, lives, Failed.by(error, None))
+        lives.processes[-1].kill()
+        said.append(str(member.died()))
+    assert GIVE_RESTARTS in said[0]
+    assert "max_restarts" not in said[1]
+    assert said[1].endswith("A restarted worker would fail in the same way: correct the argument first.")
 
 
 def test_a_restart_that_fails_is_one_of_those_that_are_allowed(clock: FakeClock, lives: Lives) -> None:
