@@ -172,8 +172,9 @@ class Target:
         if not isinstance(destination, nn.Module):
             checks.refuse_temporary(destination, self._plan.layout, self._plan.tensors, read)
         self._mapped = MappedPayloads()
-        #: How the tensors are copied into, and the form for which that is so.
+        #: How the tensors are copied into, and the form and the number of threads for which that is so.
         self._planned: tuple[Form, Pieces] | None = None
+        self._threads = 0
         #: The slot on a device that parameters view; None if they view none.
         self._slot: DeviceMemory | None = None
         #: Held while tensors are moved or written.
@@ -349,6 +350,8 @@ class Target:
         """How the tensors of the host are copied into, planned once for as long as they stay where they are."""
         if plan.devices:
             return None
+        if self._threads != torch.get_num_threads():
+            self._planned, self._threads = None, torch.get_num_threads()
         if self._planned is None or self._planned[0] is not plan.form:
             self._planned = plan.form, Pieces(plan.layout, movable(plan.layout, plan.tensors, least=0))
         return self._planned[1]
