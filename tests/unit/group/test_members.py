@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -389,3 +390,33 @@ def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_u
     with pytest.raises(Unpickled):
         members.take_first()
     assert (len(members.results), channel.room) == (1, 1)
+
+
+def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_count_of_what_is_in_flight(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def striking(call: Callable[[], Any]) -> Callable[[], Any]:
+        def struck() -> Any:
+            found = call()
+            signal.raise_signal(signal.SIGUSR1)
+            return found
+
+        return struck
+
+    members = Members({0: (member := started(lives))}, lambda: None)
+    (channel,) = lives.channels
+    channel.frames = [Put((1,), pickle.dumps("one"))]
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        for struck, name, call in ((member, "read", members.pump), (channel, "make_room", members.take_first)):
+            with monkeypatch.context() as patched:
+                patched.setattr(struck, name, striking(getattr(struck, name)))
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert (members.take_first()[1], channel.room, member.untaken, len(members.results)) == ("one", 1, 0, 0)
