@@ -422,27 +422,39 @@ class Shield(Struct, eq=False):
                 if callable(handler):
                     self._previous[signum] = handler
                     set_handler(signum, self._record)
-        except ValueError:  # another thread than the main one
-            self._previous.clear()
-        except BaseException:
-            for taken, before in self._previous.items():
-                set_handler(taken, before)
-            raise
+        except BaseException as error:
+            if not isinstance(error, ValueError) or threading.current_thread() is threading.main_thread():
+                self.__exit__(None, None, None)
+                raise
+            self._previous.clear()  # another thread than the main one
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for signum, handler in self._previous.items():
-            set_handler(signum, handler)
-        if self.recorded:
-            self.deliver()
+        try:
+            for signum in tuple(self._previous):
+                set_handler(signum, self._previous[signum])
+                del self._previous[signum]
+            while self.recorded:
+                signum, frame = self.recorded.pop(0)
+                handler = getsignal(signum)
+                if callable(handler):
+                    handler(signum, frame)
+                else:  # a handler before has left this signal to the system
+                    signal.raise_signal(signum)
+        except BaseException:  # a handler has raised: the other signals get theirs back all the same
+            self.__exit__(kind, error, trace)
+            raise
 
     def deliver(self) -> None:
-        """Call the handlers of the signals recorded so far. What a handler raises is raised here."""
-        while self.recorded:
-            signum, frame = self.recorded.pop(0)
-            self._previous[signum](signum, frame)
+        """Leave the block for a moment if signals were recorded, so that handlers may set others for later ones.
+
+        What a handler raises is raised here.
+        """
+        if self.recorded:
+            self.__exit__(None, None, None)
+            self.__enter__()
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
         self.recorded.append((signum, frame))

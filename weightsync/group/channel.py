@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from weightsync.clock import Deadline
+from weightsync.engine.driver import Shield
 from weightsync.errors import ConfigurationError, SenderClosed
 from weightsync.transports.process import forget_after_fork
 
@@ -67,12 +68,14 @@ class Failed:
     reason: str
     remote_traceback: str
     version: int | None
+    #: Whether a worker that is started again would meet the same.
+    lasting: bool = False
 
     @classmethod
     def by(cls, error: BaseException, version: int | None) -> Failed:
         """Describe an exception."""
-        reason = "".join(traceback.format_exception_only(error)).strip()
-        return cls(reason, "".join(traceback.format_exception(error)), version)
+        reason, trace = "".join(traceback.format_exception_only(error)).strip(), traceback.format_exception(error)
+        return cls(reason, "".join(trace), version, isinstance(error, ConfigurationError))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +204,10 @@ class TrainerEnd:
 
     def _flush(self) -> None:
         """Write what there is room for. The rest is written when the group next reads."""
-        if self._sock is None:
+        if self._sock is None or not (self._outbox or self._told < self._announced):
             return
-        with contextlib.suppress(BlockingIOError):
+        # Shielded: what a handler raises between a write and its count would have it written again.
+        with Shield(lambda: None), contextlib.suppress(BlockingIOError):
             while self._outbox or self._told < self._announced:
                 if not self._outbox:
                     self._told = self._announced
@@ -341,7 +345,7 @@ class WorkerEnd:
             SenderClosed: as `put`.
         """
         try:
-            with self._lock, contextlib.suppress(BlockingIOError):
+            with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):  # as in `TrainerEnd._flush`
                 while self._outbox:
                     del self._outbox[: self._written()]
         except OSError as error:

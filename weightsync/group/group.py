@@ -200,8 +200,8 @@ class WorkerGroup:
             timeout: seconds within which the workers must return. Those that have not are killed, with all processes
                 that they have started.
         """
-        self._state = State.CLOSED
         deadline = Deadline(timeout)
+        self._state = State.CLOSED
         lives = [member.running for member in self._members.by_index.values() if member.running is not None]
         try:
             starting = self._members.starting()

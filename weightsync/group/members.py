@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 from weightsync.clock import Deadline, Stopwatch, Timeout
+from weightsync.engine.driver import Shield
 from weightsync.engine.events import EventKind, SyncEvent, SyncRole
 from weightsync.errors import GIVE_RESTARTS, WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, TrainerEnd
@@ -32,10 +33,10 @@ _LONGEST_DELAY: Final = 60.0
 _DOUBLINGS: Final = 64
 #: Seconds between two looks at a link that has no descriptor to wait for.
 _LOOK: Final = 0.1
-
-
 #: Why a worker that fails after `Member.stop` is not restarted.
 _STOPPED: Final = "It is not restarted, since the group was stopped."
+#: What follows an error that says itself what to correct.
+_LASTING: Final = "A restarted worker would fail in the same way: correct the argument first."
 
 
 class MemberState(enum.Enum):
@@ -124,7 +125,7 @@ class Waiting(NamedTuple):
     """A result that the trainer has not taken yet."""
 
     member: Member
-    life: Running
+    life: Running | None
     put: Put
 
 
@@ -194,7 +195,7 @@ class Member:
 
     def take(self, waiting: Waiting) -> None:
         """One of its results was taken: it may put another one."""
-        if waiting.life is self.running:
+        if waiting.life is not None and waiting.life is self.running:
             self.untaken -= 1
             waiting.life.channel.make_room()
             self.begin_to_wait()
@@ -275,8 +276,7 @@ class Member:
         return self._failed(how if word is None else word.reason, trace, version)
 
     def _failed(self, reason: str, trace: str, version: int | None) -> WorkerFailedError:
-        next_step = self._after_death()
-        error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=next_step)
+        error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=self._after_death())
         if self.life is MemberState.WAITING:
             logger.warning("%s", error)
         return error
@@ -291,7 +291,8 @@ class Member:
         self.life = MemberState.FAILED
         if most:
             return f"It has been restarted as often as max_restarts={most} allows."
-        return self._rules.remedy
+        lasting, remedy = isinstance(self._last_word, Failed) and self._last_word.lasting, self._rules.remedy
+        return _LASTING if lasting and remedy == GIVE_RESTARTS else remedy
 
     def release(self) -> None:
         """Let go of its process, which is killed if it lives, and of its channel."""
@@ -335,11 +336,7 @@ class Members:
         feed: what sends them their weights; None: nothing does yet.
     """
 
-    def __init__(
-        self,
-        members: Mapping[int, Member],
-        feed: Callable[[], Feed | None],
-    ) -> None:
+    def __init__(self, members: Mapping[int, Member], feed: Callable[[], Feed | None]) -> None:
         self.by_index = dict(members)
         self._feed = feed
         #: Results that have arrived and were not taken.
@@ -360,7 +357,8 @@ class Members:
         self._drive()
         for member in self.by_index.values():
             dead = member.dead  # looked up first: what a dead worker has said is then read to its end
-            self.results += member.read()
+            with Shield(lambda: None):  # what a handler raises loses no result
+                self.results += member.read()
             if dead:
                 self._failed(member, member.died(self._served(member.index)))
             else:
@@ -378,8 +376,11 @@ class Members:
         return first, value
 
     def _take_off(self) -> None:
-        first = self.results.popleft()
-        first.member.take(first)
+        first = self.results[0]
+        with Shield(lambda: None):  # what a handler raises leaves the result there, for which there is room already
+            first.member.take(first)
+            self.results[0] = first._replace(life=None)
+        self.results.popleft()
 
     def starting(self) -> list[Running]:
         """The lives whose functions have not begun, by all that has arrived."""

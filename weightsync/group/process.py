@@ -23,7 +23,7 @@ from weightsync.group.stack_dump import StackDump, request
 from weightsync.group.steps import Announced
 from weightsync.group.worker import InheritedChannel, Job, work
 from weightsync.schemes.pipes import PipeScheme
-from weightsync.transports.process import started_at, watching
+from weightsync.transports.process import signal_name, started_at, watching
 
 #: Seconds that the kernel gets to end a process that was killed.
 _REAP_SECONDS: Final = 5.0
@@ -77,7 +77,7 @@ class WorkerProcess:
         if code is None:
             return "its process is dead"
         if code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
+            return f"its process was ended by {signal_name(-code)}"
         if started or not self._imports_program:
             return f"its process ended with exit code {code} before its function had returned"
         return (

@@ -11,7 +11,9 @@ from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.pipes import PipeScheme
+from weightsync.weights.casting import as_sent
 from weightsync.weights.layout import extra_state_name
+from weightsync.weights.reading import read_live, read_weights
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode, Target
 
@@ -121,11 +123,20 @@ class SharedMemWeightSyncScheme(PipeScheme):
         return super()._source(weights, model_id, context)
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Copy a version, or what ``names=`` chooses of it, into the registered copy target, if there is one."""
-        target, chosen = self._policy_weights.get(model_id), self._sender_side.selection
-        if target is not None and chosen is None:
+        """Copy a version, or what ``names=`` chooses of it, into the registered copy target, if there is one.
+
+        With ``wire_dtype``, the target has the dtypes of the model, or those that are sent.
+        """
+        target, chosen, wire_dtype = self._policy_weights.get(model_id), self._sender_side.selection, self._wire_dtype
+        if target is None:
+            return
+        if wire_dtype is not None:
+            found = read_weights(weights) if chosen is None else chosen.read(weights)
+            into = read_live(target) if chosen is None else chosen.read(target)
+            weights = as_sent(found, into, wire_dtype) or weights
+        if chosen is None:
             self.strategy.apply_weights(target, weights)
-        elif target is not None and chosen is not None:  # the rest was not sent, and perhaps cannot be read
+        else:  # the rest was not sent, and perhaps cannot be read
             found = chosen.read(weights)
             extras = {extra_state_name(module): value for module, value in found.extras().items()}
             Target(target, Mode.COPY, chosen.read).apply({**found.tensors, **extras})

@@ -112,6 +112,14 @@ def started_at(pid: int) -> int | None:
     return int(stat.rpartition(b")")[2].split()[19])
 
 
+def signal_name(number: int) -> str:
+    """A signal as messages name it. Python has no names for most of the real-time ones."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class ProcessWatch:
     """Watches one process for its death.
 
@@ -172,7 +180,7 @@ class ProcessWatch:
             return dead
         if status.si_code == os.CLD_EXITED:
             return f"{dead}: it ended with exit code {status.si_status}"
-        return f"{dead}: it was ended by {signal.Signals(status.si_status).name}"
+        return f"{dead}: it was ended by {signal_name(status.si_status)}"
 
     def names(self, pid: int, started: int) -> bool:
         """Whether it watches exactly this process."""

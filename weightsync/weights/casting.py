@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightsync.errors import LayoutError, NonFiniteError
 from weightsync.options import WireDtype
-from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout, listed, quoted
-from weightsync.weights.reading import Weights
+from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout, extra_state_name, listed, quoted
+from weightsync.weights.reading import Weights, layout_of
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
 
 #: The dtypes that are cast if they are wider than the option. Complex numbers, float8, integers and bools never are.
@@ -43,6 +44,15 @@ def sent_layout(layout: Layout, wire_dtype: WireDtype | None) -> Layout:
         for entry in layout.entries
     )
     return Layout(specs, layout.extras)
+
+
+def as_sent(weights: Weights, destination: Weights, wire_dtype: WireDtype) -> dict[str, Any] | None:
+    """Weights as they are sent, flat, for a destination that has the dtypes that are sent; None: it has others."""
+    sent = sent_layout(layout_of(weights), wire_dtype)
+    if layout_of(destination) != sent:
+        return None
+    cast = {entry.name: weights.tensors[entry.name].to(DTYPES[entry.dtype]) for entry in sent.entries}
+    return {**cast, **{extra_state_name(module): value for module, value in weights.extras().items()}}
 
 
 def _is_cast(entry: Entry, wire_dtype: WireDtype) -> bool:

@@ -149,8 +149,3 @@ class MappedPayloads:
                 self._copies.append(copy)
         copy.fill(address)
         return copy
-
-    def clear(self) -> None:
-        """Keep no views any more."""
-        self._kept.clear()
-        self._copies.clear()

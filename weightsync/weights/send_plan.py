@@ -45,6 +45,7 @@ class SendPlan:
         self._form = Form(weights.tensors.values() if self._plain else ())
         self._held = _held(weights) if self._plain else []
         self._pieces: Pieces | None = None
+        self._threads = 0
         #: Whether they were found where they had been: only then is it worth planning how they are copied.
         self._stay = False
 
@@ -64,7 +65,11 @@ class SendPlan:
 
     def pieces(self, weights: Weights) -> Pieces | None:
         """How these weights, which fit, are copied; None if it is not planned."""
+        threads = torch.get_num_threads()
+        if self._pieces is not None and threads != self._threads:  # parts are for as many threads as were to be used
+            self._pieces = None
         if self._stay and self._pieces is None and self.place is not None and self.place.type == "cpu":
+            self._threads = threads
             self._pieces = Pieces(self.sent, movable(self.sent, ordered(weights, self.sent), least=0))
         return self._pieces
 

@@ -172,8 +172,9 @@ class Target:
         if not isinstance(destination, nn.Module):
             checks.refuse_temporary(destination, self._plan.layout, self._plan.tensors, read)
         self._mapped = MappedPayloads()
-        #: The plan for copying into the tensors, and the form of the tensors that it holds for.
+        #: The plan for copying into the tensors, and the form and the number of threads that it holds for.
         self._planned: tuple[Form, Pieces] | None = None
+        self._threads = 0
         #: The slot on a device that parameters view; None if they view none.
         self._slot: DeviceMemory | None = None
         #: Held while tensors are moved or written.
@@ -303,10 +304,6 @@ class Target:
             for device in self._plan.devices:
                 device.finish()
 
-    def release(self) -> None:
-        """Drop the cached views of payloads, except those that are live."""
-        self._mapped.clear()
-
     @staticmethod
     def _decoded(layout: Layout, payload: memoryview | DeviceMemory, extras: bytes) -> dict[str, ExtraState]:
         """Check an update against its layout and decode its extra state."""
@@ -355,6 +352,8 @@ class Target:
         """The plan for copying into the host's tensors, made once and kept while they stay at their addresses."""
         if plan.devices:
             return None
+        if self._threads != torch.get_num_threads():
+            self._planned, self._threads = None, torch.get_num_threads()
         if self._planned is None or self._planned[0] is not plan.form:
             self._planned = plan.form, Pieces(plan.layout, movable(plan.layout, plan.tensors, least=0))
         return self._planned[1]

@@ -50,6 +50,7 @@ def test_a_process_that_is_gone_is_dead():
         (["true"], ": it ended with exit code 0"),
         (["sh", "-c", "exit 3"], ": it ended with exit code 3"),
         (["sh", "-c", "kill -9 $$"], ": it was ended by SIGKILL"),
+        (["sh", "-c", "kill -40 $$"], ": it was ended by signal 40"),  # a real-time signal, which has no name
     ],
 )
 def test_how_a_child_has_ended_is_known_until_its_parent_has_waited_for_it(program, how):

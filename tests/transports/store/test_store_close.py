@@ -18,10 +18,11 @@ from weightsync.clock import Deadline
 from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import base_key
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.listener import PlaceholderLink, _listeners
-from weightsync.transports.store.store import Client
+from weightsync.transports.store.store import Client, base_of
 from weightsync.transports.store.stream import Stream
 from weightsync.transports.store.worker import StoreWorker
 
@@ -297,3 +298,25 @@ def test_a_process_of_multiprocessing_ends_only_after_its_goodbyes(store: Any, f
     trainer.join(PATIENCE)
     stop()
     accepted[0].close()
+
+
+def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.endswith("judge"):
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        real(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", starting)
+        with pytest.raises(TransportError, match="No thread for weightsync-heartbeat-judge"):
+            heartbeat.Heartbeat(base_of(store)).start()
+
+    (beating,) = begun
+    beating.join(60.0)
+    assert not beating.is_alive()

@@ -6,7 +6,9 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -67,3 +69,76 @@ def test_a_shield_that_cannot_be_raised_leaves_the_handlers_as_they_were(monkeyp
         with pytest.raises(TypeError), Shield(lambda: None):
             raise AssertionError("it was raised")
         assert before == [signal.getsignal(number) for number in NUMBERS]
+
+
+class Struck(ValueError):
+    """What a signal handler of the user's raises; a shield of another thread meets a ValueError too."""
+
+
+@contextlib.contextmanager
+def struck_at(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
+    """A signal's handler raises as the shield sets a handler, at that call of all."""
+    calls, real = count(1), signal.signal
+
+    def striking(signum: int, handler: Any) -> Any:
+        if next(calls) == call:
+            raise Struck
+        return real(signum, handler)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "set_handler", striking)
+        yield
+
+
+@pytest.mark.parametrize("call", range(1, 2 * len(NUMBERS) + 1))
+def test_a_handler_that_raises_as_a_shield_is_raised_or_left_costs_no_other_signal_its_own(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "DEFERRED", NUMBERS)
+    with handled() as met:
+        before = [signal.getsignal(number) for number in NUMBERS]
+        with struck_at(monkeypatch, call), pytest.raises(Struck), Shield(lambda: None):
+            signal.raise_signal(signal.SIGUSR2)
+
+        assert before == [signal.getsignal(number) for number in NUMBERS]
+        assert [number for number, _ in met] == ([signal.SIGUSR2] if call > len(NUMBERS) else [])
+
+
+def raise_all() -> None:
+    for number in NUMBERS:
+        signal.raise_signal(number)
+
+
+def test_a_signal_behind_one_whose_handler_raises_is_handed_over_too() -> None:
+    def raising(*_: object) -> None:
+        raise Struck
+
+    with handled() as met:
+        signal.signal(signal.SIGUSR1, raising)
+        with pytest.raises(Struck), Shield(lambda: None):
+            raise_all()
+
+        assert [number for number, _ in met] == [signal.SIGUSR2]
+
+
+def test_what_a_handler_sets_for_the_next_signal_counts_inside_and_afterwards() -> None:
+    with handled() as met:
+        later = signal.getsignal(signal.SIGUSR1)
+        taken: list[int] = []
+
+        def first(signum: int, _frame: FrameType | None) -> None:
+            taken.append(signum)
+            signal.signal(signal.SIGUSR1, later)
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+        signal.signal(signal.SIGUSR1, first)
+        with Shield(lambda: None) as shield:
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
+            shield.deliver()
+            signal.raise_signal(signal.SIGUSR1)
+            assert (taken, met) == ([signal.SIGUSR1], [])  # deferred, as the first was
+        signal.raise_signal(signal.SIGUSR1)
+
+        assert (taken, [number for number, _ in met]) == ([signal.SIGUSR1], [signal.SIGUSR1] * 2)
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN

@@ -242,3 +242,43 @@ def test_an_invitation_shows_no_key(reception: ChannelListener) -> None:
     invitation: Invitation = reception.expect()[0]
     assert "a secret" not in repr(invitation)
     assert (invitation.proof == invitation.token) == (invitation.key is None)
+
+
+class Striking:
+    """A socket on which a signal arrives as it has written something."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+    def send(self, *given: object) -> int:
+        nbytes = self._sock.send(*given)  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGUSR1)
+        return nbytes
+
+
+def test_what_was_written_before_a_signal_handler_raised_is_not_written_again() -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    near, far = socket.socketpair()
+    trainer, worker = TrainerEnd(near), WorkerEnd(far, 1)
+    trainer._sock, worker._sock = Striking(near), Striking(far)  # type: ignore[assignment]
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupt):
+            trainer.make_room()
+        with pytest.raises(Interrupt):
+            worker.put("one", lambda: (1,))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        trainer._sock, worker._sock = near, far
+    trainer.announce(7)
+    worker.mention(Held())
+
+    assert (worker.version, worker._room) == (7, 1)
+    assert [type(frame) for frame in trainer.read()] == [Put, Held]
+    trainer.close()
+    worker.close()

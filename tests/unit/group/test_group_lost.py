@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from weightsync import (
+    ConfigurationError,
     EventKind,
     OutcomeKind,
     StateError,
@@ -139,3 +142,20 @@ def test_no_answer_of_a_rank_that_was_given_up_is_waited_for(make_over: Make) ->
         assert group.send(timeout=60.0, on_failure="report")[0].kind is OutcomeKind.LOST  # its link lives on
         with pytest.raises(WorkerFailedError, match=r"no result for 0.5 s, and was given up"):
             next(group.results())
+
+
+def test_a_worker_that_a_real_time_signal_ends_has_failed_as_any_that_dies(make: Make) -> None:
+    with make(workers.act) as group:
+        next(group.results())
+        os.kill(group.processes[0].pid, signal.SIGRTMIN + 6)
+        with pytest.raises(WorkerFailedError, match=rf"its process was ended by signal {signal.SIGRTMIN + 6}\b"):
+            list(group.results())
+        assert list(group.results()) == []
+
+
+def test_a_close_that_is_refused_changes_nothing(make: Make) -> None:
+    with make(workers.act) as group:
+        for timeout in (-1.0, float("nan")):
+            with pytest.raises(ConfigurationError, match="Nothing has changed"):
+                group.close(timeout=timeout)
+        assert group.send(timeout=60.0).ok

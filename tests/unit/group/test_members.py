@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from weightsync.clock import Deadline, Timeout, replaced_by, seconds
-from weightsync.errors import GIVE_RESTARTS
+from weightsync.errors import GIVE_RESTARTS, ConfigurationError
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, Released, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
@@ -282,6 +283,18 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
     assert str(error).endswith("It has been restarted as often as max_restarts=2 allows.")
 
 
+def test_an_error_that_names_an_argument_is_not_met_by_the_advice_to_restart(lives: Lives) -> None:
+    said = []
+    for error in (ValueError("a pole fell"), ConfigurationError("make_model= returned None")):
+        member = started(lives, max_restarts=0)
+        says(member, lives, Failed.by(error, None))
+        lives.processes[-1].kill()
+        said.append(str(member.died()))
+    assert GIVE_RESTARTS in said[0]
+    assert "max_restarts" not in said[1]
+    assert said[1].endswith("A restarted worker would fail in the same way: correct the argument first.")
+
+
 def test_a_restart_that_fails_is_one_of_those_that_are_allowed(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, max_restarts=2)
     lives.processes[-1].kill()
@@ -377,3 +390,33 @@ def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_u
     with pytest.raises(Unpickled):
         members.take_first()
     assert (len(members.results), channel.room) == (1, 1)
+
+
+def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_count_of_what_is_in_flight(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def striking(call: Callable[[], Any]) -> Callable[[], Any]:
+        def struck() -> Any:
+            found = call()
+            signal.raise_signal(signal.SIGUSR1)
+            return found
+
+        return struck
+
+    members = Members({0: (member := started(lives))}, lambda: None)
+    (channel,) = lives.channels
+    channel.frames = [Put((1,), pickle.dumps("one"))]
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        for struck, name, call in ((member, "read", members.pump), (channel, "make_room", members.take_first)):
+            with monkeypatch.context() as patched:
+                patched.setattr(struck, name, striking(getattr(struck, name)))
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert (members.take_first()[1], channel.room, member.untaken, len(members.results)) == ("one", 1, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 from collections.abc import Iterator
 from functools import partial
@@ -115,3 +116,25 @@ def test_a_copy_of_a_scheme_casts_as_the_scheme_does(duplicate: Any) -> None:
 
     assert scheme.wire_dtype is scheme.packer.wire_dtype is WireDtype.FLOAT16
     assert MultiProcessWeightSyncScheme().wire_dtype is None
+
+
+@pytest.mark.parametrize("names", [None, "0.*"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_target_holds_the_version_in_the_models_dtypes_or_in_those_that_are_sent(
+    dtype: torch.dtype, names: str | None
+) -> None:
+    model = small(1.0)
+    nn.init.normal_(model[0].weight)
+    copied = {name: torch.zeros_like(each) for name, each in cast(model.state_dict(), dtype).items()}
+    ours, theirs = multiprocessing.Pipe()
+    scheme = SharedMemWeightSyncScheme({"policy": copied}, wire_dtype="bfloat16")
+    chosen = {} if names is None else {"names": names}
+    with theirs, scheme:
+        scheme.init_on_sender("policy", pipes=[ours], model=model, **chosen)
+        scheme.get_sender().send_async()
+
+        expected = cast(model.state_dict(), dtype)
+        for name, tensor in copied.items():
+            sent = names is None or name.startswith("0.")
+            assert torch.equal(tensor, expected[name] if sent else torch.zeros_like(tensor))
+        assert copied["0.weight"].dtype == dtype

@@ -44,7 +44,8 @@ def shared(nbytes: int) -> mmap.mmap:
 def payloads() -> Iterator[MappedPayloads]:
     made = MappedPayloads()
     yield made
-    made.clear()
+    made._kept.clear()
+    made._copies.clear()
 
 
 @pytest.mark.parametrize(

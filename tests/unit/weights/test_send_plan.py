@@ -14,9 +14,11 @@ from weightsync import LayoutError
 from weightsync.engine.packer import Packer
 from weightsync.weights import packing, send_plan
 from weightsync.weights.packing import Move, views
-from weightsync.weights.reading import Weights, read_weights
+from weightsync.weights.reading import Weights, layout_of, read_weights
 from weightsync.weights.send_plan import SendPlan
+from weightsync.weights.target import Target
 from weightsync.weights.tensors import Form, borrowed
+from weightsync.weights.threads import LEAST
 
 
 class Model(nn.Module):
@@ -190,6 +192,19 @@ def test_a_copy_is_planned_once_and_only_for_weights_that_stay_where_they_are() 
     pieces = plan.pieces(weights)
     assert pieces is not None
     assert plan.pieces(weights) is pieces
+
+
+def test_a_copy_is_planned_again_for_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = read_weights({"large": torch.zeros(LEAST)})
+    plan, target = SendPlan(weights, None, None), Target({"large": torch.ones(LEAST)})
+    layout, payload = layout_of(weights), bytearray(4 * LEAST)
+    assert plan.fits(weights)
+    for used in (1, 3, 3, 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda used=used: used)
+        target.swap(target.stage(layout, memoryview(payload)))
+        for pieces in (plan.pieces(weights), target._pieces_of(target._plan)):
+            assert pieces is not None
+            assert pieces._whole.threads == used
 
 
 def test_a_plan_keeps_the_layout_of_the_one_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import mmap
 from collections.abc import Callable, Sequence
@@ -247,7 +248,8 @@ def test_a_mapped_payload_lives_as_long_as_it_is_served() -> None:
     for value in range(10):
         values = {"weight": torch.full((3, 3), float(value)), "bias": torch.zeros(3)}
         target.swap(target.stage(*packed(values)))
-        target.release()
+        del values
+        gc.collect()
 
         assert worker.weight.unique().tolist() == [value]
 
@@ -271,7 +273,7 @@ def test_slots_that_come_round_again_are_mapped_again_and_single_payloads_let_go
     single.close()  # BufferError, if anybody still held it
     with pytest.raises(BufferError):
         slots[0].close()
-    target.release()
+    del target  # and with it the views that it keeps
     slots[0].close()
 
 

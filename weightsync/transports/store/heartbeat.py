@@ -63,8 +63,12 @@ class Heartbeat:
         self._client: Client | None = None
 
     def start(self) -> None:
-        """Start beating."""
-        start(self, self._beat, self._judge)
+        """Start beating. Raises TransportError: no more threads can be started; it has stopped again."""
+        try:
+            start(self, self._beat, self._judge)
+        except TransportError:
+            self.close()
+            raise
 
     def add(self, callbacks: Callbacks) -> int:
         """Add a member, which is called when the store is lost. Returns a token for the other methods."""
