@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -15,6 +16,8 @@ _EXTRA = ("typer", "rich")
 def main() -> None:
     """Run the command line, and exit the process with its exit code."""
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding has no lines to draw charts with
     try:
         _run()
     except WeightSyncError as error:

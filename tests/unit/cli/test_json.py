@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -205,3 +206,16 @@ def test_a_command_whose_caller_closed_its_standard_streams_does_its_work(
     ran = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
 
     assert (ran.returncode, "Traceback" in ran.stderr, drawn.exists()) == (0, False, True), ran.stderr
+
+
+def test_what_an_encoding_lacks_is_replaced_in_charts(trace: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "weightsync", "trace", "show", trace],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "? JOIN" in shown.stdout
