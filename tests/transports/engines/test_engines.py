@@ -442,6 +442,10 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
         (lambda: VLLMEngine("localhost:8000", Inline()), "is not the URL of an engine"),
         (lambda: VLLMEngine("http://localhost:99999", Inline()), "is not the URL of an engine"),
         (lambda: SGLangEngine("http://localhost:port"), "is not the URL of an engine"),
+        (
+            lambda: SGLangEngine("http://me:secret@localhost:1"),
+            r"^the URL of an engine has a user or a password, which",
+        ),
         (lambda: SGLangEngine("http://localhost:1", name_map=["a"]), "give a mapping"),
         (lambda: VLLMEngine("http://localhost:1", Inline(), name_map={"a": 3}), "give a mapping"),
         (lambda: VLLMEngine("http://localhost:1", 3), "is not a Carrier"),
