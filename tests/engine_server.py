@@ -137,7 +137,7 @@ class EngineServer:
                 self.paused = True
             case "resume" | "continue_generation":
                 self.paused = False
-            case "flush_cache":
+            case "flush_cache" | "reset_prefix_cache":
                 pass
             case "update_weights_from_tensor" | "update_weights_from_distributed" | "init_weights_update_group":
                 return 200, {"success": self._sglang(route, body), "message": "Succeeded"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 from weightsync.errors import MissingExtraError, WeightSyncError
@@ -13,11 +15,26 @@ _EXTRA = ("typer", "rich")
 
 def main() -> None:
     """Run the command line, and exit the process with its exit code."""
+    _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding has no lines to draw charts with
     try:
         _run()
     except WeightSyncError as error:
         print(f"weightsync: {error}", file=sys.stderr)
         sys.exit(FAILED)
+
+
+def _open_closed_streams() -> None:
+    """Give the process the standard streams that its caller closed, such as ``>&-``. What is printed there is lost."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:  # otherwise a socket or a pipe would get the number
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _run() -> None:

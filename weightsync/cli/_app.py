@@ -68,7 +68,21 @@ _standard_output = _StandardOutput()
 def _keep_standard_output(context: typer.Context, report: Path | None) -> Path | None:
     if is_printed(report):
         context.with_resource(_standard_output.kept())
+    elif report is not None:
+        refuse_unwritable(report, "results")
     return report
+
+
+def refuse_unwritable(path: Path, what: str) -> None:
+    """Say before a command begins that what it will find cannot be written.
+
+    Raises:
+        ConfigurationError: it is a folder, or it may not be written, or its folder is missing.
+    """
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigurationError(
+            f"the {what} cannot be written to {path}: name a file that may be written, in a folder that exists."
+        )
 
 
 #: The option of the commands whose results can be read by programs.

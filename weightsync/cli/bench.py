@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,9 @@ import typer
 from weightsync.bench import Device, Results, SchemeName, Settings
 from weightsync.bench.reporting import compared_rows, require_matplotlib
 from weightsync.bench.reporting import plot as draw
+from weightsync.bench.results import describe
 from weightsync.bench.settings import DEFAULT_VERIFY, listed, members, numbers, payloads
-from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
+from weightsync.cli._app import Report, ended_by_signals, is_printed, refuse_unwritable, write_report
 from weightsync.cli._bench_display import Display, show, show_compared
 from weightsync.cli.check import console
 from weightsync.errors import ConfigurationError
@@ -80,6 +82,7 @@ def bench(  # noqa: PLR0917
         raise ConfigurationError("--append needs --json FILE: the file to which the new results are added.")
     if plot is not None:
         require_matplotlib()
+        refuse_unwritable(plot, "picture")
     settings = Settings(
         payloads(payload_names, model),
         numbers(workers),
@@ -92,6 +95,8 @@ def bench(  # noqa: PLR0917
         noise_limit,
     )
     before = Results.read(report) if append and report is not None and report.exists() else None
+    if before is not None:
+        before.joined(replace(before, machine=describe(device.value), cases=()))  # before minutes of measuring
     results = _measured(settings, note, Display(screen))
     if before is not None:
         results = before.joined(results)

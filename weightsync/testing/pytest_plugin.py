@@ -251,6 +251,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("no_traces") or config.getoption("collectonly"):
         return
     kept, counts = config.getoption("traces"), config.getoption("trace_counts")
+    if counts and not Path(counts).absolute().parent.is_dir():
+        raise pytest.UsageError(f"--trace-counts={counts} cannot be written: its folder is missing.")
     worker = vars(config).get("workerinput")
     where = worker[_SENT_AS] if worker else kept
     folder = Path(where).absolute() if where else Path(tempfile.mkdtemp(prefix="weightsync-traces-"))

@@ -76,3 +76,12 @@ def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_
     assert "1 untraced tests were not recorded" in done.stdout
     assert list(kept.glob("gw?/trace-*.jsonl"))
     assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, EVENTS]}
+
+
+@pytest.mark.timeout(300)
+def test_counts_that_cannot_be_written_are_a_usage_error_before_the_first_test(tmp_path: Path) -> None:
+    done = session(tmp_path, f"--trace-counts={tmp_path / 'no' / 'counts.json'}")
+
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert "its folder is missing" in done.stderr
+    assert "passed" not in done.stdout

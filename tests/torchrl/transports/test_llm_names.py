@@ -267,3 +267,24 @@ def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_p
     scheme.create_transport().send_weights("policy", {"a": torch.ones(2)})
     assert scheme.create_receiver(WithWorkers()).poll_and_apply(timeout=PATIENCE)
     assert found == [("load_weights_from_storage", str(tmp_path / "1"), 2)]
+
+
+def test_a_version_that_is_removed_while_an_engines_workers_load_it_does_not_count_as_loaded(tmp_path: Path) -> None:
+    transport, loaded = llm.VLLMDoubleBufferTransport(str(tmp_path)), []
+
+    class WithSlowWorkers(LLM):
+        def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
+            loaded.append(Path(args[0]).name)
+            if len(loaded) == 1:
+                for fill in (2.0, 3.0):  # the trainer goes on, and removes what these workers read
+                    transport.send_weights("policy", {"a": torch.full((2,), fill)})
+            self.held = dict(double_buffer.TensorDict.load_memmap(args[0]).items()) if Path(args[0]).is_dir() else {}
+
+    transport.send_weights("policy", {"a": torch.ones(2)})
+    engine = WithSlowWorkers()
+    receiver = llm.VLLMDoubleBufferSyncScheme(str(tmp_path)).create_receiver(engine)
+
+    assert receiver.poll_and_apply(timeout=PATIENCE)
+    assert loaded == ["1", "3"]
+    assert torch.equal(engine.held["a"], torch.full((2,), 3.0))
+    assert not receiver.poll_and_apply(timeout=0)

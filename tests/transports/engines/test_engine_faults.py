@@ -24,6 +24,7 @@ CALLS = {
         ("update_weights", 0, "change"),
         ("update_weights", 1, "change"),
         ("finish_weight_update", 0, "change"),
+        ("reset_prefix_cache", 0, "reset"),
         ("resume", 0, "resume"),
     ],
     "sglang": [
@@ -49,7 +50,10 @@ PERHAPS_PAUSED = f"{KEPT}, and may be paused"
 TORN = "may hold parts of two versions, and stays paused"
 LOADED = "has loaded the version, but did not confirm that it resumed, and may be paused"
 #: What a stage leaves if it fails; only engines that may be paused or torn are lost, and those that hung up.
-LEAVES = {"join": KEPT, "pause": PERHAPS_PAUSED, "begin": TORN, "change": TORN, "flush": LOADED, "resume": LOADED}
+LEAVES = {
+    **{"join": KEPT, "pause": PERHAPS_PAUSED, "begin": TORN, "change": TORN},
+    **dict.fromkeys(("flush", "reset", "resume"), LOADED),
+}
 REFUSED = {
     "join": {*TURNED_AWAY, *FAILED, "garbage"},
     "pause": {*TURNED_AWAY, *FAILED, "garbage"},  # it may be paused, and is told to go on

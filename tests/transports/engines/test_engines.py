@@ -183,9 +183,19 @@ def test_vllm_goes_through_its_four_phases_once_initialised(server: EngineServer
     with scheme_with(VLLMEngine(server.url, Inline()), small(1.0)) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
         scheme.get_sender().send(timeout=PATIENCE)
-    each = ["pause?mode=keep", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
+    phases = ["start_weight_update", "update_weights", "finish_weight_update"]
+    each = ["pause?mode=keep", *phases, "reset_prefix_cache", "resume"]
     assert server.calls == ["init_weight_transfer_engine", *each, *each]
     assert server.bodies["init_weight_transfer_engine"] == [{"init_info": {"backend": "inline"}}]
+
+
+@pytest.mark.parametrize(("pause", "resets"), [("keep", 1), (None, 1), ("abort", 0), ("wait", 0)])
+def test_vllm_is_told_to_forget_what_old_weights_computed_unless_its_pause_did_so(
+    pause: str | None, resets: int, server: EngineServer
+) -> None:
+    with scheme_with(VLLMEngine(server.url, Inline(), pause=pause), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert server.calls.count("reset_prefix_cache") == resets
 
 
 def test_a_carrier_brings_the_tensors_while_the_call_is_answered(server: EngineServer) -> None:
@@ -249,6 +259,14 @@ def test_a_vllm_engine_is_driven_by_its_handle_too() -> None:
         assert "finish_weight_update() of the vLLM engine Handle raised MemoryError: no room" in outcome.reason
     assert handle.calls == ["init {'backend': 'inline'}", "start", "start"]
     assert set(handle.names) == set(source.state_dict())
+
+
+def test_a_vllm_engines_handle_is_told_to_forget_what_old_weights_computed_if_it_can() -> None:
+    handle = Handle()
+    vars(handle)["reset_prefix_cache"] = lambda: handle.calls.append("reset")
+    with scheme_with(VLLMEngine(handle, Inline()), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert handle.calls[1:] == ["start", "reset"]
 
 
 class AsyncHandle(Handle):
@@ -424,6 +442,10 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
         (lambda: VLLMEngine("localhost:8000", Inline()), "is not the URL of an engine"),
         (lambda: VLLMEngine("http://localhost:99999", Inline()), "is not the URL of an engine"),
         (lambda: SGLangEngine("http://localhost:port"), "is not the URL of an engine"),
+        (
+            lambda: SGLangEngine("http://me:secret@localhost:1"),
+            r"^the URL of an engine has a user or a password, which",
+        ),
         (lambda: SGLangEngine("http://localhost:1", name_map=["a"]), "give a mapping"),
         (lambda: VLLMEngine("http://localhost:1", Inline(), name_map={"a": 3}), "give a mapping"),
         (lambda: VLLMEngine("http://localhost:1", 3), "is not a Carrier"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -231,6 +232,26 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     shown = CliRunner().invoke(build(), ["bench", "--plot", str(tmp_path / "a.png")])
 
     assert "weightsync bench --plot needs the extra 'plot'" in str(shown.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--plot", "no/a.png"], "the picture cannot be written to no/a.png"),
+        (["--append", "--json", "a.json"], "results of different machines are not joined"),
+    ],
+)
+def test_results_that_nothing_could_be_done_with_are_not_measured(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text(json.dumps(Results({"cores": "0"}, 0.25, ()).record()))
+    monkeypatch.setattr("weightsync.bench.running.run", lambda *_: pytest.fail("it measures"))
+
+    refused = CliRunner().invoke(build(), ["bench", *arguments])
+
+    assert isinstance(refused.exception, ConfigurationError)
+    assert said in str(refused.exception)
 
 
 @pytest.mark.rpc

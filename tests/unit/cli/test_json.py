@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from weightsync.cli._app import build, with_file_of_json
 from weightsync.cli._probes import Finding, Status
 from weightsync.demo.state import Proof
 from weightsync.engine import recorder
+from weightsync.errors import ConfigurationError
 from weightsync.soak.run import Soak, Tally, Usage
 
 
@@ -176,3 +178,44 @@ def test_results_that_cannot_be_written_are_one_line_and_exit_code_1(
 
     assert end.value.code == 1
     assert f"weightsync: the results cannot be written to {nowhere}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["soak", "bench", "demo"])
+@pytest.mark.parametrize("nowhere", ["no/folder.json", "."])
+def test_results_that_cannot_be_written_are_refused_before_the_command_takes_its_time(
+    name: str, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for begin in ("weightsync.bench.running.run", "weightsync.soak.run.Soak.run", "weightsync.cli.demo.run"):
+        monkeypatch.setattr(begin, lambda *_: pytest.fail("it begins"))
+
+    refused = CliRunner().invoke(build(), [name, "--json", str(tmp_path / nowhere)])
+
+    assert isinstance(refused.exception, ConfigurationError), refused.output
+    assert f"cannot be written to {tmp_path / nowhere}" in str(refused.exception)
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("option", ["", "--json -"])
+def test_a_command_whose_caller_closed_its_standard_streams_does_its_work(
+    closed: str, option: str, trace: str, tmp_path: Path
+) -> None:
+    drawn = tmp_path / "run.svg"
+    command = f'exec "$0" -m weightsync trace export "$1" --to "$2" {option} {closed}'
+
+    shell = ["sh", "-c", command, sys.executable, trace, str(drawn)]
+    ran = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
+
+    assert (ran.returncode, "Traceback" in ran.stderr, drawn.exists()) == (0, False, True), ran.stderr
+
+
+def test_what_an_encoding_lacks_is_replaced_in_charts(trace: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "weightsync", "trace", "show", trace],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "? JOIN" in shown.stdout

@@ -136,6 +136,10 @@ class HttpCalls:
 
 def _parsed(url: str) -> SplitResult:
     at = urlsplit(url)
+    if "@" in at.netloc:  # it would not be sent, and messages name the URL
+        raise ConfigurationError(
+            "the URL of an engine has a user or a password, which is sent nowhere: pass headers={'Authorization': ...}."
+        )
     if at.scheme not in ("http", "https") or not at.hostname or not _has_usable_port(at):
         raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
     return at

@@ -53,6 +53,10 @@ class _HttpControl:
         if self._pause is not None:
             self._calls.command(f"pause?mode={self._pause.value}")
 
+    def reset_cache(self) -> None:
+        if self._pause in (None, VLLMPause.KEEP):  # a pause of another mode has done so
+            self._calls.command(_RESET)
+
     def resume(self) -> None:
         if self._pause is not None:
             self._calls.command("resume")
@@ -76,7 +80,9 @@ class _HandleControl:
             raise ConfigurationError(
                 f"{handle!r} has no {', '.join(missing)}: give a vLLM engine, a Ray actor that holds one, or a URL."
             )
-        refuse_coroutines(handle, _PHASES, "Give the URL of the engine's server, or a Ray actor that holds the engine.")
+        refuse_coroutines(
+            handle, (*_PHASES, _RESET), "Give the URL of the engine's server, or a Ray actor that holds the engine."
+        )
         self._handle = handle
         self._aborted = threading.Event()
         self.pauses = False
@@ -118,6 +124,10 @@ class _HandleControl:
     def pause(self) -> None:
         """An engine that is called directly runs one call at a time."""
 
+    def reset_cache(self) -> None:
+        if optional(self._handle, _RESET) is not MISSING:
+            self.phase(_RESET, {})
+
     def resume(self) -> None:
         """Like `pause`."""
 
@@ -136,6 +146,8 @@ def _in_json(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**body, "update_info": info}
 
 
+#: vLLM keeps what prefixes of requests have computed by their tokens alone, whatever weights computed it.
+_RESET: Final = "reset_prefix_cache"
 _PHASES: Final = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
@@ -143,9 +155,13 @@ class VLLMEngine(Engine):
     """A vLLM engine, driven through the four phases of its weight transfer API.
 
     Once: ``init_weight_transfer_engine``. For each version: pause, ``start_weight_update``, ``update_weights`` for each
-    bucket, ``finish_weight_update``, resume. If one of these fails after the update was started, the engine may hold
-    parts of two versions: it stays paused, and the worker is LOST. If the pause fails, the engine is resumed. A server
-    needs ``VLLM_SERVER_DEV_MODE=1`` and a ``--weight-transfer-config``.
+    bucket, ``finish_weight_update``, ``reset_prefix_cache``, resume. If one of these fails after the update was
+    started, the engine may hold parts of two versions: it stays paused, and the worker is LOST. If the pause fails, the
+    engine is resumed. A server needs ``VLLM_SERVER_DEV_MODE=1`` and a ``--weight-transfer-config``.
+
+    The prefix cache holds what old weights have computed of prompts. A server's pause by "abort" or "wait" empties it,
+    otherwise ``reset_prefix_cache`` does, unless a request still holds a part of it. A handle without that method is
+    left as it is.
 
     Args:
         engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. An object
@@ -241,7 +257,7 @@ class _Version(Phases):
         self._engine._beside("update_weights", request, lambda: self._carrier.send(bucket))
 
     def settle(self) -> None:
-        """Nothing: the last phase has loaded the version."""
+        self._control.reset_cache()
 
     def resume(self) -> None:
         self._control.resume()

@@ -222,10 +222,13 @@ class VLLMDoubleBufferWeightReceiver:
             assert weights is not None
             self.apply_weights(weights)
             return version
-        version = newest(at)
-        called = rpc(method="load_weights_from_storage", args=(str(at / str(version)), self._scheme.num_threads))
-        if optional(self._engine, "llm_engine") is MISSING:
-            require_ray("VLLMDoubleBufferWeightReceiver").get(called)
+        version, whole = 0, False
+        while not whole:  # of a version that is removed meanwhile, workers load what they still find
+            version = newest(at)
+            called = rpc(method="load_weights_from_storage", args=(str(at / str(version)), self._scheme.num_threads))
+            if optional(self._engine, "llm_engine") is MISSING:
+                require_ray("VLLMDoubleBufferWeightReceiver").get(called)
+            whole = newest(at) - version < 2
         self._reset_cache()
         return version
 
