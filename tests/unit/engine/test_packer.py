@@ -178,7 +178,8 @@ def test_names_and_extra_state_beyond_what_a_message_carries_are_refused(monkeyp
     assert isinstance(packer.pack(module).layout, Layout)
 
     monkeypatch.setattr(packing, "MAX_NAMES_AND_EXTRAS_NBYTES", needed - 1)
-    with pytest.raises(LayoutError, match=rf"take {needed} bytes, but one update carries at most {needed - 1} in addition"):
+    carries = rf"take {needed} bytes, but one update carries at most {needed - 1} in addition"
+    with pytest.raises(LayoutError, match=carries):
         packer.pack(module)
 
 
