@@ -444,7 +444,7 @@ class Shield(Struct, eq=False):
                 else:  # a handler before has left this signal to the system
                     signal.raise_signal(signum)
         except BaseException:  # a handler has raised: the other signals get theirs back all the same
-            self.__exit__(kind, error, trace)
+            self.__exit__(None, None, None)
             raise
 
     def deliver(self) -> None:
