@@ -489,7 +489,7 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], piec
         else:
             payload.device.copy(into, found, plan.form)
         payload.device.finish()
-    elif (only := device_of(plan.tensors)) is not None and plan.devices == (only,):
+    elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):
         scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload)
     else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)

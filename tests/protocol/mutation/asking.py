@@ -77,12 +77,13 @@ FILES = (
 #: Those of them that are about some modules alone, by how the modules' names begin; they are asked first.
 OWN = {
     "weightsync.engine.serving_lock": (
+        "tests/unit/schemes/test_loaders.py",
+        "tests/unit/schemes/test_chosen_weights.py",
         "tests/unit/engine/test_serv",
         "tests/torchrl/generation_b/test_background_compiled.py",
         "tests/unit/schemes/test_shared_models.py",
         "tests/torchrl/generation_b/test_cascade.py",
         "tests/unit/schemes/test_models_by_path.py",
-        "tests/unit/schemes/test_loaders.py",
         "tests/unit/schemes/test_bounds.py",
         "tests/unit/schemes/test_verified_updates.py",
     ),
@@ -98,6 +99,7 @@ OWN = {
         "tests/transports/device/",
     ),
     "weightsync.engine.applier": (
+        "tests/unit/schemes/test_verified_updates.py::test_g2_a_slot",
         "tests/torchrl/generation_b/test_background_functional.py",
         "tests/unit/engine/test_parts.py::test_g2_what_was_hashed",
         "tests/unit/engine/test_parts.py::test_what_a_worker_writes_over",
@@ -147,8 +149,10 @@ OWN = {
         "tests/transports/device/",
     ),
     "weightsync.weights.target": (
-        "tests/unit/schemes/test_shared_models.py",
+        "tests/unit/weights/test_send_plan.py::test_a_copy_is_planned_again",
         "tests/torchrl/generation_b/test_background_functional.py",
+        "tests/unit/weights/test_target_refusals.py",
+        "tests/unit/schemes/test_shared_models.py",
         "tests/transports/device/",
         "tests/unit/weights/test_target",
         "tests/unit/weights/",
