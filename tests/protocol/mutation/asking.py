@@ -150,9 +150,11 @@ OWN = {
     ),
     "weightsync.weights.target": (
         "tests/unit/weights/test_send_plan.py::test_a_copy_is_planned_again",
+        "tests/unit/weights/test_target_hooks.py::test_weights_that_a_functional_call",
+        "tests/unit/weights/test_odd_tensors.py::test_a_destination_made_anew",
         "tests/torchrl/generation_b/test_background_functional.py",
-        "tests/unit/weights/test_target_refusals.py",
         "tests/unit/schemes/test_shared_models.py",
+        "tests/unit/schemes/test_chosen_weights.py",
         "tests/transports/device/",
         "tests/unit/weights/test_target",
         "tests/unit/weights/",

@@ -147,3 +147,15 @@ def test_parameters_are_mapped_back_if_mapping_fails(monkeypatch: pytest.MonkeyP
 
     assert snapshot(worker) == before
     assert [parameter.data_ptr() for parameter in worker.parameters()] == memory
+
+
+def test_weights_that_a_functional_call_applies_by_hand_go_into_its_tensors() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    before, given = model.weight.tolist(), torch.zeros(2, 2)
+    target, update = Target(model), packed({"weight": torch.ones(2, 2)})
+    model.register_forward_pre_hook(lambda *_: target.swap(target.stage(*update)))
+
+    torch.func.functional_call(model, {"weight": given}, (torch.ones(2),))
+
+    assert given.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert model.weight.tolist() == before
