@@ -314,7 +314,7 @@ def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", starting)
-        with pytest.raises(TransportError, match="No thread for weightsync-heartbeat-judge"):
+        with pytest.raises(TransportError, match="The thread for weightsync-heartbeat-judge cannot be started"):
             heartbeat.Heartbeat(base_of(store)).start()
 
     (beating,) = begun
