@@ -101,6 +101,14 @@ def trainer(scheme: Any, *workers: Any, model: nn.Module) -> Iterator[Any]:
         yield scheme.get_sender()
 
 
+def synced(sender: Any, worker: Any, model: nn.Module, version: int, fill: float) -> None:
+    """The model, filled with a value, is sent as this version, and the worker has applied it."""
+    filled(model, fill)
+    worker.tell(serve, version)
+    assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+    assert worker.answer() == version
+
+
 def test_memory_is_what_another_mapping_of_it_sees() -> None:
     source = torch.arange(1000, dtype=torch.uint8, device="cuda")
     device = device_of([source])
@@ -185,10 +193,7 @@ def test_what_arrives_is_what_was_sent(crew: Crew, given: dict[str, Any]) -> Non
     worker.do(join_gpu_in_bfloat16 if "wire_dtype" in given else join_gpu)
     with trainer(SharedMemWeightSyncScheme("state_dict", **given), worker, model=model) as sender:
         for version in (1, 2, 3):
-            filled(model, float(version))
-            worker.tell(serve, version)
-            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
-            worker.answer()
+            synced(sender, worker, model, version, float(version))
         assert worker.do(contents) == {3.0}
 
 
@@ -254,10 +259,7 @@ def test_weights_cross_between_the_host_and_the_gpu_in_pinned_memory(
     worker.do(join_gpu if worker_on == "cuda" else join_host)
     with trainer(SharedMemWeightSyncScheme("state_dict", verify=verify), worker, model=model) as sender:
         for version in range(1, 6):
-            filled(model, float(version))
-            worker.tell(serve, version)
-            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
-            worker.answer()
+            synced(sender, worker, model, version, float(version))
             assert worker.do(contents) == {float(version)}
         if worker_on == "cuda":
             assert worker.do(pinned_mappings) == (2 if Driver().pins_read_only(0) else 0)
@@ -328,10 +330,7 @@ def test_torch_may_make_tensors_on_the_gpu_by_default(crew: Crew, scheme: Any, v
     worker.do(join_by_default)
     with torch.device("cuda"), trainer(scheme("state_dict", verify=verify), worker, model=model) as sender:
         for version in (1, 2, 3):
-            filled(model, float(version))
-            worker.tell(serve, version)
-            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
-            worker.answer()
+            synced(sender, worker, model, version, float(version))
             assert worker.do(contents) == {float(version)}
 
 
@@ -359,10 +358,7 @@ def test_tensors_of_all_kinds_arrive(crew: Crew, scheme: Any, trainer_on: str) -
     worker.do(join_several)
     with trainer(scheme(), worker, model=model) as sender:
         for version in (1, 2, 3, 4):
-            filled(model, float(version))
-            worker.tell(serve, version)
-            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
-            worker.answer()
+            synced(sender, worker, model, version, float(version))
             assert worker.do(all_contents) == {float(version)}
 
 
@@ -401,10 +397,7 @@ def test_a_captured_graph_computes_with_each_version(crew: Crew, scheme: Any, se
             if version == sends_before + 1:
                 worker.do(capture)
                 before = worker.do(place)
-            filled(model, 2.0**-version)
-            worker.tell(serve, version)
-            sender.send(timeout=PATIENCE)
-            worker.answer()
+            synced(sender, worker, model, version, 2.0**-version)
             if version > sends_before:
                 assert (worker.do(contents), worker.do(replay)) == ({2.0**-version}, True)
         assert worker.do(place) == before
@@ -417,10 +410,7 @@ def test_g3_a_captured_graph_is_found_among_frozen_objects(crew: Crew) -> None:
     before = worker.do(place)
     with trainer(mapped(), worker, model=model) as sender:
         for version in (1, 2, 3):
-            filled(model, 2.0**-version)
-            worker.tell(serve, version)
-            sender.send(timeout=PATIENCE)
-            worker.answer()
+            synced(sender, worker, model, version, 2.0**-version)
             assert (worker.do(contents), worker.do(replay)) == ({2.0**-version}, True)
         assert worker.do(place) == before
 
@@ -471,10 +461,7 @@ def test_a_compiled_model_computes_with_each_version(crew: Crew, scheme: Any) ->
     worker.do(compile_it)
     with trainer(scheme(), worker, model=model) as sender:
         for version in (1, 2, 3):
-            filled(model, 2.0**-version)
-            worker.tell(serve, version)
-            sender.send(timeout=PATIENCE)
-            worker.answer()
+            synced(sender, worker, model, version, 2.0**-version)
             assert worker.do(compute)
 
 
