@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Give the process the standard streams that its caller closed, such as ``>&-``. What is printed there is lost."""
+    """Open `os.devnull` in place of standard streams that the caller closed, such as by ``>&-``."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)

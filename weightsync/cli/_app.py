@@ -74,7 +74,7 @@ def _keep_standard_output(context: typer.Context, report: Path | None) -> Path |
 
 
 def refuse_unwritable(path: Path, what: str) -> None:
-    """Say before a command begins that what it will find cannot be written.
+    """Refuse a file that cannot be written before the command starts.
 
     Raises:
         ConfigurationError: it is a folder, or it may not be written, or its folder is missing.

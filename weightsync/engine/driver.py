@@ -441,9 +441,9 @@ class Shield(Struct, eq=False):
                 handler = getsignal(signum)
                 if callable(handler):
                     handler(signum, frame)
-                else:  # a handler before has left this signal to the system
+                else:  # an earlier handler has restored the default action
                     signal.raise_signal(signum)
-        except BaseException:  # a handler has raised: the other signals get theirs back all the same
+        except BaseException:  # a handler has raised: restore the others all the same
             self.__exit__(None, None, None)
             raise
 

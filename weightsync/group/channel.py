@@ -68,7 +68,7 @@ class Failed:
     reason: str
     remote_traceback: str
     version: int | None
-    #: Whether a worker that is started again would meet the same.
+    #: Whether a restarted worker would fail in the same way.
     lasting: bool = False
 
     @classmethod

@@ -35,7 +35,7 @@ _DOUBLINGS: Final = 64
 _LOOK: Final = 0.1
 #: Why a worker that fails after `Member.stop` is not restarted.
 _STOPPED: Final = "It is not restarted, since the group was stopped."
-#: What follows an error that says itself what to correct.
+#: The advice after an error whose message says what to correct.
 _LASTING: Final = "A restarted worker would fail in the same way: correct the argument first."
 
 

@@ -124,7 +124,7 @@ class Backend(Protocol):
 class SlotViews(list[Tensor]):
     """The entries of a layout as views of a slot, which are copied again and again."""
 
-    #: The same as what a device copies them bit for bit, once it has made that.
+    #: The same memory, in the dtypes in which a device copies it bit for bit; None: not made yet.
     bits: list[Tensor] | None = None
 
 

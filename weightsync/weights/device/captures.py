@@ -62,7 +62,7 @@ class Captures:
 
 
 def _tracked() -> list[Any]:
-    """All objects that the garbage collector knows, those of `gc.freeze` too: some engines freeze all once they run."""
+    """All objects that the garbage collector tracks, frozen ones too: engines call `gc.freeze` after capturing."""
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     try:
