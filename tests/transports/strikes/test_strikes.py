@@ -244,6 +244,7 @@ def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: Tra
 @over(CLOSED, {("store", WorkerPoint.PAYLOAD)})
 def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fleet, at: WorkerPoint) -> None:
     """Its close waits for no answer; the worker serves the whole update, or nothing of it."""
+    before = segments()
     fleet.start_receiver(fleet.victim, Strike(at, Signal.STOP, fleet.worker_payload))
     fleet.start_receiver(fleet.other)
     fleet.start_sender(fleet.trainer)
@@ -263,7 +264,7 @@ def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fle
         assert worker.do(holds) in [(1, {3.0}), (None, {0.0})]
     fleet.victim.kill()
     gc.collect()  # errors that earlier tests have caught hold frames, and those hold buffers
-    assert 0 == segments()
+    assert segments() <= before
 
 
 @over(ENDS)

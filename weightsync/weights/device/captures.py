@@ -63,13 +63,14 @@ class Captures:
 
 def _tracked() -> list[Any]:
     """All objects that the garbage collector tracks, frozen ones too: engines call `gc.freeze` after capturing."""
-    frozen = gc.get_freeze_count() > 0
+    if not gc.get_freeze_count():
+        return gc.get_objects()
     gc.unfreeze()
     try:
+        gc.collect()  # garbage that is frozen is never freed, and may hold shared memory
         return gc.get_objects()
     finally:
-        if frozen:
-            gc.freeze()
+        gc.freeze()
 
 
 def is_compiled(destination: object) -> bool:
