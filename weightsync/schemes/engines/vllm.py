@@ -17,7 +17,7 @@ from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.phases import Loading, Phases
 from weightsync.schemes.peers.base import refuse_coroutines
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_names
+from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_bucket_bytes, require_names
 
 #: Seconds between two looks at a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
@@ -192,6 +192,7 @@ class VLLMEngine(Engine):
             raise ConfigurationError(f"{carrier!r} is not a Carrier: give the object that moves its tensors.")
         refuse_async_carrier(carrier)
         require_names(name_map)
+        require_bucket_bytes(bucket_bytes)
         mode = None if pause is None else VLLMPause(pause)
         at_url = isinstance(engine, str)
         self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)
