@@ -269,6 +269,23 @@ def test_a_vllm_engines_handle_is_told_to_forget_what_old_weights_computed_if_it
     assert handle.calls[1:] == ["start", "reset"]
 
 
+@pytest.mark.parametrize(("answer", "kind"), [(False, OutcomeKind.LOST), (True, OutcomeKind.APPLIED)])
+def test_a_vllm_engine_that_could_not_forget_what_old_weights_computed_does_not_count_as_having_applied(
+    answer: bool, kind: OutcomeKind
+) -> None:
+    handle = Handle()
+    vars(handle)["reset_prefix_cache"] = lambda: answer
+    with scheme_with(VLLMEngine(handle, Inline()), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+    assert outcome.kind is kind
+    if kind is OutcomeKind.LOST:
+        assert outcome.reason.startswith(
+            "the vLLM engine Handle has loaded the version, and was not paused: reset_prefix_cache() of the vLLM "
+            "engine Handle returned False: requests hold parts of the prefix cache"
+        )
+        assert "Let its requests end before a version is sent. Start it again before you call" in outcome.reason
+
+
 class AsyncHandle(Handle):
     """As an `AsyncLLM`: its methods make coroutines."""
 
