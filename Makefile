@@ -17,8 +17,6 @@ FUZZ_SECONDS ?= 60
 export RES_OPTIONS ?= timeout:1 attempts:1
 # Each of the many processes would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
-# mypy shares its modules between two processes.
-export MYPY_NUM_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -407,6 +407,9 @@ class Shield(Struct, eq=False):
 
     Python runs signal handlers in the main thread only, so in any other thread this does nothing. Signals that
     have no Python handler (ignored, or the default action) act as usual.
+
+    A handler in C that was set over a Python one, as `faulthandler.register` does, is lost for good: setting a Python
+    handler replaces it, and Python can neither read it nor set it again.
     """
 
     #: Called when a signal is recorded.

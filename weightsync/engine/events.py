@@ -6,6 +6,7 @@ import enum
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -123,6 +124,14 @@ class Tracer(Protocol):
         """
 
 
+class EndsSpans(ABC):
+    """A tracer that has spans open, and ends them when its subscription is cancelled."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End what is open, and begin nothing more. Called in the thread that cancels; must not block."""
+
+
 class Subscription:
     """A callback of `WeightSyncScheme.on_event`.
 
@@ -145,7 +154,9 @@ class Subscription:
         return self._events.dropped
 
     def cancel(self) -> None:
-        """Begin no further call of the callback, and drop its tracer. Does not wait for a call that runs.
+        """Begin no further call of the callback, and drop its tracer, whose spans end now.
+
+        Does not wait for a call that runs.
 
         Calling this again does nothing.
         """
@@ -195,6 +206,8 @@ class Events:
         """See `Subscription.cancel`."""
         with self._lock:
             self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
+        if isinstance(subscription.tracer, EndsSpans):
+            subscription.tracer.end()
 
     @property
     def are_watched(self) -> bool:

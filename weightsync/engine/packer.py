@@ -23,14 +23,7 @@ from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_non_finite, refuse_overflow
 from weightsync.weights.device.base import Device, DeviceError, DeviceMemory
-from weightsync.weights.device.registry import (
-    allocate_memory,
-    backends,
-    device_at,
-    device_of,
-    devices_of,
-    open_memory,
-)
+from weightsync.weights.device.registry import allocate_memory, backends, device_at, device_of, devices_of, open_memory
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
@@ -213,13 +206,14 @@ class Packer:
             device = _device_of_odd(read)
         elif plan.place.type in backends:
             device = device_at(plan.place)
-        with self._lock:
-            slot = None if device is None else self._on_devices.acquire(device, layout, readers)
-            if slot is not None:
-                self._pool.close()  # its buffers were for the first version, sent before any handshake
-            buffer = slot or self._pool.acquire(layout.nbytes)
-            buffer.pins.add(self)
-        try:
+        buffer: Buffer | None = None
+        try:  # an interrupt may come as soon as the buffer is pinned
+            with self._lock:
+                slot = None if device is None else self._on_devices.acquire(device, layout, readers)
+                if slot is not None:
+                    self._pool.close()  # its buffers were for the first version, sent before any handshake
+                buffer = slot or self._pool.acquire(layout.nbytes)
+                buffer.pins.add(self)
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
             if device is None and layout.nbytes <= LEAST_PART:
@@ -237,7 +231,7 @@ class Packer:
                 refuse_non_finite(self._finite, layout, flat_of(buffer))
             return packed
         except BaseException:
-            buffer.pins.discard(self)
+            self._let_go(buffer)
             raise
 
     def _parts(self, packed: Packed, readers: Readers, targets: tuple[int, ...] | None) -> OutgoingParts | None:
@@ -249,6 +243,11 @@ class Packer:
     def handed_over(self, packed: Packed) -> None:
         """Release our pin: the readers of the packed weights have pinned them."""
         packed.buffer.pins.discard(self)
+
+    def _let_go(self, buffer: Buffer | None) -> None:
+        """Release our pin of a buffer that nothing was packed into; None: there is none yet."""
+        if buffer is not None:
+            buffer.pins.discard(self)
 
     def close(self) -> None:
         """Release all buffers. Workers keep what they map."""

@@ -273,10 +273,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return lane.link.all_read() if isinstance(lane.link, TellsWhatIsRead) else None
 
     def remark(self, worker: int) -> str:
-        """Why a worker does not answer, as far as its link knows; empty if it does not know."""
+        """Why a worker does not answer, as far as its link knows; empty if it does not know or the worker is gone."""
         with self.lock:
-            entry = self.data.workers[worker]
-            lane = self._links.get(entry.link)
+            entry = self.data.workers.get(worker)
+            lane = None if entry is None else self._links.get(entry.link)
             if lane is not None and lane.awaited is not None and lane.awaited.identity is None:
                 return "its process was not started: call start() on it"
             return lane.link.remark if lane is not None and isinstance(lane.link, Remarks) else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightsync.clock import wall_time
-from weightsync.engine.events import EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
+from weightsync.engine.events import EndsSpans, EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
 from weightsync.errors import MissingExtraError
 from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
@@ -37,6 +37,8 @@ _ENDINGS: Final = {
     EventKind.LOST: "it is lost",
     EventKind.ABANDONED: "the version was given up",
 }
+#: The reason in the span of a worker whose outcome is not known, since nobody listens any more.
+_CANCELLED: Final = "the tracing was cancelled before the worker had an outcome"
 #: The outcome of a version, by the event that ends its span. Any other event means that it was given up.
 _OUTCOMES: Final = {
     EventKind.REPLY: OutcomeKind.APPLIED,
@@ -59,7 +61,8 @@ def trace_scheme(scheme: WeightSyncScheme, tracer_provider: TracerProvider | Non
         tracer_provider: makes the spans; None: the global one.
 
     Returns:
-        The subscription; after `Subscription.cancel` there are no more spans.
+        The subscription. `Subscription.cancel` ends the spans that are open, those of workers with the outcome
+        "pending"; after it there are no more.
 
     Raises:
         MissingExtraError: (an ImportError, when this module is imported) `opentelemetry-api` is not installed.
@@ -79,7 +82,7 @@ class _Open:
     overdue: bool = False
 
 
-class Spans:
+class Spans(EndsSpans):
     """The spans of one scheme.
 
     Args:
@@ -88,8 +91,10 @@ class Spans:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        #: Held for moments: sends begin in the threads that send, and all else happens in the events' own.
+        #: Held for moments: sends begin in the threads that send, any thread may cancel, and all else happens in the
+        #: events' own. Who takes a span out of these two ends it.
         self._lock = threading.Lock()
+        self._cancelled = False
         self._sends: dict[int, Span] = {}
         self._workers: dict[int, _Open] = {}
 
@@ -101,7 +106,12 @@ class Spans:
             attributes={"weightsync.model_id": model_id, "weightsync.version": version, "weightsync.pack_s": pack_s},
         )
         with self._lock:
-            self._sends[version] = span
+            cancelled = self._cancelled
+            if not cancelled:
+                self._sends[version] = span
+        if cancelled:
+            span.end()
+            return ""
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, context=set_span_in_context(span))
         parts = carrier.get("traceparent", ""), carrier.get("tracestate", "")
@@ -115,14 +125,24 @@ class Spans:
             self._dispatched(event)
         elif event.kind in _ENDINGS:
             self._answered(event)
-        elif event.kind is EventKind.TIMED_OUT and event.worker in self._workers:
-            late = self._workers[event.worker]
-            late.overdue = True
-            late.span.add_event("the deadline has passed", timestamp=_nanoseconds(event.time))
+        elif event.kind is EventKind.TIMED_OUT:
+            self._timed_out(event)
         elif event.kind is EventKind.CLOSED:
             for worker in list(self._workers):
                 self._end_worker(worker, event, "the sender was closed")
             self._end_sends(event)
+
+    def end(self) -> None:
+        """End the spans that are open, since the subscription was cancelled. There are no more spans."""
+        with self._lock:
+            self._cancelled = True
+            workers, sends = [*self._workers.values()], [*self._sends.values()]
+            self._workers.clear()
+            self._sends.clear()
+        for each in workers:
+            _finish(each.span, wall_time(), OutcomeKind.PENDING, _CANCELLED, {}, failed=each.overdue)
+        for span in sends:
+            span.end()
 
     def _dispatched(self, event: SyncEvent) -> None:
         assert event.worker is not None
@@ -131,7 +151,22 @@ class Spans:
         self._end_sends(event, before=event.version)
         span = self._start("update worker", event, event.time)
         span.set_attribute("weightsync.nbytes", event.nbytes)
-        self._workers[event.worker] = _Open(event.version, span)
+        self._keep(event.worker, _Open(event.version, span))
+
+    def _keep(self, worker: int, opened: _Open) -> None:
+        """Keep a worker's span until its outcome; end it now if the subscription was cancelled meanwhile."""
+        with self._lock:
+            cancelled = self._cancelled
+            if not cancelled:
+                self._workers[worker] = opened
+        if cancelled:
+            _finish(opened.span, wall_time(), OutcomeKind.PENDING, _CANCELLED, {}, failed=False)
+
+    def _timed_out(self, event: SyncEvent) -> None:
+        late = None if event.worker is None else self._workers.get(event.worker)
+        if late is not None:
+            late.overdue = True
+            late.span.add_event("the deadline has passed", timestamp=_nanoseconds(event.time))
 
     def _answered(self, event: SyncEvent) -> None:
         worker = event.worker
@@ -140,12 +175,12 @@ class Spans:
         if event.version is not None and event.outcome is not None and worker not in self._workers:
             # It was lost before the send: no update was dispatched to it.
             self._workers[worker] = _Open(event.version, self._start("update worker", event, event.time))
-        version = self._workers[worker].version if worker in self._workers else None
-        if version is None or event.version not in (None, version):
+        opened = self._workers.get(worker)
+        if opened is None or event.version not in (None, opened.version):
             return
         self._end_worker(worker, event, event.reason or _ENDINGS[event.kind])
         if not self._workers:
-            self._end_sends(event, before=version + 1)
+            self._end_sends(event, before=opened.version + 1)
 
     def _applied(self, event: SyncEvent) -> None:
         """In the worker: the span of a version that is live, or was refused."""
@@ -170,7 +205,8 @@ class Spans:
 
     def _end_worker(self, worker: int, event: SyncEvent, reason: str) -> None:
         """End a worker's span, if it has one. Any event may be that of another version, such as the next dispatch."""
-        ended = self._workers.pop(worker, None)
+        with self._lock:
+            ended = self._workers.pop(worker, None)
         if ended is None:
             return
         outcome = _OUTCOMES.get(event.kind, OutcomeKind.ABANDONED)

@@ -60,8 +60,7 @@ class Loader:
                 "nothing would run. Give a function that returns once all is loaded."
             )
         require_names(self.name_map)
-        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
-            raise ConfigurationError(f"bucket_bytes= is {self.bucket_bytes!r}: give a number of bytes, 1 or more.")
+        require_bucket_bytes(self.bucket_bytes)
 
 
 class LoaderTarget(AnyLayoutTarget):
@@ -214,6 +213,12 @@ def require_names(names: Any) -> None:
         return
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
         raise ConfigurationError(f"name_map= is {names!r}: give a mapping of the trainer's names to the engine's.")
+
+
+def require_bucket_bytes(nbytes: Any) -> None:
+    """Raise ConfigurationError: this is not a number of bytes, 1 or more."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise ConfigurationError(f"bucket_bytes= is {nbytes!r}: give a number of bytes as an int, 1 or more.")
 
 
 def renamed(layout: Layout, names: Mapping[str, str] | None) -> list[str]:

@@ -17,7 +17,7 @@ from missing import not_tested
 from test_signatures import calls_of, members, rendered, takes
 from torch import Tensor
 
-from weightsync import ConfigurationError, Evidence, OutcomeKind, RefusedError, StateError, WorkerLostError
+from weightsync import ConfigurationError, EngineError, Evidence, OutcomeKind, RefusedError, StateError, WorkerLostError
 from weightsync.torchrl import llm
 from weightsync.torchrl.llm import double_buffer
 
@@ -175,12 +175,15 @@ class LLM:
         self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
         self.held: dict[str, Tensor] = {}
         self.resets = 0
+        #: Whether the cache can be reset; None: this release of vLLM does not say.
+        self.forgets: bool | None = None
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         self.held = dict(weights)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool | None:
         self.resets += 1
+        return self.forgets
 
 
 def test_versions_in_a_directory_are_read_whole_and_once(tmp_path: Path) -> None:
@@ -267,6 +270,28 @@ def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_p
     scheme.create_transport().send_weights("policy", {"a": torch.ones(2)})
     assert scheme.create_receiver(WithWorkers()).poll_and_apply(timeout=PATIENCE)
     assert found == [("load_weights_from_storage", str(tmp_path / "1"), 2)]
+
+
+class WithRpc(LLM):
+    """An ``LLM`` whose weights its workers load."""
+
+    def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
+        self.held = dict(double_buffer.TensorDict.load_memmap(args[0]).items())
+
+
+@pytest.mark.parametrize("kind", [LLM, WithRpc])
+def test_a_version_counts_as_loaded_only_once_the_prefix_cache_was_reset(tmp_path: Path, kind: type[LLM]) -> None:
+    scheme, engine = llm.VLLMDoubleBufferSyncScheme(str(tmp_path)), kind()
+    scheme.create_transport().send_weights("policy", {"a": torch.ones(2)})
+    receiver, engine.forgets = scheme.create_receiver(engine), False
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"reset_prefix_cache\(\) .* returned False: .* let its requests end"):
+            receiver.poll_and_apply(timeout=0)
+
+    engine.forgets = True
+    assert receiver.poll_and_apply(timeout=0)
+    assert not receiver.poll_and_apply(timeout=0)
+    assert (engine.resets, engine.held["a"].tolist()) == (3, [1.0, 1.0])
 
 
 def test_a_version_that_is_removed_while_an_engines_workers_load_it_does_not_count_as_loaded(tmp_path: Path) -> None:

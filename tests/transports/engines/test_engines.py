@@ -269,6 +269,23 @@ def test_a_vllm_engines_handle_is_told_to_forget_what_old_weights_computed_if_it
     assert handle.calls[1:] == ["start", "reset"]
 
 
+@pytest.mark.parametrize(("answer", "kind"), [(False, OutcomeKind.LOST), (True, OutcomeKind.APPLIED)])
+def test_a_vllm_engine_that_could_not_forget_what_old_weights_computed_does_not_count_as_having_applied(
+    answer: bool, kind: OutcomeKind
+) -> None:
+    handle = Handle()
+    vars(handle)["reset_prefix_cache"] = lambda: answer
+    with scheme_with(VLLMEngine(handle, Inline()), small(1.0)) as scheme:
+        outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
+    assert outcome.kind is kind
+    if kind is OutcomeKind.LOST:
+        assert outcome.reason.startswith(
+            "the vLLM engine Handle has loaded the version, and was not paused: reset_prefix_cache() of the vLLM "
+            "engine Handle returned False: requests hold parts of the prefix cache"
+        )
+        assert "Let its requests end before a version is sent. Start it again before you call" in outcome.reason
+
+
 class AsyncHandle(Handle):
     """As an `AsyncLLM`: its methods make coroutines."""
 
@@ -452,6 +469,7 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
         (lambda: VLLMEngine(object(), Inline()), "has no init_weight_transfer_engine"),
         (lambda: VLLMEngine("http://localhost:1", Inline(), pause="doze"), "doze"),
         (lambda: SGLangEngine("http://localhost:1", tp_size=0), "tp_size= is 0"),
+        (lambda: SGLangEngine("http://localhost:1", tp_size="2"), "tp_size= is '2'"),
         (lambda: EngineWeightSyncScheme().init_on_sender("policy", model=small(1.0)), "needs engines="),
         (
             lambda: EngineWeightSyncScheme().init_on_sender(
@@ -465,6 +483,22 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
 def test_unusable_arguments_are_refused(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         make()
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, "256", True, None])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda nbytes: VLLMEngine("http://localhost:1", Inline(), bucket_bytes=nbytes),
+        lambda nbytes: VLLMEngine(Handle(), Inline(), bucket_bytes=nbytes),
+        lambda nbytes: SGLangEngine("http://localhost:1", bucket_bytes=nbytes),
+    ],
+)
+def test_a_bucket_that_is_not_a_number_of_bytes_is_refused(make: Callable[[Any], Any], nbytes: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"^bucket_bytes= is {nbytes!r}: give a number of bytes as an int, 1 or more\.$"
+    ):
+        make(nbytes)
 
 
 def test_buckets_hold_as_much_as_they_may() -> None:

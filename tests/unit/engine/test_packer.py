@@ -78,6 +78,28 @@ def test_a_buffer_is_written_again_once_it_was_handed_over_and_not_before() -> N
     assert statistics(packer._pool).buffers == 0
 
 
+class Interrupted(set[Any]):
+    """The pins of a buffer; a signal comes as one is added, and its handler raises once the call is over."""
+
+    def add(self, pin: Any) -> None:
+        super().add(pin)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_just_as_a_buffer_was_taken_leaves_it_free() -> None:
+    packer = Packer()
+    packed = packer.pack(weights())
+    packer.handed_over(packed)
+    buffer, buffer.pins = packed.buffer, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        packer.pack(weights())
+    assert not buffer.pinned
+
+    buffer.pins = set()
+    assert packer.pack(weights()).buffer is buffer
+    packer.close()
+
+
 def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def pack(*_: object, **__: object) -> None:
         raise LayoutError("'a' cannot be copied.", mismatched={})

@@ -170,6 +170,13 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     assert fleet.driver.remark(1) == ""
 
 
+def test_nothing_is_remarked_of_a_worker_that_another_thread_has_removed() -> None:
+    fleet = Fleet(Telling(), Telling())
+    fleet.driver.remove(0, "not needed")
+
+    assert [fleet.driver.remark(worker) for worker in (0, 1)] == ["", "it is asleep"]
+
+
 class Reaching(Scripted, CarriesDevices):
     """A link whose worker can open slots on a device."""
 

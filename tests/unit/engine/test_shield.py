@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -51,6 +53,19 @@ def test_a_signal_without_a_handler_of_pythons_keeps_its_meaning() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     with Shield(lambda: None):
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_handler_in_c_of_a_signal_without_one_of_pythons_is_left_alone(tmp_path: Path) -> None:
+    with (tmp_path / "stack").open("w+") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        try:
+            for _ in range(2):  # the second time, a shield has been left
+                with Shield(lambda: None):
+                    signal.raise_signal(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+        assert file.seek(0) == 0
+        assert file.read().count("Stack (most recent call first)") == 2
 
 
 def test_in_another_thread_it_does_nothing() -> None:

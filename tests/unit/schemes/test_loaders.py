@@ -341,6 +341,7 @@ async def load_later(weights: object, version: int) -> None:
         ({"loader": print, "name_map": ["a"]}, "give a mapping"),
         ({"loader": print, "name_map": {"a": None}}, "give a mapping"),
         ({"loader": print, "bucket_bytes": 0}, "1 or more"),
+        ({"loader": print, "bucket_bytes": True}, "1 or more"),
         ({}, "needs model=, loader="),
     ],
 )

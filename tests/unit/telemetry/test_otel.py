@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -276,6 +277,61 @@ def test_a_subscription_that_was_cancelled_begins_no_spans_though_another_callba
 
     contexts = [event.trace_context for event in events if event.kind is EventKind.DISPATCH]
     assert [bool(context) for context in contexts] == [True, True, False]
+
+
+def test_a_subscription_that_is_cancelled_within_a_send_ends_the_spans_that_are_open(
+    pair: Pair,  # noqa: F811
+    exported: Exported,
+) -> None:
+    dispatched = threading.Event()
+    subscription = trace_scheme(pair.scheme, exported.provider)
+    pair.scheme.on_event(lambda _: dispatched.set())  # called once the tracing has taken the same event
+    pair.sender.send_async()
+    assert dispatched.wait(PATIENCE)
+    subscription.cancel()
+
+    [send], [below] = exported.named("send weights"), exported.named("update worker")
+    assert below.parent.span_id == send.context.span_id
+    assert below.attributes["weightsync.outcome"] == "pending"
+    assert below.attributes["weightsync.reason"] == "the tracing was cancelled before the worker had an outcome"
+    assert below.status.status_code is StatusCode.UNSET
+    pair.receiver.receive(timeout=PATIENCE)
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+    subscription.cancel()
+    assert len(exported.named("send weights")) == len(exported.named("update worker")) == 1
+
+
+def test_a_worker_that_is_too_late_when_the_tracing_is_cancelled_has_a_span_with_an_error(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    made.take(event(EventKind.DISPATCH, 1, trace_context=made.begin("policy", 1, 0.0)))
+    made.take(event(EventKind.TIMED_OUT, 1, outcome=OutcomeKind.TIMED_OUT))
+    made.end()
+
+    [below] = exported.named("update worker")
+    assert (below.attributes["weightsync.outcome"], below.status.status_code) == ("pending", StatusCode.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("late", "outcome", "says"),
+    [
+        (EventKind.DISPATCH, None, "pending"),
+        (EventKind.LOST, OutcomeKind.LOST, "lost"),
+        (EventKind.TIMED_OUT, None, ""),
+    ],
+)
+def test_a_call_that_runs_while_the_tracing_is_cancelled_leaves_no_span_open(
+    exported: Exported, late: EventKind, outcome: OutcomeKind | None, says: str
+) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    made.end()  # by another thread, when these calls have begun
+
+    assert made.begin("policy", 1, 0.0) == ""
+    made.take(event(late, 1, outcome=outcome))
+
+    assert len(exported.named("send weights")) == 1
+    assert [span.attributes["weightsync.outcome"] for span in exported.named("update worker")] == (
+        [says] if says else []
+    )
 
 
 def test_without_an_sdk_nothing_is_carried_and_nothing_fails() -> None:

@@ -128,7 +128,8 @@ class Loading:
     def _state(self, error: Exception) -> str:
         paused = "stays paused" if self._phases.pauses else "was not paused"
         if self._stage is _Stage.LOADED:
-            return "has loaded the version, but did not confirm that it resumed, and may be paused"
+            resumes = "but did not confirm that it resumed, and may be paused"
+            return f"has loaded the version, {resumes if self._phases.pauses else 'and was not paused'}"
         if self._stage is _Stage.CHANGING:
             return f"may hold parts of two versions, and {paused}"
         unreached = isinstance(error, UnreachedError)

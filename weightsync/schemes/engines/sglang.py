@@ -13,7 +13,7 @@ from weightsync.schemes.engines.carrier import Carrier, beside, described, refus
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.phases import Loading, Phases
-from weightsync.weights.loader import BUCKET_BYTES, require_names
+from weightsync.weights.loader import BUCKET_BYTES, require_bucket_bytes, require_names
 
 #: The ``group_name`` of the group that a carrier and SGLang's workers join, unless its `init_info` has another.
 GROUP: Final = "weight_update_group"
@@ -68,11 +68,12 @@ class SGLangEngine(Engine):
         bucket_bytes: int = BUCKET_BYTES,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if tp_size < 1 or bucket_bytes < 1:
-            raise ConfigurationError(f"tp_size= is {tp_size} and bucket_bytes= {bucket_bytes}: both must be 1 or more.")
+        if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
+            raise ConfigurationError(f"tp_size= is {tp_size!r}: give the number of ranks as an int, 1 or more.")
         if carrier is not None:
             refuse_async_carrier(carrier)
         require_names(name_map)
+        require_bucket_bytes(bucket_bytes)
         self._calls = HttpCalls(url, headers)
         self._carrier = carrier
         self._joined = carrier is None

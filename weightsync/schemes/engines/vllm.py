@@ -17,7 +17,7 @@ from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.phases import Loading, Phases
 from weightsync.schemes.peers.base import refuse_coroutines
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_names
+from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_bucket_bytes, require_names
 
 #: Seconds between two looks at a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
@@ -91,6 +91,9 @@ class _HandleControl:
         self.name = f"the vLLM engine {type(handle).__name__}"
 
     def phase(self, phase: str, body: Mapping[str, Any]) -> None:
+        self._call(phase, body)
+
+    def _call(self, phase: str, body: Mapping[str, Any]) -> Any:
         method = getattr(self._handle, phase)
         remote = optional(method, "remote")
         arguments = (dict(body),) if phase in self._WITH_REQUEST else ()
@@ -110,6 +113,7 @@ class _HandleControl:
                 f"{phase}() of {self.name} returned a {type(result).__name__}, which nobody awaits here: give the URL "
                 "of its server, or a Ray actor that holds it."
             )
+        return result
 
     def _awaited(self, reference: Any, phase: str) -> Any:
         ray = require_ray("VLLMEngine")
@@ -126,7 +130,7 @@ class _HandleControl:
 
     def reset_cache(self) -> None:
         if optional(self._handle, _RESET) is not MISSING:
-            self.phase(_RESET, {})
+            require_reset(self._call(_RESET, {}), self.name, "Let its requests end before a version is sent.")
 
     def resume(self) -> None:
         """Like `pause`."""
@@ -146,6 +150,15 @@ def _in_json(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**body, "update_info": info}
 
 
+def require_reset(answer: Any, name: str, advice: str) -> None:
+    """Raise EngineError: vLLM says that it did not reset its prefix cache. Older releases of it return None."""
+    if answer is False:
+        raise EngineError(
+            f"{_RESET}() of {name} returned False: requests hold parts of the prefix cache, and new requests may use "
+            f"what the old weights have computed. {advice}"
+        )
+
+
 #: vLLM keeps what prefixes of requests have computed by their tokens alone, whatever weights computed it.
 _RESET: Final = "reset_prefix_cache"
 _PHASES: Final = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -160,8 +173,8 @@ class VLLMEngine(Engine):
     engine is resumed. A server needs ``VLLM_SERVER_DEV_MODE=1`` and a ``--weight-transfer-config``.
 
     The prefix cache holds what old weights have computed of prompts. A server's pause by "abort" or "wait" empties it,
-    otherwise ``reset_prefix_cache`` does, unless a request still holds a part of it. A handle without that method is
-    left as it is.
+    otherwise ``reset_prefix_cache`` does, unless a request still holds a part of it. An object or actor whose method
+    then returns False is LOST; one without that method is left as it is.
 
     Args:
         engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. An object
@@ -192,6 +205,7 @@ class VLLMEngine(Engine):
             raise ConfigurationError(f"{carrier!r} is not a Carrier: give the object that moves its tensors.")
         refuse_async_carrier(carrier)
         require_names(name_map)
+        require_bucket_bytes(bucket_bytes)
         mode = None if pause is None else VLLMPause(pause)
         at_url = isinstance(engine, str)
         self._control = _HttpControl(HttpCalls(engine, headers), mode) if at_url else _HandleControl(engine)

@@ -17,6 +17,7 @@ from weightsync.clock import Deadline
 from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.engines.vllm import require_reset
 from weightsync.torchrl.llm.senders import EngineSender
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.strategy import WeightStrategy
@@ -186,6 +187,7 @@ class VLLMDoubleBufferWeightReceiver:
 
         Raises:
             ConfigurationError: (a ValueError) ``inplace`` is false.
+            EngineError: the prefix cache was not reset, because requests hold parts of it.
             Exception: what the engine raised.
         """
         if not inplace:
@@ -204,6 +206,10 @@ class VLLMDoubleBufferWeightReceiver:
 
         Returns:
             Whether one was loaded.
+
+        Raises:
+            EngineError: the prefix cache was not reset, because requests hold parts of it. The version does not count
+                as loaded: the next call loads it again.
         """
         deadline, at = Deadline(timeout), Path(self._scheme.local_addr)
         while (found := newest(at)) in (0, self._applied):
@@ -235,4 +241,7 @@ class VLLMDoubleBufferWeightReceiver:
     def _reset_cache(self) -> None:
         reset = optional(self._engine, "reset_prefix_cache")
         if reset is not MISSING:
-            reset()
+            name = f"the vLLM engine {type(self._engine).__name__}"
+            require_reset(
+                reset(), name, "Its new weights do not count as loaded: let its requests end, and load again."
+            )
