@@ -10,7 +10,7 @@ from weightsync.errors import ConfigurationError
 
 Scheme = TypeVar("Scheme", bound=type[Any])
 
-#: The backends that need no `register_weight_sync_backend`, for annotations.
+#: The built-in backends, for annotations.
 WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
 ]
@@ -24,7 +24,7 @@ _HOMES = {
     "rpc": ("weightsync.schemes.rpc", "RPCWeightSyncScheme"),
     "ray": ("weightsync.schemes.ray", "RayWeightSyncScheme"),
 }
-#: A direct worker shares the trainer's own model, and a thread its memory.
+#: A direct worker shares the trainer's own model; a thread shares the trainer's memory.
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 _registered: dict[str, type[Any]] = {}
 
