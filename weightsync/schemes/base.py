@@ -100,7 +100,7 @@ class WeightSyncScheme(Configured):
     sync = True
     #: Whether a send may name weights for some workers only: the others keep theirs.
     per_worker_weights = False
-    #: Whether ``delta=True`` is possible: the bytes of each payload travel, to weightsync receivers.
+    #: Whether ``delta=True`` is possible: the bytes of each payload are sent, to weightsync receivers.
     _carries_deltas = False
     #: The keywords of `init_on_sender` (here) and `init_on_worker` (below) beyond those of all schemes.
     _sender_arguments: tuple[str, ...] = ()

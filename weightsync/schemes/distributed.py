@@ -1,4 +1,4 @@
-"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over one connection per worker."""
+"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights are sent over one connection per worker."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
-        delta: whether a version may travel as a delta, for slow links: see `WeightSyncScheme`.
+        delta: whether a version may be sent as a delta, for slow links: see `WeightSyncScheme`.
         fanout: in the trainer: the number of workers to which it sends each payload. Each of them passes the payload on
             to as many others while it arrives, and so on. Default: the trainer sends each payload to every worker.
             gloo only.

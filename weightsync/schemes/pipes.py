@@ -44,7 +44,7 @@ class PipeScheme(WeightSyncScheme):
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
-        delta: whether a version may travel as a delta: see `WeightSyncScheme`.
+        delta: whether a version may be sent as a delta: see `WeightSyncScheme`.
     """
 
     _sender_arguments = ("pipes", "processes")
@@ -221,7 +221,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
             Always so for a TorchRL collector with several policy factories.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
-        delta: whether a version may travel as a delta: see `WeightSyncScheme`. Payloads then go through the pipe and
+        delta: whether a version may be sent as a delta: see `WeightSyncScheme`. Payloads then go through the pipe and
             not through shared memory. Use it only for pipes to other hosts: within a host, shared memory is faster.
     """
 

@@ -52,7 +52,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`: also the format that plain actors get.
-        backend: "gloo" or "nccl", for TorchRL's API; weights travel through Ray, so it has no effect.
+        backend: "gloo" or "nccl", for TorchRL's API; weights are sent through Ray, so it has no effect.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: "object_store" (default), or "nixl": needs the package of that name.

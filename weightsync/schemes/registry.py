@@ -15,7 +15,7 @@ WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
 ]
 
-#: Our own schemes, imported on first use, so that Ray is needed only by those who use it.
+#: Our own schemes, imported on first use, so that only programs that use Ray need it.
 _HOMES = {
     "none": ("weightsync.schemes.none", "NoWeightSyncScheme"),
     "shared": ("weightsync.schemes.shared", "SharedMemWeightSyncScheme"),

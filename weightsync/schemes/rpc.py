@@ -26,7 +26,7 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """Workers are processes of one `torch.distributed.rpc` world; each version travels as one flat tensor per worker.
+    """Workers are processes of one `torch.distributed.rpc` world; each version is sent as one flat tensor per worker.
 
     How a worker is given determines the evidence of its outcomes. A worker given by name alone (``collector_infos=``)
     has our receiver, which answers for each version (evidence ``answer``); messages sent before it listens wait there.

@@ -57,7 +57,7 @@ def send_sharded(
             dict that holds DTensors. Do not register it with ``init_on_sender(model=...)``.
         worker_ids: as for `WeightSyncScheme.send`; only the sending rank's value counts.
         group: the process group of all these ranks; None: the default one. Its timeout, and those of the DTensors'
-            meshes, are set to what is left of ``timeout`` if they are gloo's, and restored afterwards.
+            meshes, are set to the rest of ``timeout`` if they are gloo's, and restored afterwards.
         timeout: seconds until the wait ends, on every rank alike; None: forever; default: `WEIGHTSYNC_TIMEOUT` or
             60. Other backends than gloo wait for their peers as long as their own timeout says.
         on_failure: as for `WeightSyncScheme.send`, on every rank alike.
@@ -236,7 +236,7 @@ class _Ranks:
 
 
 class _Limit:
-    """Sets the timeout of gloo's groups to what is left: called before each collective."""
+    """Sets the timeout of gloo's groups to the time that is left: called before each collective."""
 
     def __init__(self, backends: Sequence[Any], deadline: Deadline) -> None:
         self._backends = backends

@@ -55,7 +55,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
             are copied out of it. A worker that writes into such parameters writes into those of every worker on that
             GPU. Modules that torch has compiled are copied into in any case, and so is every module of a worker that
             captures a CUDA graph: a graph keeps the addresses of its capture.
-        delta: refused, since no payload travels that a delta could make smaller.
+        delta: refused, since no payload is sent that a delta could make smaller.
     """
 
     apply_mode = Mode.MAP

@@ -173,7 +173,7 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
 
 
 def runs_of(machines: Sequence[Machine]) -> list[Network]:
-    """The machines, grouped by who exchanged messages with whom."""
+    """The machines in groups that exchanged messages."""
     network = Network(machines)
     group = {machine.name: {machine.name} for machine in machines}
     for ours, theirs in network.connected:

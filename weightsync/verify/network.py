@@ -42,7 +42,7 @@ class SentMessage:
 
 @dataclass
 class Network:
-    """All machines of a trace, and who exchanged messages with whom."""
+    """All machines of a trace, and which of them exchanged messages."""
 
     machines: Sequence[Machine]
     by_name: dict[str, Machine] = field(default_factory=dict)

@@ -69,7 +69,7 @@ class RayTransport(_ActorFacade):
         tensor_transport: "object_store" or "nixl".
         remote_actor: generation B's name of ``remote_collector``.
         worker_idx: generation B: the worker's id, for messages.
-        backend: generation B: "gloo" or "nccl", ignored, since weights travel through Ray.
+        backend: generation B: "gloo" or "nccl", ignored, since weights are sent through Ray.
         connection_info_name: generation B: ignored, since there is no process group to find.
         model_id: generation B: ignored; `send_weights` names the model.
         key: a secret shared with the actor: see `RayWeightSyncScheme`.
@@ -109,7 +109,7 @@ class RayTransport(_ActorFacade):
         """Do nothing: each send has the next version, and its report names it."""
 
     def set_process_group(self, process_group: Any, store: Any = None) -> None:
-        """Do nothing: weights travel through Ray, beside any process group."""
+        """Do nothing: weights are sent through Ray, beside any process group."""
 
 
 @torchrl_class
