@@ -25,14 +25,14 @@ class Unset(enum.Enum):
 
 
 UNSET: Final = Unset.UNSET
-#: The model if none is named.
+#: The model id if none is given.
 POLICY: Final = "policy"
 
 
 def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
-    """What ``send_weights(model_id, weights)``, ``(weights)`` or ``(weights, model_id)`` means.
+    """The model id and the weights in ``send_weights(model_id, weights)``, ``(weights)`` or ``(weights, model_id)``.
 
-    Of two arguments the str is the model's id, in either place; a single one is the weights of the model "policy".
+    Of two arguments the str is the model's id, in either position; a single argument is the weights of "policy".
 
     Raises ConfigurationError: no weights, or two arguments of which none is a str.
     """

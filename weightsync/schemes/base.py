@@ -59,7 +59,7 @@ from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
-#: The base, and what schemes read their arguments with.
+#: The base class, and the functions with which schemes read their arguments.
 __all__ = ["WeightSyncScheme", "checked", "given_or_found"]
 
 _ALWAYS_ON_SENDER = (
@@ -73,18 +73,18 @@ class WeightSyncScheme(Configured):
     """One model across all workers: makes the sender in the trainer and the receivers in the workers.
 
     Both generations of TorchRL's API: `get_sender` and `get_receiver` give the objects of the first; `connect`, `send`
-    and `receive` of the scheme itself are the second's. A pickled, copied or forked scheme carries its configuration
-    only; each side is initialised once. A scheme object with both sides is two independent machines.
+    and `receive` of the scheme itself are the second's. A pickled, copied or forked scheme carries only its
+    configuration. Each side is initialised once. The two sides of one scheme object are independent of each other.
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
         verify: what a receiver compares before it applies a version, in addition to names, shapes, dtypes and length.
-            "auto" (default): the digest of weights that travelled; for weights in memory that worker and trainer
+            "auto" (default): the digest of weights that were transferred; for weights in memory that worker and trainer
             share, the seal of that memory. "digest": the digest of these too. "layout": the seal, but no digest.
         wire_dtype: "bfloat16", "float16" or "float32", or the torch dtype: wider floating tensors are cast to it, on
-            their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
-            All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
-            is sent. Default: nothing is cast. Only the trainer's scheme reads it.
+            their device, before they are sent, and the workers' models must have that dtype
+            (``model.to(torch.bfloat16)``). All other tensors are sent as they are. A value that would become infinite
+            is a `LayoutError`, and nothing is sent. Default: nothing is cast. Only the trainer's scheme reads it.
         delta: whether a version may be sent as its difference from the previous one, to workers that hold that one.
             Meant for slow links. Each worker keeps one extra packed version. Only the trainer's scheme reads this
             argument. See the guide.
@@ -100,11 +100,11 @@ class WeightSyncScheme(Configured):
     sync = True
     #: Whether a send may name weights for some workers only: the others keep theirs.
     per_worker_weights = False
-    #: Whether ``delta=True`` is possible: the bytes of each payload travel, to weightsync receivers.
+    #: Whether ``delta=True`` is possible: the bytes of each payload are sent, to weightsync receivers.
     _carries_deltas = False
     #: The keywords of `init_on_sender` (here) and `init_on_worker` (below) beyond those of all schemes.
     _sender_arguments: tuple[str, ...] = ()
-    #: Which workers of TorchRL's collectors it reaches; None: it needs none.
+    #: Which workers of TorchRL's collectors this scheme can reach; None: it needs none of them.
     _reached: WorkerKind | None = None
     _worker_arguments: tuple[str, ...] = ()
     _not_copied: tuple[str, ...] = (
@@ -128,7 +128,7 @@ class WeightSyncScheme(Configured):
         self._begin()
 
     def _require_deltas(self) -> None:
-        """Raise ConfigurationError unless this scheme's links carry deltas, and their results are compared."""
+        """Raise ConfigurationError unless this scheme's links carry deltas, and receivers verify the results."""
         if not self._carries_deltas:
             raise ConfigurationError(
                 f"delta=True is not for {type(self).__name__}. It is for weights whose bytes travel over a slow link: "
@@ -148,7 +148,7 @@ class WeightSyncScheme(Configured):
         self._context = Context()
         #: The events of both sides; None until a callback is registered.
         self._events: Events | None = None
-        #: Held while the first callback is registered: of two threads, one makes the events.
+        #: Held while the first callback is registered, so that only one thread makes the events.
         self._first_callback = threading.RLock()
         #: In a worker: which weights of its model are received; None means all.
         self.applied_selection: Selection | None = None
@@ -188,7 +188,7 @@ class WeightSyncScheme(Configured):
                 workers stay as they are. The workers must be given the same ``names``;
                 ``check_finite=True``: refuse weights with NaN or infinite values (`NonFiniteError`);
                 ``expected_workers``: the least number of workers that a send needs;
-                ``fence``: the new sender's incarnation is above this one: see `WorkerLostError.fence`;
+                ``fence``: the new sender's incarnation is higher than this one: see `WorkerLostError.fence`;
                 ``ctx``: a multiprocessing context.
 
         Raises:
@@ -288,7 +288,7 @@ class WeightSyncScheme(Configured):
         self._receiver_side.on_meta_device = on_meta_device
 
     def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
-        """Keep what the worker's side was given."""
+        """Keep the arguments of the worker's side."""
         worker_idx = given_or_found(given, context, "worker_idx")
         if worker_idx is not None:
             self._receiver_side.worker_idx = require_worker_id(worker_idx)
@@ -296,27 +296,27 @@ class WeightSyncScheme(Configured):
             self._context.set(context)
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """How each worker is reached: worker id to what `lay_link` takes.
+        """The endpoint of each worker, as `lay_link` takes it, by worker id.
 
-        Raises ConfigurationError: it is not given, or contradictory. No link has been created.
+        Raises ConfigurationError: an endpoint is missing, or they are contradictory. No link has been created.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
         )
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """How the sender reaches us: what `listen` takes. Raises ConfigurationError: it is not given."""
+        """The endpoint at which the sender reaches us, for `listen`. Raises ConfigurationError: it is missing."""
         raise NotImplementedError(
             f"{type(self).__name__} does not override init_on_worker(): do so, or use create_receiver() and "
             "register_worker_transport()."
         )
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """What the weights are applied to: a model, or a path on the context."""
+        """The destination of the weights: a model, or a path on the context."""
         return model_for_worker(given, context, model_id)
 
     def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
-        """Whether the handshake is sent at `connect`, when the worker can find it, and not at `init_on_sender`."""
+        """Whether `connect` sends the handshake, when the workers can receive it, instead of `init_on_sender`."""
         return False
 
     def connect(
@@ -357,7 +357,7 @@ class WeightSyncScheme(Configured):
                 self._connect_receiver(worker_idx, deadline)
 
     def _next_side(self, worker_idx: int | None, weights: Any) -> SenderSide | ReceiverSide:
-        """The side that a call of `connect` means; of an object with both sides the sender's comes first."""
+        """The side that a call of `connect` connects; if the object has both, the sender's comes first."""
         sending, receiving = self._sender_side, self._receiver_side
         if sending.sender is None and receiving.receiver is None:
             raise StateError("scheme", "uninitialized", "connect", ["init_on_sender", "init_on_receiver"])
@@ -391,7 +391,7 @@ class WeightSyncScheme(Configured):
         self._receiver_side.await_first(receiver, background, deadline)
 
     def _workers_answered(self) -> None:
-        """Called after `connect` and each `send`: a scheme releases what it kept for workers until they answer."""
+        """Called after `connect` and each `send`: a scheme releases what it kept until the workers answered."""
         return
 
     def send(
@@ -407,15 +407,16 @@ class WeightSyncScheme(Configured):
         An outstanding update is settled first: abandoned if its failure was already reported, else waited for.
 
         Args:
-            weights: as for `WeightSender.send`; or a dict of worker ids to weights: workers whose weights are equal
-                share a version, and the others' versions are sent one after another. With ``per_worker_weights`` it
-                may leave workers out; they keep what they serve.
+            weights: as for `WeightSender.send`; or a dict that maps worker ids to weights: workers whose weights are
+                equal share a version, and the others' versions are sent one after another. With ``per_worker_weights``
+                it may leave workers out; they keep what they serve.
             worker_ids: one or several worker ids; None: all workers.
             timeout: seconds until the wait ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise", or "report": return the report even if workers failed.
 
         Returns:
-            Each worker's outcome; PENDING with ``sync=False``, where the next send or `shutdown` reports it.
+            Each worker's outcome. With ``sync=False`` it is PENDING, and the next send or `shutdown` reports the
+            result.
 
         Raises:
             StateError: not initialised, not connected, or shut down.
@@ -439,7 +440,7 @@ class WeightSyncScheme(Configured):
 
         Returns:
             The weights that the model holds now, if a new version went live since the last call; with a loader, the
-            version's number. None: none arrived, or it was refused.
+            version's number. None: no version arrived, or it was refused.
 
         Raises:
             StateError: not initialised, not connected, or shut down.
@@ -462,8 +463,8 @@ class WeightSyncScheme(Configured):
 
         Args:
             weights: None: the cached weights, else the model found by `get_model`, the path ``model_id`` on the
-                context, its fallback policy, or the model given at init, in this order. A module is extracted; a str is
-                a path on the context; anything else is taken as it is.
+                context, its fallback policy, or the model given at init, in this order. A module's weights are
+                extracted; a str is a path on the context; anything else is taken as it is.
             model_id: the model that is sent.
             strategy: how a module's weights are extracted.
             context: where models are found; None: the one given at init.
@@ -476,7 +477,7 @@ class WeightSyncScheme(Configured):
         return strategy.extract_weights(found) if isinstance(found, nn.Module) else found
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """Like `prepare_weights`, but a module is read straight from its own tensors, and not extracted first.
+        """Like `prepare_weights`, but a module's tensors are read directly, and not extracted first.
 
         If a subclass overrides `prepare_weights`, or a strategy overrides `extract_weights`, that is called instead.
         """
@@ -486,7 +487,7 @@ class WeightSyncScheme(Configured):
         return self.prepare_weights(weights, model_id, self._strategy, context)
 
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
-        """What `prepare_weights` takes the weights of."""
+        """The object whose weights `prepare_weights` takes."""
         if weights is None:
             found = self._found(model_id, self._context() if context is None else context)
         elif isinstance(weights, str):
@@ -566,7 +567,7 @@ class WeightSyncScheme(Configured):
             self._events.emit(event)
 
     def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> bool:
-        """Have a side report its events, if a callback is registered; whether one is."""
+        """If a callback is registered, have a side report its events. Returns whether one is registered."""
         if self._events is None:
             return False
         if sender is not None:
@@ -616,10 +617,10 @@ class WeightSyncScheme(Configured):
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.
 
-        Here ``endpoint`` is a transport, TorchRL's or the user's own, or `create_transport` makes one of it.
+        Here ``endpoint`` is a transport, TorchRL's or the user's own, or `create_transport` makes a transport from it.
 
         Raises:
-            ConfigurationError: no link can be made of it.
+            ConfigurationError: no link can be made from it.
         """
         transport = self._transport_for(endpoint)
         if isinstance(transport, LinkTransport):
@@ -637,13 +638,13 @@ class WeightSyncScheme(Configured):
         return made if isinstance(made, LinkTransport | BareTransport) else None
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Give ``accept`` the links by which senders reach us at ``endpoint``; here there is just one, at once.
+        """Call ``accept`` with each link over which a sender reaches us at ``endpoint``; here with one link, at once.
 
-        A user's own transport, which ``endpoint`` is or `create_transport` makes of it, is asked for weights by a
-        thread.
+        If the transport (``endpoint``, or what `create_transport` makes from it) is the user's own, a thread asks it
+        for weights.
 
         Raises:
-            ConfigurationError: no link can be made of the endpoint.
+            ConfigurationError: no link can be made from the endpoint.
         """
         transport = self._transport_for(endpoint)
         lays_links = type(self).lay_link is not WeightSyncScheme.lay_link

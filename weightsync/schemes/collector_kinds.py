@@ -22,7 +22,7 @@ class WorkerKind(enum.Enum):
     PROCESSES = "processes of this host"
 
 
-#: By the first of these attributes that a collector has.
+#: What a collector's workers are, by the first of these attributes that it has.
 _KINDS = {
     "remote_collectors": WorkerKind.ACTORS,
     "collector_infos": WorkerKind.OVER_RPC,
@@ -44,7 +44,7 @@ def refuse_out_of_reach(scheme: str, reached: WorkerKind | None, context: Any, g
         scheme: the scheme's name, for the message.
         reached: the workers that it reaches; None: it needs none of the collector's.
         context: the context of `init_on_sender`.
-        given: the keywords that say how the workers are reached: then the collector is not asked.
+        given: the keywords that say how the workers are reached. If one is given, the collector is not checked.
 
     Raises:
         ConfigurationError: the collector has other workers, or none.
@@ -69,7 +69,7 @@ def _kind_of(collector: Any) -> WorkerKind | None:
 
 
 def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, Callable[[], Any]]:
-    """What finds the processes of a TorchRL collector's workers, by worker id; empty if it has none on this host.
+    """By worker id: what finds the process of a TorchRL collector's worker. Empty if it has none on this host.
 
     The collector starts them after `init_on_sender`, before `connect`.
     """
@@ -80,13 +80,13 @@ def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, Calla
 
 
 def _started(collector: weakref.ref[Any], worker: int) -> Any:
-    """The process of a worker; None: it was not started yet."""
+    """The process of a worker; None: it has not been started yet."""
     processes = optional(collector(), "procs")
     return processes[worker] if isinstance(processes, list) and worker < len(processes) else None
 
 
 def note_worker_errors(error: WorkerLostError, context: Any) -> None:
-    """Note in an error what the lost workers of a TorchRL collector have raised: the collector no longer asks them."""
+    """Add to an error what the lost workers of a TorchRL collector raised: the collector will not read it any more."""
     pipes = optional(context, "pipes") if _has_processes(context) else None
     if not isinstance(pipes, list):
         return

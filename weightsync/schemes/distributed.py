@@ -1,4 +1,4 @@
-"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over one connection per worker."""
+"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights are sent over one connection per worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weightsync.weights.strategy import WeightStrategy
 IN_FLIGHT: Final = 4
 #: TorchRL's collectors use ``tcp_port`` and the one after it themselves.
 _PORT_OFFSET: Final = 2
-#: The number of ports there are.
+#: The number of ports.
 _PORTS: Final = 2**16
 #: How TorchRL addresses a worker.
 _PAIR: Final = ("store", "rank")
@@ -87,7 +87,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
-        delta: whether a version may travel as a delta, for slow links: see `WeightSyncScheme`.
+        delta: whether a version may be sent as a delta, for slow links: see `WeightSyncScheme`.
         fanout: in the trainer: the number of workers to which it sends each payload. Each of them passes the payload on
             to as many others while it arrives, and so on. Default: the trainer sends each payload to every worker.
             gloo only.
@@ -119,7 +119,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         require_backend(backend)
         _require_fanout(fanout, backend)
-        #: To how many workers the trainer, and each worker, sends a payload; None: the trainer to all.
+        #: The number of workers to which the trainer, and each worker, sends a payload; None: the trainer sends it to
+        #: all.
         self.fanout = fanout
         self._key = None if key is None else SharedKey(key)
         self.backend = backend
@@ -215,7 +216,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         weights_buffer: Any = None,
         sync: bool | None = None,
     ) -> Any:
-        """TorchRL's transport to one worker, or to the trainer; incomplete, it raises at its first send.
+        """TorchRL's transport to one worker, or to the trainer; if it is incomplete, its first send raises.
 
         Args:
             pipe_or_context: the tuple ``(store, rank)``, or the store.

@@ -1,4 +1,4 @@
-"""What schemes and TorchRL's transport classes ask of each other; the classes are in `weightsync.torchrl`."""
+"""The interfaces between schemes and TorchRL's transport classes, which are in `weightsync.torchrl`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FacadeServices:
     applied_selection = None
 
     def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str) -> None:
-        # Weakly: without a cycle, all behind a transport is freed as soon as the transport is.
+        # A weak reference: without a cycle, all that a transport holds is freed together with it.
         self._facade = weakref.ref(layer)
         self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
 
@@ -81,11 +81,11 @@ class FacadeServices:
         return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """Like `prepare_weights`: a facade's user may be shown what is sent."""
+        """As `prepare_weights`, since a facade's user may be shown what is sent."""
         return self.prepare_weights(weights, model_id, self.strategy, context)
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Tell the facade of each version, before it is dispatched."""
+        """Pass each version to the facade before it is dispatched."""
         self._layer._published(model_id, weights)
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Any:
@@ -104,7 +104,7 @@ class LinkTransport(Protocol):
         """
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Have ``accept`` called with each link by which a sender reaches us; calling what is returned ends that.
+        """Have ``accept`` called with each link by which a sender reaches us; the returned function ends that.
 
         Raises ConfigurationError: the transport was not given an address to listen at, or does not receive.
         """
@@ -123,7 +123,7 @@ _transports: dict[str, Any] = {}
 
 
 def torchrl_class(transport: Class) -> Class:
-    """A class decorator: schemes make this transport where TorchRL's API has them make one of its name."""
+    """A class decorator: schemes make this transport where TorchRL's API has them make the one of the same name."""
     _transports[transport.__name__] = transport
     return transport
 
@@ -131,7 +131,7 @@ def torchrl_class(transport: Class) -> Class:
 def torchrl_transport(name: str) -> Any:
     """One of TorchRL's transport classes, by its public name.
 
-    `create_transport` is TorchRL's API, so schemes have it; `weightsync.torchrl` is imported when it is called.
+    `create_transport` is part of TorchRL's API, so schemes have it; only a call of it imports `weightsync.torchrl`.
     """
     if name not in _transports:
         names.lookup(name)  # its module registers it
@@ -139,7 +139,7 @@ def torchrl_transport(name: str) -> Any:
 
 
 def connection_of(endpoint: Any) -> Any:
-    """The connection: ``endpoint`` itself, its ``.pipe``, or the end of the pipe that it is a transport over.
+    """The connection: ``endpoint`` itself, its ``.pipe``, or, if it is a transport, its end of the pipe.
 
     Raises ConfigurationError: nothing was given.
     """

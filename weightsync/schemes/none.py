@@ -21,7 +21,7 @@ from weightsync.weights.meta_device import is_on_meta
 
 
 class NoSender(WeightSender):
-    """Its sends succeed with an empty report; weights are not looked at."""
+    """Its sends succeed with an empty report; weights are ignored."""
 
     def _known_layout(self) -> None:
         """There are no weights, so there is no layout."""
@@ -75,7 +75,7 @@ class NoReceiver(WeightReceiver):
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Moves nothing: for workers without a model, or with one that never changes."""
+    """Sends nothing: for workers without a model, or with one that never changes."""
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make a sender that needs nothing; all other arguments are ignored."""

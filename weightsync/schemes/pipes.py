@@ -34,7 +34,7 @@ class PipeScheme(WeightSyncScheme):
     with it, and inherited by a forked one; each worker takes its own by its ``worker_idx`` and closes the others.
 
     `init_on_sender` takes ``processes``: the workers' processes, started or not yet, in the order of ``pipes`` or by
-    worker id. A worker that dies before it has connected is then LOST at once; without them it is TIMED_OUT where
+    worker id. A worker that dies before it has connected is then LOST at once; without ``processes`` it is TIMED_OUT if
     another process, such as the trainer, still holds the worker's end of its pipe.
 
     Args:
@@ -44,7 +44,7 @@ class PipeScheme(WeightSyncScheme):
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
-        delta: whether a version may travel as a delta: see `WeightSyncScheme`.
+        delta: whether a version may be sent as a delta: see `WeightSyncScheme`.
     """
 
     _sender_arguments = ("pipes", "processes")
@@ -77,7 +77,7 @@ class PipeScheme(WeightSyncScheme):
         return sender
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
+        """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes made here."""
         if self._lays_links_at_connect(given, context):
             return self._own_pipes(given)
         pipes = _listed(given_or_found(given, context, "pipes"))
@@ -170,7 +170,7 @@ class PipeScheme(WeightSyncScheme):
         return state
 
     def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> Any:
-        """TorchRL's transport class over a pipe's end (or a context that has one), by whatever name it is given.
+        """TorchRL's transport class over a pipe's end, or over a context that has one.
 
         Args:
             pipe_or_context: our end of a pipe, or an object whose ``.pipe`` is that.
@@ -211,18 +211,18 @@ class PipeScheme(WeightSyncScheme):
 
 
 class MultiProcessWeightSyncScheme(PipeScheme):
-    """Over multiprocessing pipes; large payloads by shared memory. Workers copy out into their own parameters.
+    """Over multiprocessing pipes, and shared memory for large payloads. Workers copy weights into their own parameters.
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
-        sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
-            the next `send`, or `shutdown`, reports the outcomes.
+        sync: whether the scheme's own `send` waits for its answers (default). If not, it returns a report with PENDING
+            outcomes, and the next `send`, or `shutdown`, reports the results.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
             Always so for a TorchRL collector with several policy factories.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
-        delta: whether a version may travel as a delta: see `WeightSyncScheme`. Payloads then travel through the pipe,
-            not by shared memory, which is faster within a host: it is for connections to other hosts.
+        delta: whether a version may be sent as a delta: see `WeightSyncScheme`. Payloads then go through the pipe and
+            not through shared memory. Use it only for pipes to other hosts: within a host, shared memory is faster.
     """
 
     _carries_deltas = True
@@ -239,7 +239,7 @@ def _listed(pipes: Any) -> list[Any]:
 
 
 def _refuse_unusable(pipes: Sequence[Any]) -> None:
-    """Refuse pipes before a link is created over any of them, so that the good ones can be given again."""
+    """Refuse unusable pipes before a link is created over any of them, so that the good ones can be given again."""
     connections = [connection_of(pipe) for pipe in pipes]
     if len({id(connection) for connection in connections}) < len(connections):
         raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe per worker.")

@@ -43,16 +43,16 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
-    """Workers are Ray actors. Each version is put into Ray's object store once, and read from there by all.
+    """Workers are Ray actors. Each version is put into Ray's object store once; all actors read it from there.
 
     Actors of a class that derives from `WeightSyncActor` answer for each version (evidence ``answer``). Plain actors
     with a method ``update_policy_weights_(policy_or_weights=)``, ``_update_weights_tensordict(params=)`` or
-    ``_update_weights_state_dict(state_dict=)`` work as they are: all that is known of them is that the call returned
-    (evidence ``call``).
+    ``_update_weights_state_dict(state_dict=)`` work as they are, but it is only known that the call returned (evidence
+    ``call``).
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`: also the format that plain actors get.
-        backend: "gloo" or "nccl", for TorchRL's API; weights travel through Ray, so it has no effect.
+        backend: "gloo" or "nccl", for TorchRL's API; weights are sent through Ray, so it has no effect.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: "object_store" (default), or "nixl": needs the package of that name.
@@ -102,7 +102,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         return dict(enumerate(actors))
 
     def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
-        """For a TorchRL collector, which initialises the scheme in its actors between `init_on_sender` and `connect`.
+        """True for a TorchRL collector: it initialises the scheme in its actors between `init_on_sender` and `connect`.
 
         At `init_on_sender` no weightsync receiver listens in them yet.
         """
@@ -131,17 +131,17 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     @property
     def connection_info_name(self) -> str:
-        """The name under which TorchRL's scheme would register its rendezvous; here no actor has it."""
+        """The name under which TorchRL's scheme would register its rendezvous; ours has no such actor."""
         return f"connection_info_{self.model_id or POLICY}"
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """The actor that we are in. It is not used, since a process holds only one."""
+        """The actor of this process. It is not used, since a process holds only one."""
         return given.get("actor_ref", context)
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The model given, or found by ``get_model``, or at the path ``model_id``; for "policy", an actor's module."""
         found = super()._worker_model(given, context, model_id)
-        # Another id means its own attribute only: a critic's weights would fit many policies.
+        # Any other id names only its own attribute: a critic's weights would fit many policies.
         return only_module(context, found) if found == "policy" else found
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
@@ -151,7 +151,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         return actor_server_of(model_id).open(accept, SharedKey.given(self._key))
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
-        """Return at once: the first weights arrive by a call, which an actor that waits could not take."""
+        """Return at once: the first weights arrive in a call, which a waiting actor could not run."""
 
     def create_transport(
         self,
@@ -187,7 +187,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 def is_transport(endpoint: Any) -> bool:
-    """Whether an endpoint is a transport, TorchRL's or the user's own. An actor is none, whatever methods it has."""
+    """Whether an endpoint is a transport, TorchRL's or the user's own. An actor is not one, whatever methods it has."""
     return isinstance(endpoint, BareTransport) and optional(endpoint, RUN) is MISSING
 
 
@@ -224,7 +224,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _never_twice(function: _Function) -> _Function:
-    # What Ray's own decorator sets: using that would import Ray with weightsync.
+    # This is what Ray's own decorator sets. Using the decorator would import Ray whenever weightsync is imported.
     function.__dict__["__ray_max_task_retries__"] = 0
     return function
 
@@ -237,11 +237,11 @@ class WeightSyncActor:
             def __init__(self):
                 self.policy = make_policy()
 
-    Weights are applied between two calls of a serial actor. In a threaded one (``max_concurrency``) none go live amid a
-    forward of the module. Put several forwards that belong together, and those of your own threads, in
+    Weights are applied between two calls of a serial actor. In a threaded actor (``max_concurrency``) no version goes
+    live during a forward of the module. Put several forwards that belong together, and those of your own threads, in
     ``with self.weight_receiver().serving():``. The model is what ``self.get_model(model_id)`` returns, else
     ``self.<model_id>``, such as ``self.policy``. An actor may initialise a `RayWeightSyncScheme` itself, by
-    `init_on_worker`; that one is used then.
+    `init_on_worker`; then that scheme is used.
 
     Attributes:
         weight_key: the key shared with the trainer, for an actor that sets it in ``__init__``: senders with another

@@ -30,9 +30,9 @@ ONLY = 0
 class RayModuleTransformSender(ActorSender):
     """Sends to the one actor behind a transform, which is found when it is first needed.
 
-    It is looked for, in this order, in the transform that was set, in the context, at the path ``model_id`` on the
-    context (each an actor, or an object whose ``._actor`` is one), and as the only entry of ``actor_refs``. Its id is
-    0.
+    The actor is looked for in this order: in the transform that was set, in the context, at the path ``model_id`` on
+    the context (each an actor, or an object whose ``._actor`` is one), and as the only entry of ``actor_refs``. Its
+    worker id is 0.
 
     `send` and `send_async` raise ConfigurationError (a ValueError) if no actor is found, and take None, 0 or [0] for
     ``worker_ids``.

@@ -42,14 +42,14 @@ logger = logging.getLogger("weightsync")
 
 #: Seconds that an async actor's event loop is held while another thread serves.
 PATIENCE_OF_LOOP: Final = 1.0
-#: Seconds between two looks at what another thread may have done.
+#: Seconds between two checks of what another thread may have done.
 STEP: Final = 0.05
 
 Answer = concurrent.futures.Future[Frames]
 
 
 class _CameEarly(Exception):
-    """What this call waits for takes longer than it may block the event loop, such as calls begun before it."""
+    """This call would have to wait longer than it may block the event loop, for instance for earlier calls."""
 
 
 class ActorServer:
@@ -114,7 +114,7 @@ class ActorServer:
     def call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
         """Take a parcel, have the receiver decide it, and return the answers.
 
-        It waits while a forward pass serves the version (`WeightReceiver.serving`), so that none sees two versions.
+        It waits for running forward passes (`WeightReceiver.serving`), so that none sees two versions.
 
         Raises:
             TransportError: its link is closed, or unknown here though this is not its first call; or calls begun
@@ -154,9 +154,9 @@ class ActorServer:
         return [frame for answer in answers if answer.done() for frame in answer.result()]
 
     def _rejected(self, parcel: Parcel, error: WeightSyncError) -> Frames:
-        """Reject a link for whose model there is nothing here, if there are other models.
+        """Reject a link whose model is not in this actor, if other models are.
 
-        Raises WeightSyncError: the error given: there are none, or the answer would have to be sealed.
+        Raises WeightSyncError: the error given: there are no other models, or the answer would have to be sealed.
         """
         others = [model_id for model_id, server in _servers.items() if server is not self and server.serves]
         if not others or is_envelope(parcel.frame):
@@ -167,7 +167,7 @@ class ActorServer:
         return [codec.encode(rejection(codec.decode(parcel.frame), reason))]
 
     def _require_known(self, parcel: Parcel) -> None:
-        """Refuse a link whose first call this actor has not seen: it was restarted since."""
+        """Refuse a link whose first call this actor has not seen: the actor was restarted since then."""
         patience = Deadline(0.0 if _in_order() else _patience_for_order())
         while parcel.number and not self._call_server.knows(parcel.link):
             if patience.passed:
@@ -216,8 +216,8 @@ class ActorServer:
             raise StateError("receiver", "closed", "a call", [])
 
     def _guard_forwards(self, receiver: WeightReceiver) -> None:
-        """Have no version go live amid a forward: other threads of the actor may act beside this one."""
-        with contextlib.suppress(WeightSyncError):  # there is no model yet: who applies weights reports it
+        """Have no version go live during a forward: other threads of the actor may be running the model."""
+        with contextlib.suppress(WeightSyncError):  # there is no model yet: applying weights reports it
             receiver.target()  # its path may lead to another model by now
         with self.lock:
             if self._guard is None or self._guard.receiver is not receiver:
@@ -248,12 +248,12 @@ def _patience_for_order() -> float:
 
 
 def _too_early(reason: str) -> Exception:
-    """What ends a call that cannot be decided yet. On an event loop its sender repeats it for a while."""
+    """Ends a call that cannot be decided yet. On an event loop, the sender repeats the call for a while."""
     return _CameEarly(reason) if _on_a_loop() else TransportError(reason)
 
 
 def _in_order() -> bool:
-    """Whether calls arrive in the order in which they were begun: Ray runs a serial actor's in its main thread."""
+    """Whether calls arrive in the order in which they began: Ray runs a serial actor's calls in its main thread."""
     return threading.current_thread() is threading.main_thread() and not _on_a_loop()
 
 
@@ -277,7 +277,7 @@ class ActorSender(WeightSender):
 class ActorReceiver(WeightReceiver):
     """A receiver driven by the calls to this process's actor: `receive` need not be called."""
 
-    # Otherwise threads that act without a pause would never let a call apply what it has brought.
+    # Otherwise, with threads that act without a pause, a call could never apply its weights.
     _forwards_swap = True
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:

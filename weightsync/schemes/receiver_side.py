@@ -55,13 +55,13 @@ class ReceiverSide:
             raise
 
     def await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
-        """Wait until the first version is live, was refused, or the sender's handshake says that it has none.
+        """Wait until the first version is live or refused, or the sender's handshake says that there is none.
 
         Raises:
             AckTimeoutError: none of these happened in time.
             WeightSyncError: the first version was refused.
             ConfigurationError: the model came without weights, and the trainer has sent none. The receiver is closed,
-                and the trainer notified why.
+                and the trainer is told why.
         """
         driver = receiver.driver
 
@@ -98,7 +98,7 @@ class ReceiverSide:
         receiver = self.require_receiver("connect")
         relay = relay_call(context, receiver.model_id)
         if relay is None or isinstance(receiver.model, Loader):
-            return None  # a loader has the weights: what it passes on is its own affair
+            return None  # a loader has the weights: passing them on is up to the loader
         form = WeightStrategy("tensordict") if is_torchrls(context) else strategy
         return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 

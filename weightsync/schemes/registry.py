@@ -10,12 +10,12 @@ from weightsync.errors import ConfigurationError
 
 Scheme = TypeVar("Scheme", bound=type[Any])
 
-#: The backends that need no `register_weight_sync_backend`, for annotations.
+#: The built-in backends, for annotations.
 WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
 ]
 
-#: Our own schemes, imported on first use, so that Ray is needed only by those who use it.
+#: Our own schemes, imported on first use, so that only programs that use Ray need it.
 _HOMES = {
     "none": ("weightsync.schemes.none", "NoWeightSyncScheme"),
     "shared": ("weightsync.schemes.shared", "SharedMemWeightSyncScheme"),
@@ -24,7 +24,7 @@ _HOMES = {
     "rpc": ("weightsync.schemes.rpc", "RPCWeightSyncScheme"),
     "ray": ("weightsync.schemes.ray", "RayWeightSyncScheme"),
 }
-#: A direct worker shares the trainer's own model, and a thread its memory.
+#: A direct worker shares the trainer's own model; a thread shares the trainer's memory.
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 _registered: dict[str, type[Any]] = {}
 

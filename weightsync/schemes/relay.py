@@ -35,7 +35,7 @@ def relay_call(context: Any, model_id: str) -> RelayCall | None:
 
     A context that has ``update_policy_weights_`` has workers of its own. A TorchRL collector always has that method,
     but passes weights on only if it has a scheme for the model. Without one it would write the weights into its own
-    policy, which serves them already; all that is left is to count the version, if it counts versions.
+    policy, which serves them already; so the version is only counted, if the collector counts versions.
     """
     if context is None or optional(context, "update_policy_weights_") is MISSING:
         return None
@@ -51,11 +51,11 @@ def _update(context: Any, model_id: str, weights: Any) -> Any:
 
 
 def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> SyncReport | None:
-    """Call, and return the outcome.
+    """Call the user's method, and return the outcome.
 
     Returns:
         The report that the user's method returned, or that the error it raised carries; for any other error a report of
-        one outcome, ABANDONED, with the reason; None if it returned nothing of the kind.
+        one outcome, ABANDONED, with the reason; None if the method returned no report.
     """
     try:
         found = call()

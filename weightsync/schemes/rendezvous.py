@@ -1,4 +1,4 @@
-"""`Rendezvous`: where one side of a scheme stands with `connect`."""
+"""`Rendezvous`: whether one side of a scheme has connected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ONCE: Final = "A scheme connects once, for one trainer or collector: make a new
 
 
 class ConnectState(enum.Enum):
-    """Where one side stands with `connect`, by the words that errors use."""
+    """Whether one side has connected, in the words that errors use."""
 
     NOT_CONNECTED = "not connected"
     CONNECTING = "connecting"

@@ -26,13 +26,13 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """Workers are processes of one `torch.distributed.rpc` world; each version travels as one flat tensor per worker.
+    """Workers are processes of one `torch.distributed.rpc` world; each version is sent as one flat tensor per worker.
 
-    The way in which a worker is given determines the evidence of its outcomes. A worker given by name alone
-    (``collector_infos=``) has our receiver, which answers for each version (evidence ``answer``); what is sent before
-    it listens waits. A worker given with ``collector_rrefs=`` (and ``collector_class=``) is asked at the handshake
-    whether our receiver listens there for the model. If so, that gets the weights; if not, the collector's own
-    ``update_policy_weights_`` is called, and all that is known is that the call returned (evidence ``call``).
+    How a worker is given determines the evidence of its outcomes. A worker given by name alone (``collector_infos=``)
+    has our receiver, which answers for each version (evidence ``answer``); messages sent before it listens wait there.
+    A worker given with ``collector_rrefs=`` (and ``collector_class=``) is asked at the handshake whether our receiver
+    listens there for the model. If so, the receiver gets the weights; if not, the collector's own
+    ``update_policy_weights_`` is called, and it is only known that the call returned (evidence ``call``).
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
@@ -132,7 +132,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         return None
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Give ``accept`` each sender's link, those whose calls arrived before included: see `WeightSyncScheme.listen`.
+        """Call ``accept`` with each sender's link, also if its calls arrived earlier: see `WeightSyncScheme.listen`.
 
         Raises:
             ConfigurationError: this process has a receiver of that model already.
@@ -163,7 +163,7 @@ def _listed(given: Any, name: str) -> list[Any] | None:
 
 
 def _reachable(collector: Collector, peer: str) -> Collector:
-    """The collector, with the worker as RPC knows it: equal however it was named.
+    """The collector, with the worker as RPC knows it, so that it compares equal however it was named.
 
     Raises ConfigurationError: it cannot be reached. No link has been created, so valid ones can be given again.
     """

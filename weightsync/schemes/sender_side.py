@@ -22,7 +22,7 @@ logger = logging.getLogger("weightsync")
 
 
 class Sending(Protocol):
-    """A scheme, as its side in the trainer sees it."""
+    """What the trainer's side needs of its scheme."""
 
     sync: bool
     per_worker_weights: bool
@@ -31,7 +31,7 @@ class Sending(Protocol):
         """The weights that a send sends."""
 
     def _context(self) -> Any:
-        """The context. Raises ConfigurationError: it was collected."""
+        """The context. Raises ConfigurationError: it was garbage-collected."""
 
     def _found(self, model_id: str, context: Any) -> Any:
         """What a send without weights sends; None if nothing is registered."""
@@ -47,7 +47,7 @@ class SenderSide:
         self._scheme = scheme
         self.rendezvous = Rendezvous(Role.SENDER)
         self.sender: WeightSender | None = None
-        #: What the scheme's own `send` sends by; None until it connects.
+        #: Sends for the scheme's own `send`; None until it connects.
         self.sends: SequentialSends | None = None
         #: The keywords of `init_on_sender`, and the workers that they define.
         self.given: Mapping[str, Any] = {}
@@ -63,7 +63,7 @@ class SenderSide:
         return self.sender
 
     def begin_sends(self) -> SequentialSends:
-        """What the scheme's own `send` sends by, from now on."""
+        """What sends for the scheme's own `send` from now on."""
         self.sends = self.sends or SequentialSends(self.require_sender("connect"))
         return self.sends
 

@@ -1,7 +1,7 @@
 """`send_sharded`: a model that is sharded over the ranks of a process group (FSDP2, DTensor) becomes one version.
 
-Every rank calls it. They compare what they hold, gather the tensors one by one, and the rank whose scheme has workers
-sends. The others learn its report. All messages between the ranks are collectives of the process group.
+Every rank calls it. They compare their parts and gather the tensors one by one, and the rank whose scheme has workers
+sends. The other ranks get its report. All messages between the ranks are collectives of the process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.layout import extra_state_name
 from weightsync.weights.sharded import ShardedWeights
 
-#: Seconds that the other ranks wait for the outcome after the deadline, by which the sending rank's wait ends.
+#: Seconds that the other ranks wait for the outcome after the deadline, at which the sending rank stops waiting.
 GRACE: Final = 10.0
 
 logger = logging.getLogger("weightsync")
@@ -55,9 +55,9 @@ def send_sharded(
             or a scheme that was not initialised as a sender.
         model: this rank's part: a module wrapped by `torch.distributed.fsdp.fully_shard`, or a module, TensorDict or
             dict that holds DTensors. Do not register it with ``init_on_sender(model=...)``.
-        worker_ids: as for `WeightSyncScheme.send`; only the sending rank's counts.
+        worker_ids: as for `WeightSyncScheme.send`; only the sending rank's value counts.
         group: the process group of all these ranks; None: the default one. Its timeout, and those of the DTensors'
-            meshes, are set to what is left of ``timeout`` if they are gloo's, and restored afterwards.
+            meshes, are set to the rest of ``timeout`` if they are gloo's, and restored afterwards.
         timeout: seconds until the wait ends, on every rank alike; None: forever; default: `WEIGHTSYNC_TIMEOUT` or
             60. Other backends than gloo wait for their peers as long as their own timeout says.
         on_failure: as for `WeightSyncScheme.send`, on every rank alike.
@@ -69,8 +69,9 @@ def send_sharded(
         ConfigurationError: there is no default process group, this rank is not in ``group``, or not exactly one rank
             has workers; nothing was sent.
         LayoutError: the ranks hold different models, or one holds what cannot be sent; nothing was sent.
-        TransportError: a rank did not come, or failed, before the deadline. Before the sending rank sends, nothing
-            was sent; the others cannot know. A process group whose collective has failed cannot be used again.
+        TransportError: a rank did not come, or failed, before the deadline. On the sending rank nothing was sent if
+            this is raised before its send; the others cannot know whether it sent. A process group whose collective has
+            failed cannot be used again.
         SyncError: on the other ranks, the sending rank's send failed before it had a report. The sending rank raises
             the error itself.
         AckTimeoutError, WorkerLostError, RefusedError, SyncError: on every rank, as `WeightSyncScheme.send`.
@@ -96,7 +97,7 @@ def send_sharded(
 
 
 def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int]:
-    """This rank's part of the model, once all ranks hold parts of the same, and the rank that sends."""
+    """This rank's part of the model, after a check that all ranks hold parts of the same, and the rank that sends."""
     failure, fingerprint = None, _NO_FINGERPRINT
     try:
         weights = ShardedWeights(model)
@@ -195,7 +196,7 @@ class _Ranks:
         return [bytes(each.cpu().numpy()) for each in found]
 
     def announce(self, root: int, result: dict[str, str]) -> None:
-        """On the rank that sends: send the others its result. Workers are not concerned if that fails."""
+        """On the rank that sends: send the others its result. A failure of that does not affect the workers."""
         try:
             data = json.dumps(result).encode()
             self._broadcast(self._tensor(len(data).to_bytes(8)), root)
@@ -235,7 +236,7 @@ class _Ranks:
 
 
 class _Limit:
-    """Sets the timeout of gloo's groups to what is left: called before each collective."""
+    """Sets the timeout of gloo's groups to the time that is left: called before each collective."""
 
     def __init__(self, backends: Sequence[Any], deadline: Deadline) -> None:
         self._backends = backends

@@ -19,7 +19,7 @@ from weightsync.weights.target import Mode, Target
 
 
 class _DefaultTrue(int):
-    """True, and not given: the third argument has another meaning in each generation."""
+    """The True of an argument that was not given: the third argument has another meaning in each generation."""
 
     def __repr__(self) -> str:
         return "True"
@@ -31,10 +31,10 @@ _TRUE = _DefaultTrue(True)
 class SharedMemWeightSyncScheme(PipeScheme):
     """Over shared memory: the trainer writes a version into a slot once, and every worker on the host maps it.
 
-    A slot is reused only when each worker that was sent its version has acked a newer one, or is known to be dead.
+    A slot is reused only when each worker to which its version was sent has acked a newer one, or is known to be dead.
     So no forward pass sees a mix of versions, and a worker changes version only in its own `receive()`. Parameters of a
-    module on the CPU become views of the slot; do not keep references to their memory across `receive()`. Buffers,
-    and all destinations that are not modules, are copied out.
+    module on the CPU become views of the slot; do not keep references to their memory across `receive()`. Buffers, and
+    all destinations that are not modules, are copied out.
 
     The arguments of both TorchRL generations are accepted. If the first argument is a strategy, they are the second
     generation's and may be positional: ``(strategy, sync, per_worker_weights)``.
@@ -55,7 +55,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
             are copied out of it. A worker that writes into such parameters writes into those of every worker on that
             GPU. Modules that torch has compiled are copied into in any case, and so is every module of a worker that
             captures a CUDA graph: a graph keeps the addresses of its capture.
-        delta: refused, since no payload travels that a delta could make smaller.
+        delta: refused, since no payload is sent that a delta could make smaller.
     """
 
     apply_mode = Mode.MAP
@@ -81,7 +81,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         super().__init__(chosen, waits, verify=verify, wire_dtype=wire_dtype, delta=delta)
         self.apply_mode = Mode.MAP_ON_DEVICE if switch(map_on_device, "map_on_device") else Mode.MAP
         self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
-        #: Whether a model may be sent that was not registered.
+        #: Whether a model that was not registered may be sent.
         self.auto_register = second or bool(auto_register)
         given = bool(auto_register) if second and auto_register is not _TRUE else per_worker_weights
         self.per_worker_weights = switch(given, "per_worker_weights")
@@ -123,7 +123,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         return super()._source(weights, model_id, context)
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Copy a version, or what ``names=`` chooses of it, into the registered copy target, if there is one.
+        """Copy a version, or the part that ``names=`` selects, into the registered copy target, if there is one.
 
         With ``wire_dtype``, the target has the dtypes of the model, or those that are sent.
         """

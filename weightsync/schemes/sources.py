@@ -93,7 +93,7 @@ def _loader(given: Mapping[str, Any]) -> Loader:
 
 
 def weights_of(model: Any) -> Any:
-    """What is sent of a model, and applied to it: the model itself, or an empty dict if it has no weights.
+    """What is sent for a model, and applied to it: the model itself, or an empty dict if it has no weights.
 
     A policy may be any callable: TorchRL's `RandomPolicy` is one without weights.
     """
@@ -126,7 +126,7 @@ def registered(
 
 
 def refuse_shards(given: Mapping[str, Any]) -> None:
-    """Refuse what a send without weights could not send, since this rank holds only its shards.
+    """Refuse weights that a send without weights could not send, since this rank holds only shards of them.
 
     Raises ConfigurationError: one of the sources given is sharded over ranks.
     """

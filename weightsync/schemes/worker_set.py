@@ -29,8 +29,8 @@ def send_to_groups(send: Send, groups: Groups, deadline: Deadline, failing: OnFa
     """Send to one group after another; each is a version of its own.
 
     Raises:
-        As ``send``. If the first group's weights cannot be sent, nothing was sent; if another's cannot, that is raised
-        once every other group has been served, and a note says what those were sent.
+        As ``send``. If the first group's weights cannot be sent, nothing was sent; if another group's cannot, that
+        error is raised once every other group has been served, and a note says what was sent to them.
     """
     if len(groups) == 1:
         return send(*groups[0], deadline, failing)
@@ -63,7 +63,7 @@ def _served(send: Send, group: tuple[Any, list[int]], deadline: Deadline) -> Syn
 
 
 def _noted(errors: Sequence[WeightSyncError], merged: SyncReport) -> WeightSyncError:
-    """The first of the errors, with notes: the others, and what the other groups were sent."""
+    """The first of the errors, with notes: the other errors, and what was sent to the other groups."""
     first, *others = errors
     for other in others:
         first.add_note(f"Weights of another group could not be sent either: {other}")
@@ -93,7 +93,7 @@ def _merged(reports: Sequence[SyncReport]) -> SyncReport:
 
 
 def _united(reports: Sequence[SyncReport], name: str) -> dict[int, Any]:
-    """What a field of the reports says of each worker."""
+    """What a field of the reports says about each worker."""
     return {worker: said for report in reports for worker, said in getattr(report, name).items()}
 
 
@@ -104,7 +104,7 @@ def _before(earlier: SyncReport | None, later: SyncReport | None) -> SyncReport 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSet:
-    """The workers, as far as `init_on_sender` was given them."""
+    """What `init_on_sender` was told about the workers."""
 
     #: None: the scheme finds them by other means.
     ids: tuple[int, ...] | None = None

@@ -83,7 +83,7 @@ class Bench:
         return self.senders[-1]
 
     def new_sender(self) -> None:
-        """Add a sender that knows no worker yet."""
+        """Add a sender that has no workers yet."""
         self.senders.append(Sender("the sender" if not self.senders else f"sender {len(self.senders) + 1}"))
 
     @contextlib.contextmanager

@@ -35,14 +35,14 @@ def check_transport(
 ) -> Conformance:
     """Check an adapter against the contract of links and the delivery that its links declare.
 
-    Each scenario runs over connections of its own, in a thread of its own, so that a call that blocks is reported
-    instead of waited for.
+    Each scenario has its own connections and its own thread, so that a call that blocks is reported instead of waited
+    for.
 
     Args:
         factory: makes a new connection for the model id that it is called with. See `Ends`.
         unreachable: names of scenarios (see `SCENARIOS`) that the adapter cannot reach, each with the reason. The
             result lists them.
-        patience: seconds after which an expected event counts as never kind.
+        patience: seconds to wait for an expected event before it counts as missing.
         only: the names of the scenarios to run. None runs all.
 
     Returns:
@@ -111,7 +111,7 @@ def _dispose(ends: Ends) -> None:
 
 
 def _played(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
-    """Run it in a thread; the rule it broke, or None."""
+    """Run a scenario in a thread. Returns the rule that it broke, or None."""
     raised: list[BaseException] = []
     thread = threading.Thread(
         target=_play, args=(scenario, link_setup, raised), name=f"kit: {scenario.name}", daemon=True
@@ -151,7 +151,7 @@ def _play(scenario: Scenario, link_setup: LinkSetup, raised: list[BaseException]
 
 
 def _watched(thread: threading.Thread, link_setup: LinkSetup) -> str:
-    """Watch the scenario run; the call that blocked, or an empty string."""
+    """Watch the scenario run. Returns the call that blocked, or an empty string."""
     while thread.is_alive():
         thread.join(_LOOK)
         call = link_setup.watch.call

@@ -47,7 +47,7 @@ def _unheard(line: Line, recorder: LinkRecorder) -> None:
 
 
 def many_connections(link_setup: LinkSetup) -> None:
-    """A link frees on close what it opened, and leaves nothing to garbage collection: its ends are still held here."""
+    """When closed, a link frees what it opened without garbage collection: this function still holds its ends."""
     held = [*_used(link_setup)]
     gc.collect()
     before = {what: count() for what, count in _OPENED.items()}
@@ -111,7 +111,7 @@ def an_update_that_is_cut_off(link_setup: LinkSetup) -> None:
 
 
 def a_receiver_that_is_gone(link_setup: LinkSetup) -> None:
-    """The receiver's end is closed while no message is in flight: the sender's end reports that unasked."""
+    """The receiver's end is closed while no message is in flight: the sender's end reports that by itself."""
     line = Line(link_setup)
     line.greet()
     line.receiver.close()

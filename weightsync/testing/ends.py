@@ -1,4 +1,4 @@
-"""What an adapter gives the kit: new connections, and what may be done to them."""
+"""What an adapter gives the kit: new connections, and operations on them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Ends:
 
     #: The sender's end.
     sender: Link
-    #: The receiver's end. Where that exists only after a sender has sent something, a `Listen`.
+    #: The receiver's end, or a `Listen` if that end exists only after a sender has sent something.
     receiver: Link | Listen
-    #: Breaks the connection between the ends, both of which live on. None: not possible.
+    #: Breaks the connection between the ends, and leaves both open. None: not possible.
     cut: Callable[[], None] | None = None
     #: Makes the ends for one more model over the same connection. None: not possible.
     another: Callable[[str], Ends] | None = None

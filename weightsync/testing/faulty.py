@@ -25,8 +25,9 @@ class _Held:
 class FaultyTransport:
     """Wraps one end of a link. Messages sent there are dropped, duplicated, reordered, delayed or cut off.
 
-    Wrap both ends alike, so that both declare the same delivery. The first message over an end is never touched: a
-    link that reorders must hold back what would overtake the handshake, and one that loses must not lose it.
+    Wrap both ends alike, so that both declare the same delivery. The first message over an end is never touched: a link
+    that reorders must hold back messages that would overtake the handshake, and a link that loses messages must not
+    lose it.
 
     Args:
         link: the end to wrap.

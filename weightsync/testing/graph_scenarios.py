@@ -22,7 +22,7 @@ class GraphScenario(Scenario):
     configuration: str = ""
 
     def beside(self, delivery: Delivery) -> str:
-        """Why it does not apply: its network may misbehave only as the links may."""
+        """Why it does not apply: its network misbehaves in ways that the links do not."""
         links = graphs().configurations[self.configuration].links
         may = {"Reorders": delivery.reorders, "Duplicates": delivery.duplicates, "Loses": delivery.loses}
         beyond = sorted(fault.lower() for fault in links if not may[fault])

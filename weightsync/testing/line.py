@@ -92,7 +92,7 @@ class Line:
         return Bye(model_id=self.model_id, incarnation=INCARNATION, reason="the kit is done")
 
     def receive(self, recorder: LinkRecorder) -> list[Received]:
-        """Receive all that was sent to an end; messages that are missing or out of order are reported at the end."""
+        """Receive all that was sent to an end, and report messages that are missing or out of order."""
         self.link_setup.watch.steps.append(f"{recorder.end.value} receives what has arrived")
         other = self.sender if recorder.end is End.RECEIVER else self.receiver
         received: list[Received] = []
@@ -151,7 +151,7 @@ def _swallow(receive: Callable[[], list[Received]]) -> None:
 
 
 def must_raise(what: str, use: Callable[[], object], rule: Rule) -> None:
-    """Call what must raise TransportError.
+    """Call a function that must raise TransportError.
 
     Raises:
         RuleViolation: it did not raise, which breaks ``rule``.

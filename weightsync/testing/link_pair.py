@@ -46,7 +46,7 @@ def words(message: Message) -> str:
 
 
 class EventKind(Enum):
-    """What a recorder saw that its driver takes for an event."""
+    """What a recorder saw and its driver treats as an event."""
 
     #: A message arrived.
     CAME = "came"
@@ -67,7 +67,7 @@ class LogEntry:
 
 @dataclass
 class Watch:
-    """What all recorders of one scenario share: the steps, the log, the first broken rule, the call in progress."""
+    """What all recorders of one scenario share: the steps, the log, the first broken rule, and the call in progress."""
 
     steps: list[str] = field(default_factory=list)
     log: list[LogEntry] = field(default_factory=list)
@@ -128,7 +128,8 @@ class LinkPair:
     met: bool = False  # whether the receiver's end exists
     #: The ends at which reading has reported that the link is dead.
     dead: set[End] = field(default_factory=set)
-    #: Whether a message that arrives too early is judged at once, or only once the fate of the earlier ones is known.
+    #: Whether a message that arrives too early is judged at once, or only when it is known what became of the earlier
+    #: ones.
     patient: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _newest: dict[End, int] = field(default_factory=lambda: dict.fromkeys(End, -1))

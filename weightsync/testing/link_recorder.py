@@ -71,7 +71,7 @@ class LinkRecorder:
         return self._noted(written)
 
     def write(self) -> None:
-        """Write what the link can; its death is found by reading."""
+        """Write what the link can; reading finds its death."""
         with contextlib.suppress(TransportError):
             self._noted(self.link.flush())
 

@@ -117,7 +117,7 @@ def a_peer_that_does_not_read(link_setup: LinkSetup) -> None:
 
 
 def room_to_write(link_setup: LinkSetup) -> None:
-    """What does not fit at once is written when the link says that it can be; nothing else triggers a write."""
+    """Data that does not fit at once is written when the link says that it can be; nothing else triggers a write."""
     line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=4 * _MIB))
@@ -129,7 +129,7 @@ def room_to_write(link_setup: LinkSetup) -> None:
 
 
 def waitables(link_setup: LinkSetup) -> None:
-    """Waitables are readable while there is something to receive, and not forever after."""
+    """Waitables are readable while there is something to receive, and then stop being readable."""
     line = Line(link_setup)
     line.greet()
     for recorder in (line.sender, line.receiver):

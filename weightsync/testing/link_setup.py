@@ -1,4 +1,4 @@
-"""What a scenario is; makes an adapter's links for it, and waits for them up to the kit's patience."""
+"""Defines scenarios, makes an adapter's links for them, and waits for the links up to the kit's patience."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer, Storage
 
-#: What a scenario of links alone needs to know about unreachable scenarios.
+#: The unreachable scenarios that a scenario of links alone needs to know: none.
 _NOTHING: Mapping[str, str] = {}
 #: Seconds in which a link that may lose messages can deliver those that it does not lose.
 _GRACE = 0.02
-#: Reads that find nothing, after which a waitable must have stopped being readable.
+#: The number of reads that find nothing after which a waitable must have stopped being readable.
 _SPURIOUS = 50
 
 
@@ -31,8 +31,8 @@ class LinkSetup:
 
     Args:
         factory: makes fresh connections.
-        patience: seconds after which an expected event counts as never kind.
-        storage: where payloads lie.
+        patience: seconds to wait for an expected event before it counts as missing.
+        storage: where payloads are stored.
         unreachable: the scenarios that the adapter declares unreachable, with its reasons.
         coverage: records which edges of the model's graph were replayed.
     """
@@ -177,7 +177,7 @@ class LinkSetup:
                 )
 
     def until_written(self, recorder: LinkRecorder, read: Callable[[], object]) -> None:
-        """Have it write whenever one of its own descriptors is ready, while the other end is read."""
+        """Have an end write whenever one of its own descriptors is ready, while the other end is read."""
         deadline, asked = Deadline(self.patience), True
         while not (asked and recorder.flush()):
             if deadline.passed:
@@ -187,11 +187,11 @@ class LinkSetup:
             asked = bool(wait(self._waker, [recorder], 0.02))
 
     def readable(self, recorder: LinkRecorder, seconds: float) -> bool:
-        """Whether one of its waitables becomes readable within that time."""
+        """Whether one of the end's waitables becomes readable within that time."""
         return bool(wait(self._waker, [recorder], seconds)) if recorder.waitables() else recorder.dead
 
     def flush(self, recorder: LinkRecorder) -> None:
-        """Have it write what it can; its death is found by reading."""
+        """Have an end write what it can; reading finds its death."""
         recorder.write()
 
     def quiet(self, recorder: LinkRecorder) -> None:
@@ -221,7 +221,7 @@ class LinkSetup:
 
 
 def _breathe() -> None:
-    """Let the transport's own threads run: a loop without a pause would hold the interpreter."""
+    """Let the transport's own threads run: a loop without a pause would hold the GIL."""
     select.poll().poll(1)
 
 

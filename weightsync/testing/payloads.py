@@ -1,6 +1,6 @@
 """Weights for the bench: bytes that name their version, in buffers that are overwritten once they are not pinned.
 
-And the answers to the updates that carry them.
+This module also makes the answers to the updates that carry them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.tree_digest import digest
 
 _NOISE = 0xA5
-#: What differs from place to place in the bytes of any seed.
+#: The part of the bytes that depends on their place, for every seed.
 _PLACES = bytes((index * 11 + index // 256) % 256 for index in range(4093))
 
 
@@ -51,7 +51,7 @@ class Payloads:
 
     Args:
         nbytes: their size.
-        storage: where they lie.
+        storage: where they are stored.
     """
 
     def __init__(self, nbytes: int, storage: Storage) -> None:
@@ -77,11 +77,11 @@ class Payloads:
         return buffer
 
     def again(self, wanted: bytes) -> Buffer:
-        """The weights of that digest, made again."""
+        """The weights with that digest, made again."""
         return self._made(self._seed_of[wanted])
 
     def adopt(self, buffer: Buffer) -> None:
-        """Treat a buffer as one of these."""
+        """Treat a buffer as one that was made here."""
         self._buffers.append(buffer)
 
     def seal(self, payload: memoryview | None) -> tuple[memoryview, bytes] | None:

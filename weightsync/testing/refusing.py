@@ -24,7 +24,7 @@ _Attempt = tuple[str, Callable[[], object], type[WeightSyncError]]
 
 
 def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> int:
-    """Try everything that this sender must refuse now; the number of attempts.
+    """Try everything that this sender must refuse now. Returns the number of attempts.
 
     Raises:
         RuleViolation: it accepted something, or changed something while refusing.
@@ -39,7 +39,7 @@ def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> i
 
 
 def refusals_of_receiver(player: ReceiverPlayer, base: int) -> int:
-    """Try everything that this receiver must refuse now; the number of attempts.
+    """Try everything that this receiver must refuse now. Returns the number of attempts.
 
     Raises:
         RuleViolation: as `refusals_of_sender`.

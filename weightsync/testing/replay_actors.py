@@ -1,6 +1,7 @@
 """The actors of one path of the model's graph: real drivers and their links, which take the model's actions.
 
-Actions have the model's names and arguments. One that reads a message waits for it, since in the model it is in flight.
+Actions have the model's names and arguments. An action that reads a message waits for it, since in the model the
+message is in flight.
 """
 
 from __future__ import annotations
@@ -316,13 +317,13 @@ class ReplayActors:
         return found
 
     def _look_elsewhere(self) -> None:
-        """Report a message that arrived at another end than it was sent to."""
+        """Report a message that arrived at another end than the one that it was sent to."""
         players: list[SenderPlayer | ReceiverPlayer] = [*self.senders.values(), *self.receivers.values()]
         for step_gate in [step_gate for player in players for step_gate in tuple(player.step_gates.values())]:
             step_gate.fetch()
 
     def _await_end(self, step_gate: StepGate, other: StepGate | None, or_goodbye: bool = False) -> Received | None:
-        """Wait until this end has reported its death; the goodbye instead, where that is enough."""
+        """Wait until this end has reported its death. Returns the goodbye instead, where that is enough."""
         deadline = Deadline(self.link_setup.patience)
         while step_gate.ended is None:
             if or_goodbye and (bye := step_gate.find(lambda message: isinstance(message, Bye))) is not None:

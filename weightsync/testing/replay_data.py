@@ -32,7 +32,7 @@ class Step:
 
     #: The action, and its arguments.
     label: Sequence[Any]
-    #: The scenario that needs the same of an adapter; empty: the step needs at most that a message is carried.
+    #: The scenario that needs the same ability of an adapter; empty: the step needs at most that a message is carried.
     needs: str
     #: The nodes by machine; None if it is not alive.
     senders: Sequence[Node | None]

@@ -16,8 +16,8 @@ from weightsync.transports.buffers import Buffer
 class StepGate(LinkRecorder):
     """A link recorder that holds back everything.
 
-    A delivered message waits until it is let through, the link's death until it is reported, and, while `holding`,
-    the driver's answers wait to be sent. So a driver takes exactly the steps of a path of the model.
+    A delivered message waits until it is let through, and the link's death until it is reported. While `holding`, the
+    driver's answers wait to be sent. So a driver takes exactly the steps of a path of the model.
 
     Args:
         place: sender, worker, and the link's number among that worker's links with this sender.
@@ -27,7 +27,7 @@ class StepGate(LinkRecorder):
         super().__init__(link, link_pair, end)
         #: Sender, worker and number of the link, as the model counts.
         self.place = place
-        #: What the link delivered and was not let through, and what was let through, where links duplicate.
+        #: Messages that the link delivered and that were not let through; and those that were, where links duplicate.
         self.waiting: list[Received] = []
         self.through: list[Received] = []
         self.holding = False
@@ -88,7 +88,7 @@ class StepGate(LinkRecorder):
                 raise self.link_pair.broke(Rule.LIVES, self.end, f"{words(message)} was refused: {error}") from error
 
     def flush(self) -> bool:
-        """Write, unless the answer is held back. Raises the end: a driver that owes an answer calls nothing else."""
+        """Write, unless the answer is held back. Raises the link's end: a driver that owes an answer only flushes."""
         if self._end_due and self.ended is not None:
             raise self.ended
         if self.holding:

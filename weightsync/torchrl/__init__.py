@@ -1,1 +1,1 @@
-"""TorchRL's other classes over this library: its transports and weight updaters, and what its collectors ask for."""
+"""TorchRL's other classes over this library: its transports and weight updaters, and support for its collectors."""

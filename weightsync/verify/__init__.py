@@ -1,4 +1,4 @@
-"""Checks traces against the protocol, with the standard library and the shipped pure halves only."""
+"""Checks traces against the protocol, using only the standard library and the shipped pure halves."""
 
 from weightsync.verify.judging import Judgement, Run, Verdict, verify
 from weightsync.verify.lines import Finding, Line, UnreadableTraceError

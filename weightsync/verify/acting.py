@@ -62,7 +62,7 @@ class SenderActs:
         raise BeyondTheModelError(f"{moment.event}")
 
     def _require_above_known_fences(self, moment: Moment, incarnation: int) -> None:
-        """In the model, the one who closes a fenced sender passes the fence to the next one's `connect(fence=)`."""
+        """In the model, whoever closes a fenced sender passes the fence to the next sender's `connect(fence=)`."""
         for name in self._names.senders:
             earlier = [each for each in self._names.network.by_name[name].moments if each.line.time < moment.line.time]
             if not earlier or earlier[-1].state is not State.CLOSED:
@@ -167,7 +167,7 @@ class WorkerActs:
         for life, after in zip(lives, [*lives[1:], None], strict=True):
             acts = [*self._of_receiver(life, w)]
             yield from acts
-            # The model takes a process that has done nothing for the process that follows it.
+            # The model treats a process that has done nothing as the process that follows it.
             if after is not None and acts:
                 end = life.lines[-1]
                 if any(time < end.time for time in self._laid_to(after)):
@@ -175,7 +175,7 @@ class WorkerActs:
                 yield end.time, RecordedAction(end, {"a": Action.CRASH_RECEIVER, "w": w})
 
     def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, RecordedAction]]:
-        """ANSWERED that the worker did not record: its answer was sent, since a sender has it."""
+        """An ANSWERED that the worker did not record: its answer was sent, since a sender received it."""
         if sent is not None and self._arrived(machine, sent):
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
@@ -215,7 +215,8 @@ class WorkerActs:
                 continue
             time = line.time
             if isinstance(event, receiving.Answered) and owed is not None:
-                # In the model, an answer is sent when the receiver knows that; a sender may have read it before.
+                # In the model, an answer is sent when the receiver learns that it was; a sender may have read it
+                # before.
                 time, owed = owed.line.time, None
             elif moment.state is not State.AWAITING_ACK:
                 yield from self._unnoticed(machine, w, owed)

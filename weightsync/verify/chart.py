@@ -27,7 +27,7 @@ class Kind(Enum):
     REPORT = "report"
     #: A message that arrived.
     MESSAGE = "message"
-    #: A message that arrived nowhere.
+    #: A message that never arrived.
     LOST = "lost"
 
 
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A time during which a machine was in one state.
+    """A period in which a machine was in one state.
 
     Attributes:
         lane: the machine's lane.

@@ -93,18 +93,18 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, named: dict[Key, 
 
 
 def _names_another(ack: Ack, named: set[bytes]) -> bool:
-    """Whether an ack names something else than any of ``named``; not if what it must name is unknown."""
+    """Whether an ack names something not in ``named``; False if it is unknown what it must name."""
     return bool(ack.digest) and b"" not in named and ack.digest not in named
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a sender has sent of its versions.
+    """What a sender has sent for its versions.
 
     Attributes:
         digests: the digest of each version that has one.
         named: what an ack of a version must name, for each version and worker. A worker may have several links one
-            after another, and name over a later one what it applied over an earlier one.
+            after another, and over a later link name what it applied over an earlier one.
     """
 
     digests: dict[int, bytes] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterato
 
 
 def _counts(network: Network, machine: Machine, moment: Moment, sent: Sent) -> Iterator[Finding]:
-    """An answer counts: the worker must have done what it says."""
+    """If an answer counts, the worker must have done what it says."""
     event, data = moment.event, moment.after
     assert isinstance(data, sending.SenderData)
     ack = event.message if isinstance(event, sending.Answer) else None

@@ -50,8 +50,8 @@ class Run:
     def missing(self) -> tuple[Finding, ...]:
         """The first message over each link whose other end is in no file or had ended its recording.
 
-        A link that an adapter answers itself has no machine at its other end, so none is missing there. A lone
-        goodbye may come from a sender that never connected, and names nobody.
+        A link that an adapter answers itself has no machine at its other end, so none is missing there. A lone goodbye
+        may come from a sender that never connected, and does not identify it.
         """
         answered = {place for machine in self.machines for place in _answered_by_an_adapter(machine)}
         first: dict[tuple[str, int], Line] = {}
@@ -82,7 +82,7 @@ class Verdict:
 
     files: tuple[TraceFile, ...]
     runs: tuple[Run, ...]
-    #: Lines that are not as they were written.
+    #: Lines that were changed after they were written.
     damages: tuple[Finding, ...] = field(default=())
 
     @property
@@ -146,7 +146,7 @@ def _answered_by_an_adapter(machine: Machine) -> Iterator[tuple[str, int]]:
 
 
 def _meaning(damage: Finding, meant: Finding | None) -> Finding:
-    """A damaged line, with the finding that it would be if it had been written so."""
+    """A damaged line, with the finding that it would cause if it were undamaged."""
     if meant is None:
         return damage
     return replace(damage, what=f"{damage.what}; {meant.what}", allowed=(*damage.allowed, *meant.allowed))
@@ -164,7 +164,7 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
     machines = []
     for (clock, name), events in lines.items():
         role = events[0].fields.get("role")
-        model_id = str(events[-1].fields.get("model"))  # a machine is born before it is told its model's name
+        model_id = str(events[-1].fields.get("model"))  # the first lines of a machine precede its model's name
         machine = Machine(name, Role(role) if role in HALVES else Role.SENDER, model_id, clock, events)
         machine.ended = ended[events[-1].path]
         replay(machine)
@@ -173,7 +173,7 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
 
 
 def runs_of(machines: Sequence[Machine]) -> list[Network]:
-    """The machines, grouped by who exchanged messages with whom."""
+    """The machines in groups that exchanged messages."""
     network = Network(machines)
     group = {machine.name: {machine.name} for machine in machines}
     for ours, theirs in network.connected:

@@ -42,7 +42,7 @@ class SentMessage:
 
 @dataclass
 class Network:
-    """All machines of a trace, and who exchanged messages with whom."""
+    """All machines of a trace, and which of them exchanged messages."""
 
     machines: Sequence[Machine]
     by_name: dict[str, Machine] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class Network:
         return None
 
     def _due(self, sent: SentMessage, machine: Machine, end: Place) -> bool:
-        """Whether the skipped message had to arrive. An update that the adapter reported as lost had not."""
+        """Whether the skipped message had to arrive. An update that the adapter reported as lost did not have to."""
         message = sent.message
         if sent.taken or isinstance(message, Bye):
             return False
@@ -239,7 +239,7 @@ class Network:
 
 #: The fields that adapters add to a message in flight, or express differently.
 _THEIRS = frozenset({"layout", "slot", "payload_id", "extras", "form"})
-#: How a payload travels, if its sender sends deltas: one whose base is not held is followed by the whole weights.
+#: The fields that may differ for a delta: if the worker does not hold its base, the whole weights follow.
 _OF_DELTAS = frozenset({"nbytes", "base"})
 
 

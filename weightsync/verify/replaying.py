@@ -85,7 +85,7 @@ class Machine:
         return last.incarnation if isinstance(last, sending.SenderData) else 0
 
     def is_unseen(self, clock: str, time: int) -> bool:
-        """Whether it may have acted by then without a record: its recording had ended, but not the machine."""
+        """Whether it may have acted by then without a record: its recording had ended, but the machine had not."""
         if self.ended is None or (self.moments and self.moments[-1].state is State.CLOSED):
             return False
         return clock != self.clock or self.ended <= time
@@ -333,7 +333,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 class FalseReportError(ValueError):
-    """A report says what it cannot say."""
+    """A report has contents that it cannot have."""
 
 
 @dataclass
@@ -395,7 +395,7 @@ class Reports:
     def _given_up(
         self, superseded: Mapping[int, tuple[int, ...]], outcomes: Mapping[int, Outcome]
     ) -> dict[int, tuple[int, ...]]:
-        """The versions that were given up in favour of this one, as far as they were."""
+        """The versions in ``superseded`` that were indeed given up in favour of this one."""
         known = {
             worker: tuple(v for v in versions if v in self._abandoned[worker])
             for worker, versions in superseded.items()

@@ -15,7 +15,7 @@ from weightsync.verify.lines import Finding
 from weightsync.verify.replaying import Machine, Moment
 
 RULE = "what the driver sends and receives"
-#: The most unanswered updates on a link: a worker that does not read costs no more memory than these.
+#: The most unanswered updates on a link. They limit the memory that a worker that does not read can occupy.
 UNANSWERED = 2
 
 
@@ -64,7 +64,7 @@ class OpenLink:
     waiting: int = 0
     #: The message that arrived and was not taken yet.
     received: Message | None = None
-    #: Why it is ending, if it is: steps may then come between others because of it.
+    #: Why the link is ending, if it is; steps because of that may then come between others.
     failing: str | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Has TLC follow runs over the actions of AckProtocol.tla, many runs in one JVM, written as it reads them."""
+"""Writes runs in TLA+ and has TLC follow them over the actions of AckProtocol.tla, many runs in one JVM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _PROPERTIES = (
     "ClosedIsFinal",
     "OutcomesAreTrue",
 )
-#: Checks the wrapper and not the runs, and costs more than all others: only the first batch has it, one run an action.
+#: Checks the wrapper, not the runs. It costs more than all other properties, so only the first batch has it, with about
+#: one run per action.
 _OF_FOLLOWING = "OnlyTheModels"
 #: How many events one JVM follows.
 _BATCH = 4000

@@ -1,4 +1,4 @@
-"""A carrier moves tensors to an engine's workers beside the calls that announce them."""
+"""A carrier transfers tensors to an engine's workers, separately from the calls that announce them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weightsync.schemes.peers.base import refuse_coroutines
 from weightsync.weights.loader import is_unawaited
 from weightsync.weights.tensors import DTYPE_NAMES
 
-#: Seconds that a failed call waits for its carrier, which was asked to give up.
+#: Seconds that a failed call waits for its carrier to give up.
 _PATIENCE: Final = 5.0
 
 
 class Carrier(abc.ABC):
-    """Moves tensors to an engine's workers, separately from the calls: the trainer's half of a transfer such as NCCL's.
+    """Transfers tensors to an engine's workers, separately from the calls: the trainer's half, for example over NCCL.
 
     The calls announce the tensors, the carrier transfers them. Override the methods that your transfer needs.
     """
@@ -44,7 +44,7 @@ class Carrier(abc.ABC):
         return
 
     def done(self) -> None:
-        """Free what a version's calls needed: the last one has returned, or one has failed."""
+        """Free the resources of a version's calls: the last one has returned, or one has failed."""
         return
 
     def give_up(self) -> None:
@@ -61,7 +61,7 @@ _METHODS: Final = ("init_info", "join", "update_info", "send", "done", "give_up"
 
 
 def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
-    """Names, dtypes and shapes of a bucket, as engines want them; ``dtypes`` is what they call the second."""
+    """Names, dtypes and shapes of a bucket, as engines expect them; ``dtypes`` is the engine's key for the dtypes."""
     return {
         "names": [name for name, _ in bucket],
         dtypes: [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
@@ -76,10 +76,10 @@ def beside(
     abort: Callable[[], None],
     what: str,
 ) -> None:
-    """Make a call while the carrier does its part of it.
+    """Make a call of the engine while the carrier does its part of it.
 
     Args:
-        call: the engine's.
+        call: the call of the engine.
         carry: the carrier's part; runs in a thread of its own.
         give_up: ends ``carry``, if the call fails.
         abort: ends ``call``, if the carrier fails: otherwise the engine would wait for tensors that never come.
@@ -98,7 +98,7 @@ def beside(
                 raise ConfigurationError("it returned an awaitable, and nothing here awaits it.")
         except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
             with lock:
-                if calling:  # else the engine's calls may be those of another link by now
+                if calling:  # otherwise the engine's calls may belong to another link by now
                     failures.append(error)
                     abort()
 

@@ -1,4 +1,4 @@
-"""What an engine's adapter offers, and the client that feeds it each version in a thread of its own."""
+"""The interface of an engine's adapter, and the client that gives it each version in a thread of its own."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ PATIENCE: Final = 10.0
 
 
 class EngineLeftError(PartlyLoadedError):
-    """A version failed. The message says in full what the engine is left with; it is not known to go on as before."""
+    """A version failed, and the engine may not be as it was before. The message says in full what state it is in."""
 
 
 class Engine(abc.ABC):
-    """An adapter of one inference engine: feeds it a version by calls that it answers.
+    """An adapter of one inference engine: gives it each version in calls that it answers.
 
-    If the calls of a version returned, nothing more is known of it: evidence ``call``.
+    When the calls of a version have returned, nothing more is known about it: the evidence is ``call``.
     """
 
     #: How many bytes go to the engine in one call. A larger tensor goes alone.
     bucket_bytes: int
-    #: The engine's name of a tensor, by its name in the trainer's weights; others keep theirs.
+    #: The engine's name of a tensor, by its name in the trainer's weights. Tensors that it lacks keep their names.
     name_map: Mapping[str, str] | None
 
     @abc.abstractmethod
@@ -64,7 +64,7 @@ class Engine(abc.ABC):
 
     @property
     def awaited(self) -> str:
-        """The call that it has not answered yet, for messages; empty: none, or unknown."""
+        """The call that the engine has not answered yet, for messages; empty: none, or unknown."""
         return ""
 
     @abc.abstractmethod
@@ -73,7 +73,7 @@ class Engine(abc.ABC):
 
 
 class EngineClient:
-    """Feeds an engine in a thread of its own, one version after the other.
+    """Gives an engine one version after the other, in a thread of its own.
 
     `close` ends the call in progress and the thread. A call that cannot be ended is left to a daemon thread.
 
@@ -129,7 +129,7 @@ class EngineClient:
                     unexpected=layout.extras,
                 )
             buckets = bucketed(draw(layout, view, engine.name_map, engine.bucket_bytes), engine.bucket_bytes)
-            first = list(islice(buckets, 1))  # before the engine is called: names that do not fit are refused here
+            first = list(islice(buckets, 1))  # before the engine is called, so that names that do not fit are refused
             if is_unawaited(engine.load(chain(first, buckets), f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
         except EngineLeftError as error:

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from weightsync.errors import ConfigurationError, EngineError, TransportError, with_type
 
-#: Seconds to wait for a connection, whatever the deadline of a send: until then `HttpCalls.abort` ends nothing.
+#: Seconds to wait for a connection, whatever the deadline of a send. `HttpCalls.abort` cannot end this wait.
 CONNECT_SECONDS: Final = 5.0
 #: How much of an engine's error is quoted.
 _QUOTED: Final = 2000
@@ -27,7 +27,7 @@ _LONGEST: Final = 2**22
 
 
 class UnreachedError(TransportError):
-    """No connection was made: the engine has not heard of the call."""
+    """No connection was made: the call did not reach the engine."""
 
 
 class HttpCalls:
@@ -50,7 +50,7 @@ class HttpCalls:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
-        #: The call that was not answered yet, for messages; empty: none.
+        #: The call that has not been answered yet, for messages; empty: none.
         self.awaited = ""
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -89,7 +89,7 @@ class HttpCalls:
         """Call a route that is answered with JSON, or with nothing, and return its answer.
 
         Raises:
-            EngineError: as for `post`; or the answer is neither, so it was not the engine that gave it.
+            EngineError: as for `post`; or the answer is neither, so it did not come from the engine.
             TransportError: as for `post`.
         """
         answer = self.post(route, body)
@@ -153,7 +153,7 @@ def _has_usable_port(at: SplitResult) -> bool:
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
-    """The body, as far as it is looked at. Raises IncompleteRead: the connection ended before the body."""
+    """The body, up to the length that is used. Raises IncompleteRead: the connection ended before the body."""
     body = response.read(_LONGEST)
     if response.length and len(body) < _LONGEST:
         raise http.client.IncompleteRead(body, response.length)

@@ -19,7 +19,7 @@ class VLLMIPCCarrier(Carrier):
     """The trainer's half of vLLM's backend "ipc", for trainer and engine on the same GPUs; needs vLLM 0.22 or later.
 
     Each GPU of the engine gets a copy of each tensor, and the calls say where it is. The copies stay until the version
-    is finished, so there is room for the whole model on each GPU. A server is started with
+    is finished, so each GPU needs room for the whole model. A server is started with
     ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` and ``--weight-transfer-config '{"backend": "ipc"}'``. vLLM need not be
     installed in the trainer's environment.
 
@@ -42,7 +42,7 @@ class VLLMIPCCarrier(Carrier):
         """Handles of copies on each GPU, one mapping for each tensor."""
         handles = [dict(self._exported(tensor, device) for device in self._devices) for _, tensor in bucket]
         for device in self._devices:
-            torch.cuda.synchronize(device)  # the engine reads them from another process, in no stream of ours
+            torch.cuda.synchronize(device)  # the engine reads them from another process, not in a stream of ours
         return {"ipc_handles": handles}
 
     def done(self) -> None:
@@ -51,7 +51,7 @@ class VLLMIPCCarrier(Carrier):
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def _exported(self, tensor: Tensor, device: torch.device) -> tuple[str, tuple[Any, ...]]:
-        """The GPU's id, and what opens the copy in another process."""
+        """The GPU's id, and the handle that opens the copy in another process."""
         copy = tensor.to(device).contiguous()
         self._shared.append(copy)
         _, handle = reduce_tensor(copy)  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.schemes.engines.carrier import Carrier
 from weightsync.schemes.engines.client import Bucket
 
-#: Seconds between two looks at a broadcast, so that `GroupCarrier.give_up` is noticed.
+#: Seconds between two checks of a broadcast, so that `GroupCarrier.give_up` is noticed.
 _STEP: Final = 0.0005
 
 
@@ -79,7 +79,7 @@ class GroupCarrier(Carrier):
         self._stream: Any = None
 
     def init_info(self) -> Mapping[str, Any]:
-        """Where the group meets, and how large it is."""
+        """The address and the size of the group."""
         with self._lock:
             self._given_up = threading.Event()
         self._port = self._fixed_port or _free_port()
@@ -103,7 +103,7 @@ class GroupCarrier(Carrier):
         raise TransportError("The engine gave up, or the link was closed, before all had joined the group.")
 
     def update_info(self, bucket: Bucket) -> Mapping[str, Any]:
-        """Nothing: names, dtypes and shapes say it all."""
+        """Empty: names, dtypes and shapes are enough."""
         return {}
 
     def send(self, bucket: Bucket) -> None:
@@ -134,7 +134,7 @@ class GroupCarrier(Carrier):
 
     @abc.abstractmethod
     def _broadcast(self, group: Any, tensor: Tensor) -> Any:
-        """Begin to broadcast a tensor from rank 0. Returns torch's ``Work``; None: the stream shows when it is over."""
+        """Begin a broadcast of a tensor from rank 0. Returns torch's ``Work``; None: the stream shows its end."""
 
     @abc.abstractmethod
     def _end(self, group: Any) -> None:
@@ -149,7 +149,7 @@ class GroupCarrier(Carrier):
         return found
 
     def _await(self, begun: list[Any], given_up: threading.Event) -> None:
-        """Wait until all has left, unless the group is given up: with a peer that is lost it never would."""
+        """Wait until everything is sent, unless the group is given up: with a lost peer the wait would never end."""
         completed = [work.is_completed for work in begun]
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ class GroupCarrier(Carrier):
 
 
 class VLLMNCCLCarrier(GroupCarrier):
-    """The trainer's half of vLLM's backend "nccl", by vLLM's own communicator: vLLM must be installed here too.
+    """The trainer's half of vLLM's backend "nccl", with vLLM's own communicator: vLLM must be installed here too.
 
     The server is started with ``--weight-transfer-config '{"backend": "nccl"}'``. Tensors are broadcast one by one;
     vLLM's packed form is not used. For the arguments see `GroupCarrier`.
@@ -186,15 +186,15 @@ class VLLMNCCLCarrier(GroupCarrier):
 
     def _end(self, group: Any) -> None:
         destroy = optional(group, "destroy")
-        if destroy is not MISSING:  # releases before 0.20 end a communicator when it is collected
+        if destroy is not MISSING:  # releases before 0.20 end a communicator when it is garbage-collected
             destroy()
 
 
 class SGLangNCCLCarrier(GroupCarrier):
     """The trainer's half of SGLang's ``update_weights_from_distributed``: SGLang must be installed here too.
 
-    It joins by SGLang's own ``init_custom_process_group``, under a group name that is new for each group. For the other
-    arguments see `GroupCarrier`.
+    It joins with SGLang's own ``init_custom_process_group``, with a new name for each group. For the other arguments
+    see `GroupCarrier`.
 
     Args:
         world_size: the engine's GPUs, and one for the trainer.
@@ -221,7 +221,7 @@ class SGLangNCCLCarrier(GroupCarrier):
         return _imported("sglang.srt.utils", "init_custom_process_group", "SGLangNCCLCarrier", "sglang")
 
     def init_info(self) -> Mapping[str, Any]:
-        """Where the group meets, how large it is, its name and its backend."""
+        """The address, the size, the name and the backend of the group."""
         self._name = f"weightsync_{secrets.token_hex(4)}"
         return {**super().init_info(), "group_name": self._name, "backend": self._backend}
 

@@ -1,4 +1,4 @@
-"""The phases in which vLLM and SGLang take a version, and what an engine is left with if one of them fails."""
+"""The phases in which vLLM and SGLang load a version, and the state of an engine if one of them fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.schemes.engines.http import UnreachedError
 class Phases(abc.ABC):
     """The calls that carry one version. Each raises EngineError, TransportError or PartlyLoadedError if it fails."""
 
-    #: Whether the engine is paused meanwhile.
+    #: Whether the engine is paused during the update.
     pauses: bool
 
     @abc.abstractmethod
@@ -31,15 +31,15 @@ class Phases(abc.ABC):
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """What follows when all of the version is loaded, before the engine goes on."""
+        """What must be done when the whole version is loaded, before the engine resumes."""
 
     @abc.abstractmethod
     def resume(self) -> None:
-        """Let the engine go on, if it was paused."""
+        """Resume the engine, if it was paused."""
 
     @abc.abstractmethod
     def done(self) -> None:
-        """Free what the version's calls needed."""
+        """Free the resources of the version's calls."""
 
 
 class _Stage(enum.Enum):
@@ -47,7 +47,7 @@ class _Stage(enum.Enum):
 
     JOINING = enum.auto()
     PAUSING = enum.auto()
-    #: The engine was not told to change yet, or has not accepted that.
+    #: The engine has not yet received, or not yet accepted, a call that changes it.
     BEGINNING = enum.auto()
     CHANGING = enum.auto()
     LOADED = enum.auto()
@@ -70,8 +70,8 @@ class Loading:
         """Load a version.
 
         Raises:
-            EngineLeftError: it failed, and the engine may have changed, or be paused, or cannot be reached.
-            Exception: it failed, and the engine goes on with the version before.
+            EngineLeftError: it failed, and the engine may have changed, may still be paused, or cannot be reached.
+            Exception: it failed, and the engine continues with the previous version.
         """
         phases = self._phases
         try:
@@ -98,8 +98,8 @@ class Loading:
         self._stage = _Stage.CHANGING
 
     def _is_as_before(self, error: Exception) -> bool:
-        """Whether the engine certainly has the weights that it had."""
-        if self._stage is _Stage.BEGINNING:  # what else fails, fails before the call
+        """Whether the engine certainly still has its previous weights."""
+        if self._stage is _Stage.BEGINNING:  # any other error occurs before the call
             return not isinstance(error, EngineError) or error.began_nothing
         return self._stage in (_Stage.JOINING, _Stage.PAUSING)
 

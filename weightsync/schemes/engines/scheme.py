@@ -15,15 +15,15 @@ from weightsync.transports.calls.client import CallLink
 class EngineWeightSyncScheme(WeightSyncScheme):
     """Workers are inference engines, each behind an `Engine` such as `VLLMEngine` or `SGLangEngine`.
 
-    ``init_on_sender(engines=[...])`` gives one per worker; ``add_worker(worker_id, engine)`` adds another. There is no
-    worker's side: an engine knows nothing of weightsync. APPLIED says that its calls returned (evidence ``call``),
-    REFUSED that it answered with an error before it began to change, LOST that it cannot be reached or failed later,
-    TIMED_OUT that it had not answered by the deadline.
+    ``init_on_sender(engines=[...])`` takes one per worker; ``add_worker(worker_id, engine)`` adds another. There is no
+    worker's side: an engine does not use weightsync. APPLIED means that its calls returned (evidence ``call``), REFUSED
+    that it answered with an error before it began to change, LOST that it cannot be reached or failed later, TIMED_OUT
+    that it had not answered by the deadline.
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
         verify: see `WeightSyncScheme`; engines compare nothing.
-        wire_dtype: see `WeightSyncScheme`: what the engine gets.
+        wire_dtype: see `WeightSyncScheme`: the dtype that the engine gets.
     """
 
     _sender_arguments = ("engines",)

@@ -1,4 +1,4 @@
-"""`SGLangEngine`: feeds a SGLang server by its HTTP routes."""
+"""`SGLangEngine`: updates a SGLang server through its HTTP routes."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class SGLangPause(Option):
     ABORT = "abort"
     #: They wait, and begin again with the new weights.
     RETRACT = "retract"
-    #: They wait, and continue with the new weights behind what the old ones have computed.
+    #: They wait, and continue with the new weights from what the old ones have computed.
     IN_PLACE = "in_place"
 
 
 class SGLangEngine(Engine):
-    """A SGLang server, fed by ``update_weights_from_tensor``: the tensors travel in the calls, by value.
+    """A SGLang server, updated by ``update_weights_from_tensor``: the calls contain the tensors.
 
-    With a carrier it is fed by ``update_weights_from_distributed``, after ``init_weights_update_group`` once: the
-    carrier brings the tensors, for example by a broadcast of NCCL.
+    With a carrier it is updated by ``update_weights_from_distributed``, after one ``init_weights_update_group``: the
+    carrier transfers the tensors, for example by an NCCL broadcast.
 
-    For each version: ``pause_generation``, an update call for each bucket, ``flush_cache`` (with
-    ``pause="abort"`` only: SGLang flushes when it is idle), ``continue_generation``. If
-    an update call fails, the server may hold parts of two versions: it stays paused, and the worker
-    is LOST. If the pause fails, the server is told to continue. Reload a LOST one's model, then `add_worker` it.
+    For each version: ``pause_generation``, an update call for each bucket, ``flush_cache`` (with ``pause="abort"``
+    only: SGLang flushes when it is idle), ``continue_generation``. If an update call fails, the server may hold parts
+    of two versions: it stays paused, and the worker is LOST. If the pause fails, the server is resumed. After LOST,
+    reload the server's model, then call `add_worker`.
 
     Args:
         url: the URL of the server.
-        carrier: brings the tensors; None if they travel in the calls.
+        carrier: transfers the tensors; None: the calls contain them.
         tp_size: its tensor-parallel size: each rank gets the whole tensors, and takes its part.
         pause: what happens to requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
             so that a request may see parts of two versions.
-        flush_cache: with ``pause="abort"``: whether the prefix cache is flushed, which holds what old weights computed.
+        flush_cache: with ``pause="abort"``: whether to flush the prefix cache, which holds results of the old weights.
         name_map: the engine's name of a tensor, by its name in the trainer's weights.
-        bucket_bytes: how many bytes go in one call. The call holds about three times as many.
+        bucket_bytes: how many bytes go in one call. The call takes about three times as many.
         headers: sent with each call, such as an ``Authorization``.
 
     Raises:
@@ -88,7 +88,7 @@ class SGLangEngine(Engine):
         Loading(_Version(self, version), str(self)).run(buckets)
 
     def open(self) -> None:
-        """Be usable, again too: see `Engine.open`."""
+        """Become usable, also again after `abort`: see `Engine.open`."""
         self._joined = self._carrier is None
         self._calls.open()
 
@@ -103,7 +103,7 @@ class SGLangEngine(Engine):
 
     @property
     def awaited(self) -> str:
-        """The call that was not answered yet: see `Engine.awaited`."""
+        """The call that has not been answered yet: see `Engine.awaited`."""
         return self._calls.awaited
 
 

@@ -1,4 +1,4 @@
-"""`VLLMEngine`: drives the four phases of vLLM's weight transfer, by its HTTP routes or by a handle."""
+"""`VLLMEngine`: drives the four phases of vLLM's weight transfer, through its HTTP routes or a handle."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weightsync.schemes.peers.base import refuse_coroutines
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_bucket_bytes, require_names
 
-#: Seconds between two looks at a Ray call, so that `abort` is noticed.
+#: Seconds between two checks of a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
 
 
 class VLLMPause(Option):
     """What vLLM does with requests in progress while weights change: the ``mode`` of its ``/pause``."""
 
-    #: They wait, and continue with the new weights behind what the old ones have computed.
+    #: They wait, and continue with the new weights from what the old ones have computed.
     KEEP = "keep"
     #: They are ended.
     ABORT = "abort"
@@ -143,7 +143,7 @@ class _HandleControl:
 
 
 def _in_json(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body as HTTP carries it: JSON has no form for handles of memory, which vLLM then takes pickled."""
+    """The body as HTTP carries it: JSON has no form for memory handles, so vLLM takes them pickled."""
     info = dict(body["update_info"])
     if "ipc_handles" in info:
         info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(info.pop("ipc_handles"))).decode()
@@ -159,7 +159,7 @@ def require_reset(answer: Any, name: str, advice: str) -> None:
         )
 
 
-#: vLLM keeps what prefixes of requests have computed by their tokens alone, whatever weights computed it.
+#: vLLM's prefix cache is keyed by tokens alone, whatever weights computed its entries.
 _RESET: Final = "reset_prefix_cache"
 _PHASES: Final = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
@@ -172,15 +172,15 @@ class VLLMEngine(Engine):
     started, the engine may hold parts of two versions: it stays paused, and the worker is LOST. If the pause fails, the
     engine is resumed. A server needs ``VLLM_SERVER_DEV_MODE=1`` and a ``--weight-transfer-config``.
 
-    The prefix cache holds what old weights have computed of prompts. A server's pause by "abort" or "wait" empties it,
+    The prefix cache holds what old weights have computed for prompts. A server's pause by "abort" or "wait" empties it,
     otherwise ``reset_prefix_cache`` does, unless a request still holds a part of it. An object or actor whose method
     then returns False is LOST; one without that method is left as it is.
 
     Args:
         engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. An object
-            or actor is not paused: make sure that it does not generate meanwhile. An object whose methods are ``async``
-            is refused, such as an ``AsyncLLM``: give the URL of its server, or a Ray actor that holds it.
-        carrier: brings the tensors: the trainer's half of the server's backend.
+            or actor is not paused: make sure that it does not generate during an update. An object whose methods are
+            ``async``, such as an ``AsyncLLM``, is refused: give the URL of its server, or a Ray actor that holds it.
+        carrier: transfers the tensors: the trainer's half of the server's backend.
         pause: what happens to a server's requests in progress: "keep" (default), "abort" or "wait"; None: do not
             pause, so that a request may see parts of two versions.
         name_map: the engine's name of a tensor, by its name in the trainer's weights.
@@ -219,7 +219,7 @@ class VLLMEngine(Engine):
         Loading(_Version(self, version), str(self)).run(buckets)
 
     def open(self) -> None:
-        """Be usable, again too: see `Engine.open`."""
+        """Become usable, also again after `abort`: see `Engine.open`."""
         self._initialised = False
         self._control.open()
 
@@ -233,7 +233,7 @@ class VLLMEngine(Engine):
 
     @property
     def awaited(self) -> str:
-        """The call that was not answered yet: see `Engine.awaited`."""
+        """The call that has not been answered yet: see `Engine.awaited`."""
         return self._control.awaited
 
     def _beside(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:

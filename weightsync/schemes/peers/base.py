@@ -1,6 +1,6 @@
-"""Workers without a weightsync receiver, and users' own transports: how weights reach them, and what they must have.
+"""Workers without a weightsync receiver, and users' own transports: how weights reach them, and what they must offer.
 
-Their answers are in `weightsync.transports.calls.without_receiver`.
+How they answer is in `weightsync.transports.calls.without_receiver`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weightsync.weights.unpacking import present_as
 
 
 class Presenter:
-    """Turns updates into weights. A link's first update brings the layout, which is kept for those after it."""
+    """Turns updates into weights. A link's first update has the layout, which is kept for later updates."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._layouts: dict[bytes, Layout] = {}
 
     def read_layout(self, update: Update) -> None:
-        """Keep the layout that an update brings, if it brings one."""
+        """Keep the layout of an update, if it has one."""
         if update.layout:
             with self._lock:
                 self._layouts[update.layout_digest] = Layout.decode(update.layout)
@@ -41,7 +41,7 @@ class Presenter:
 
 
 class SharedWeights:
-    """A version's weights, kept while some call carries them."""
+    """A version's weights, kept as long as a call carries them."""
 
     def __init__(self, weights: Any) -> None:
         self.weights = weights
@@ -82,7 +82,7 @@ class JobThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Do a job after those before it."""
+        """Queue a job."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -105,7 +105,7 @@ PLAIN_METHODS: Final = "Let it run its own event loop, and return when it is don
 
 
 def refuse_coroutines(owner: Any, names: Sequence[str], instead: str) -> None:
-    """Refuse an object whose methods only make coroutines: nobody would await them, and nothing would run.
+    """Refuse an object whose methods are coroutine functions: nobody would await the coroutines, so nothing would run.
 
     Args:
         owner: the user's object.
@@ -146,11 +146,11 @@ class TransportBackend(Protocol):
     ) -> Any:
         """The next ``(model_id, weights)``, or None.
 
-        ``timeout`` is all that weightsync gives it, if that; the keywords are for programs that call it themselves.
+        weightsync passes at most ``timeout``; the keywords are for programs that call it themselves.
         """
 
     def check_connection(self) -> bool:
-        """Whether the worker can be reached. False before a call: the worker is LOST."""
+        """Whether the worker can be reached. If this is False before a call, the worker is LOST."""
 
 
 @runtime_checkable

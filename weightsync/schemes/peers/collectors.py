@@ -1,4 +1,4 @@
-"""Remote collectors over RPC: how one is addressed, and how weights are sent to one without our receiver."""
+"""Remote collectors over RPC: how to address them, and how weights are sent to one without our receiver."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Collector:
     """How a worker is reached over RPC.
 
     The name alone means a process with our receiver: messages wait there until it listens. With ``rref`` or ``kind``
-    the process is asked at the handshake: if no weightsync receiver listens there for the model, the collector's own
+    the handshake finds out whether a weightsync receiver listens there for the model; if not, the collector's own
     method is called.
     """
 
@@ -127,7 +127,7 @@ def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[An
 
 
 def _calling_the_instance(rref: Any) -> Callable[[Any], torch.futures.Future[Any]]:
-    # A new proxy for each call: it finds out the instance's type without waiting.
+    # Each call makes a new proxy, which finds out the instance's type without waiting.
     def call(weights: Any) -> torch.futures.Future[Any]:
         over: torch.futures.Future[Any] = getattr(rref.rpc_async(timeout=ENDLESS), METHOD)(weights)
         return over
@@ -148,7 +148,7 @@ def _takes_self(kind: Any) -> bool:
 
 
 class Kind:
-    """A collector's class: the one given, or that of the object behind its reference, which RPC is asked for."""
+    """A collector's class: the one given, or the class of the object behind its reference, found by RPC."""
 
     def __init__(self, collector: Collector) -> None:
         self._kind = collector.kind
@@ -186,10 +186,10 @@ def _passed_on(found: Future[Sequence[str]], ask: Callable[[], Future[Sequence[s
 
 
 class CollectorCallClient:
-    """Carries versions to a collector without our receiver: all that is known is that its method returned.
+    """Carries versions to a collector without our receiver; it is only known that the collector's method returned.
 
     Args:
-        form: gives the form that the method takes; None: the one in which the weights were given.
+        form: returns the form that the method takes; None: the form in which the weights were given.
     """
 
     def __init__(
@@ -228,6 +228,6 @@ class CollectorCallClient:
 
 
 def _reason(trace: str) -> str:
-    """The error itself. torch's text has the place, the error, and a traceback that ends with it."""
+    """The error itself: torch's text has the place, the error, and a traceback that ends with the error."""
     lines = [line for line in trace.partition("\n\nAt:\n")[0].splitlines() if line.strip(" \"')")]
     return lines[-1] if lines else trace

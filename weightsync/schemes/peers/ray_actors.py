@@ -26,7 +26,7 @@ from weightsync.weights.unpacking import form_taken
 
 #: The method of a `WeightSyncActor` that senders call.
 CALL: Final = "_weightsync_call"
-#: Every actor's method, by Ray, that runs a function there.
+#: The method that Ray gives every actor, which runs a function there.
 RUN: Final = "__ray_call__"
 POLICY_METHOD: Final = "update_policy_weights_"
 TENSORDICT_METHOD: Final = "_update_weights_tensordict"
@@ -47,14 +47,14 @@ _UNRETURNED: Final = (
 class TensorTransport(Option):
     """How Ray moves a payload."""
 
-    #: Through its object store: one copy per node, read in place.
+    #: Through Ray's object store: one copy per node, read in place.
     OBJECT_STORE = "object_store"
     #: By NIXL, from memory to memory.
     NIXL = "nixl"
 
 
 class Backend(Option):
-    """TorchRL's name for the process group beside Ray. We need none: accepted, and ignored."""
+    """TorchRL's name for the process group beside Ray. It is accepted and ignored, since we need none."""
 
     GLOO = "gloo"
     NCCL = "nccl"
@@ -74,7 +74,7 @@ def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
 
 
 class ActorLinks:
-    """Lays links to Ray actors; those of one sender share what it puts into the object store."""
+    """Lays links to Ray actors; the links of one sender share what it puts into the object store."""
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
@@ -87,7 +87,7 @@ class ActorLinks:
         self._plain = {form: ObjectCaches(cache, f"as {form}", _portable(presenter, form)) for form in forms}
 
     def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
-        """A link to an actor: by the first of the methods that it has, unless one of our schemes listens in it.
+        """A link that calls the first method that the actor has, unless one of our schemes listens in the actor.
 
         Raises:
             MissingExtraError: Ray is not installed.
@@ -117,7 +117,7 @@ def _linked(client: CallClient, peer: str, worker: Hashable | None = None) -> Li
 def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:
     """The first of the methods that an actor's handle has: its name, and the method.
 
-    An actor that has none of them may have initialised one of our schemes: it is called by Ray's ``__ray_call__``.
+    An actor that has none of them may have initialised one of our schemes; it is called with Ray's ``__ray_call__``.
 
     Raises ConfigurationError: it is not an actor.
     """
@@ -140,7 +140,7 @@ def _no_handle(endpoint: Any, peer: str) -> str:
 
 
 def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
-    """Refuse a class, or an object of this process, whose methods are no calls of an actor."""
+    """Refuse a class, or an object of this process: their methods are not calls of an actor."""
     if optional(method, "remote") is not MISSING:
         return
     kind = endpoint if isinstance(endpoint, type) else type(endpoint)
@@ -162,13 +162,13 @@ def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
 
 
 def handle_of(endpoint: Any) -> Any:
-    """The actor's handle; None if the endpoint is no handle of Ray's."""
+    """The actor's handle; None if the endpoint is not one."""
     handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
     return next((handle for handle in handles if optional(handle, RUN) is not MISSING), None)
 
 
 def _id_of(handle: Any) -> str:
-    """The actor's id, as `own_actor` gives it in the actor; empty if it is no handle of Ray's."""
+    """The actor's id, as `own_actor` gives it in the actor; empty if this is not an actor's handle."""
     known = optional(handle, "_actor_id")
     return "" if known is MISSING else str(known.hex())
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("weightsync")
 
 #: Seconds that one ``receive_weights`` may wait, so that `close` is noticed.
 STEP: Final = 0.1
-#: Seconds between two calls of one that does not wait.
+#: Seconds between two calls of a ``receive_weights`` that does not wait.
 PAUSE: Final = 0.005
 #: Seconds that `close` waits for a call that exceeds its timeout.
 PATIENCE: Final = 1.0
@@ -36,7 +36,7 @@ PATIENCE: Final = 1.0
 def listen_by(
     transport: BareTransport, model_id: str, strategy: WeightStrategy, accept: Callable[[Link], None]
 ) -> Callable[[], None]:
-    """Make the receiver that ``accept`` belongs to receive by a user's own transport.
+    """Have the receiver that ``accept`` belongs to receive through a user's own transport.
 
     Returns:
         A function that ends it.
@@ -47,7 +47,7 @@ def listen_by(
 
 
 class TransportReader:
-    """Passes what a user's transport receives to a receiver in this process, each ``receive_weights`` as a version.
+    """Passes what a user's transport receives to a receiver in this process; each ``receive_weights`` is one version.
 
     It calls ``receive_weights`` again once the receiver has answered the previous version. It calls the transport's
     ``send_ack("updated")``, if there is one, once the weights are live; any other text says why they are not.
@@ -79,7 +79,7 @@ class TransportReader:
     def close(self) -> None:
         """Stop asking. Weights that were applied are still acked.
 
-        A call that does not return is not awaited: its thread is a daemon.
+        It does not wait for a call that does not return: the call's thread is a daemon.
         """
         self._over.set()
         with contextlib.suppress(StateError):  # it is closed already if the transport has failed
@@ -150,7 +150,7 @@ class TransportReader:
         raise ConfigurationError("Your own transport carries no messages other than weights.")
 
     def _published(self, model_id: str, weights: Any) -> None:
-        """Nothing else uses them."""
+        """Do nothing: nothing else uses the weights."""
 
 
 class _FarEnd(PipeLink):
@@ -159,7 +159,7 @@ class _FarEnd(PipeLink):
     _failure: TransportError | None = None
 
     def fail(self, failure: TransportError) -> None:
-        """Raise this in the reading call, which the end of the other end's link wakes."""
+        """Raise this in the reading call, which wakes when the link at the other end is closed."""
         self._failure = failure
 
     def receive(self) -> list[Received]:

@@ -35,8 +35,8 @@ class UserTransportClient:
     """Calls ``transport.send_weights`` in a daemon thread, one call after the other.
 
     A call that never returns blocks neither `close` nor the end of the process: its thread remains, as a daemon, until
-    the call returns or the process ends, and its result is dropped. Until then the worker owes an answer, later
-    versions wait behind it, and a send ends by its deadline.
+    the call returns or the process ends. If the link was closed, its result is dropped. As long as a call has not
+    returned, the worker owes an answer, later versions wait behind it, and a send ends by its deadline.
     """
 
     def __init__(self, transport: BareTransport, peer: str) -> None:
@@ -50,7 +50,7 @@ class UserTransportClient:
         self._last: Answers = Future()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call; a handshake is answered here, since no user's transport knows it."""
+        """Begin the call; a handshake is answered here, since users' transports have none."""
         return start_call(message, self._peer, lambda update: self._call(update, payload_of(update, payload)))
 
     def _call(self, update: Update, view: memoryview) -> Answers:
@@ -60,7 +60,7 @@ class UserTransportClient:
         return answers
 
     def close(self) -> None:
-        """Let the thread end after its current call, and wait for it if it is in none.
+        """Let the thread end after its current call, and wait for it if no call is in progress.
 
         A daemon thread that frees tensors while the interpreter ends would crash the process.
         """

@@ -1,7 +1,8 @@
-"""vLLM by a shared directory, by TorchRL's names: the trainer writes versions, the engine's side reads the newest.
+"""vLLM through a shared directory, by TorchRL's names: the trainer writes versions, the engine's side reads the newest.
 
-Each version has a directory of its own, and a small file names the newest: it is replaced when that is whole. A reader
-never sees a version that is being written. The two newest are kept: a reader that is slower looks again, or fails.
+Each version has a directory of its own. A small file names the newest version, and is replaced once that version is
+complete, so a reader never sees a version that is being written. The two newest versions are kept; a reader that is
+slower than that looks again, or fails.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weightsync.weights.strategy import WeightStrategy
 
 #: The file that names the newest version.
 _NEWEST: Final = "newest"
-#: Seconds between two looks for a newer version.
+#: Seconds between two checks for a newer version.
 _STEP: Final = 0.02
 
 
@@ -43,7 +44,7 @@ class VLLMDoubleBufferTransport:
         self.num_threads = num_threads
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Write a version, and make it the newest once it is whole. It need not be applied yet when this returns.
+        """Write a version, and make it the newest once it is complete. It may not be applied yet when this returns.
 
         Args:
             model_id: the model; it is not written.
@@ -51,14 +52,14 @@ class VLLMDoubleBufferTransport:
 
         Raises:
             ConfigurationError: these are not weights.
-            OSError: the directory cannot be written. The newest version is what it was.
+            OSError: the directory cannot be written. The newest version stays the same.
         """
         found: TensorDict = WeightStrategy("tensordict").extract_weights(weights)
         at = Path(self.remote_addr)
         at.mkdir(parents=True, exist_ok=True)
         before = newest(at)
         version = before + 1
-        shutil.rmtree(at / str(version), ignore_errors=True)  # of a trainer that died while it wrote
+        shutil.rmtree(at / str(version), ignore_errors=True)  # left by a trainer that died while it wrote
         found.memmap(at / str(version), copy_existing=True)  # its threads would outlive the call
         named = at / f"{_NEWEST}.{version}"
         named.write_text(str(version), encoding="utf-8")
@@ -68,15 +69,15 @@ class VLLMDoubleBufferTransport:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> TensorDictBase | None:
-        """The newest version, whole, by dotted names, in memory of its own, or None.
+        """The newest version, complete, by dotted names, in memory of its own, or None.
 
         Args:
-            timeout: ignored, as are the others: nothing is waited for.
+            timeout: ignored, as are the other arguments: this never waits.
         """
         return read(Path(self.local_addr))[1]
 
     def check_connection(self) -> bool:
-        """Whether the directory can be reached, or made."""
+        """Whether the directory exists or can be made."""
         return Path(self.remote_addr).is_dir() or Path(self.remote_addr).parent.is_dir()
 
 
@@ -89,7 +90,7 @@ def newest(at: Path) -> int:
 
 
 def read(at: Path) -> tuple[int, TensorDictBase | None]:
-    """Read the newest version, and its number. If it is removed meanwhile, there is a newer one: look again."""
+    """Read the newest version, and its number. If it is removed during the read, there is a newer one: read that."""
     while (version := newest(at)) != 0:
         try:
             found = TensorDict.load_memmap(at / str(version)).flatten_keys(".").clone()
@@ -103,9 +104,9 @@ def read(at: Path) -> tuple[int, TensorDictBase | None]:
 
 
 class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
-    """Weights travel through a shared directory, which the engine's side polls.
+    """Weights go through a shared directory, which the engine's side polls.
 
-    No outcome is known in the trainer: `VLLMDoubleBufferWeightSender.update_weights` returns when a version is written.
+    The trainer gets no outcome: `VLLMDoubleBufferWeightSender.update_weights` returns when a version is written.
 
     Args:
         remote_addr: the directory, as the sender sees it.
@@ -131,11 +132,11 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, self.num_threads)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:  # type: ignore[override]
-        """What writes versions."""
+        """A sender that writes versions."""
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:  # type: ignore[override]
-        """What reads versions and loads them into an engine."""
+        """A receiver that reads versions and loads them into an engine."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
@@ -157,7 +158,7 @@ class VLLMDoubleBufferWeightSender:
         """Write a version: see `VLLMDoubleBufferTransport.send_weights`.
 
         Raises:
-            ConfigurationError: there are no weights: no model was registered, or it was collected.
+            ConfigurationError: there are no weights: no model was registered, or it was garbage-collected.
         """
         self._sender.update_weights(weights)
 
@@ -214,7 +215,7 @@ class VLLMDoubleBufferWeightReceiver:
         deadline, at = Deadline(timeout), Path(self._scheme.local_addr)
         while (found := newest(at)) in (0, self._applied):
             if not found:
-                self._applied = 0  # the directory was emptied, and its numbers will begin again
+                self._applied = 0  # the directory was emptied, so version numbers start again
             if deadline.passed:
                 return False
             threading.Event().wait(min(_STEP, deadline.nap or _STEP))
@@ -229,7 +230,7 @@ class VLLMDoubleBufferWeightReceiver:
             self.apply_weights(weights)
             return version
         version, whole = 0, False
-        while not whole:  # of a version that is removed meanwhile, workers load what they still find
+        while not whole:  # if a version is removed during the load, workers load only what they still find
             version = newest(at)
             called = rpc(method="load_weights_from_storage", args=(str(at / str(version)), self._scheme.num_threads))
             if optional(self._engine, "llm_engine") is MISSING:

@@ -23,17 +23,17 @@ Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 def get_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """The dtype and shape of each tensor that is sent of a model, by its name; a LoRA model is merged on a copy.
+    """The dtype and shape of each tensor that is sent for a model, by its name; a LoRA model is merged on a copy.
 
     Raises:
-        ConfigurationError: (a ValueError) it is nothing that weights are taken from.
+        ConfigurationError: (a ValueError) weights cannot be taken from it.
     """
     found = WeightStrategy("state_dict").extract_weights(model)
     return {name: (value.dtype, value.shape) for name, value in found.items() if isinstance(value, Tensor)}
 
 
 class EngineTransport:
-    """One engine, and the sender that feeds it. A send is whole, or raises; a late answer never counts for another.
+    """One engine, and its sender. A send succeeds completely, or raises; a late answer never counts for another send.
 
     Args:
         timeout: seconds until `send_weights` ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
@@ -45,14 +45,14 @@ class EngineTransport:
         self._sends: SequentialSends | None = None
 
     def _connect(self, engine: Engine) -> None:
-        """Lay a link to the engine, in place of the one before."""
+        """Lay a link to the engine, in place of the previous one."""
         self.shutdown()
         scheme = EngineWeightSyncScheme()
         scheme.init_on_sender("policy", engines=[engine])
         self._scheme, self._sends = scheme, SequentialSends(scheme.get_sender())
 
     def send_weights(self, model_id: str, weights: Any) -> SyncReport:
-        """Feed the engine, and wait until it has answered.
+        """Send weights to the engine, and wait until it has answered.
 
         Args:
             model_id: the model, for messages.
@@ -73,18 +73,18 @@ class EngineTransport:
         return self._sends.send(weights, None, Deadline(self.timeout), OnFailure.RAISE)
 
     def check_connection(self) -> bool:
-        """Whether `init_all_workers_group` was called, and the engine was not lost since."""
+        """Whether `init_all_workers_group` was called, and the engine has not been lost since then."""
         return self._scheme is not None and self._scheme.get_sender().workers[0].open
 
     def shutdown(self) -> None:
-        """End the link, and a call in progress. `init_all_workers_group` lays another."""
+        """End the link, and a call in progress. `init_all_workers_group` lays a new link."""
         scheme, self._scheme, self._sends = self._scheme, None, None
         if scheme is not None:
             scheme.close()
 
 
 class SendingScheme(Protocol):
-    """What a sender reads of its scheme."""
+    """The attributes of its scheme that a sender reads."""
 
     @property
     def strategy(self) -> WeightStrategy:
@@ -125,8 +125,9 @@ class EngineSender:
 
         Raises:
             StateError: (a RuntimeError) there is no transport yet.
-            ConfigurationError: there are no weights: no model was registered, or it was collected.
-            AckTimeoutError, WorkerLostError, RefusedError: it was not applied, or perhaps not.
+            ConfigurationError: there are no weights: no model was registered, or it was garbage-collected.
+            AckTimeoutError, WorkerLostError, RefusedError: the weights were not applied, or it is not known whether
+                they were.
         """
         if self._transport is None:
             raise StateError(type(self).__name__, "uninitialized", "update_weights", ["init_all_workers_group"])

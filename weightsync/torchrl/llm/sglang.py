@@ -1,4 +1,4 @@
-"""SGLang by TorchRL's names. Tensors travel in the calls, so there is no group to join."""
+"""SGLang by TorchRL's names. The calls contain the tensors, so there is no group to join."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class SGLangWeightSender(EngineSender):
         self._transport.init_all_workers_group(model_metadata)
 
     def flush_cache(self) -> bool:
-        """Have the server flush its prefix cache; False: it did not, since it is not idle or not there."""
+        """Have the server flush its prefix cache; False: it did not, since it is not idle or cannot be reached."""
         try:
             HttpCalls(self._scheme.server_url).post("flush_cache")
         except (EngineError, TransportError):

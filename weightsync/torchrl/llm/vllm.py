@@ -26,7 +26,7 @@ class VLLMCollectiveTransport(EngineTransport):
         world_size: the size of the group.
         device: the carrier's.
         vllm_engine: the engine, a Ray actor that holds one, or the URL of a server.
-        carrier: brings the tensors to the engine's workers; default: a `VLLMNCCLCarrier` of this group.
+        carrier: transfers the tensors to the engine's workers; default: a `VLLMNCCLCarrier` of this group.
         timeout: seconds until `send_weights` ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
     """
 
@@ -48,7 +48,7 @@ class VLLMCollectiveTransport(EngineTransport):
         self._engine, self._carrier = vllm_engine, carrier
 
     def init_all_workers_group(self, model_metadata: Metadata, gpus_per_replica: int | None = None) -> None:
-        """In the trainer: create a link to the engine. With the first send, engine and carrier join their group.
+        """In the trainer: create a link to the engine. At the first send, engine and carrier join their group.
 
         Raises:
             ConfigurationError: there is no engine; or no carrier, and no vLLM or CUDA device here.
@@ -85,7 +85,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         num_replicas: how many replicas there are.
         strategy: "tensordict" (default) or "state_dict".
         device: the carrier's.
-        carrier: brings the tensors to the engine's workers; default: a `VLLMNCCLCarrier` of this group.
+        carrier: transfers the tensors to the engine's workers; default: a `VLLMNCCLCarrier` of this group.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         )
 
     def create_sender(self) -> VLLMWeightSender:  # type: ignore[override]
-        """A sender to an engine, which `init_all_workers_group` is given."""
+        """A sender to the engine that `init_all_workers_group` gets."""
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # type: ignore[override]

@@ -100,8 +100,8 @@ class DistributedTransport(TransportFacade):
         """The weights of the next update, which stays pending until `send_ack`: see `TransportFacade.receive_weights`.
 
         Returns:
-            Generation A: ``("policy", weights)``; B: what they were received into: ``weights``, else the transport's
-            ``weights_buffer``, else fresh tensors. None: none arrived in time.
+            Generation A: ``("policy", weights)``; B: the destination of the weights: ``weights``, else the transport's
+            ``weights_buffer``, else fresh tensors. None: no weights arrived in time.
 
         Raises:
             ConfigurationError: (a ValueError) generation A: the store's instruction for this rank is not
@@ -143,7 +143,7 @@ class DistributedTransport(TransportFacade):
         """Wait for the first weights, and ack them. TorchRL's own keys are neither read nor written.
 
         Returns:
-            The weights; in generation B what they were received into, as by `receive_weights`.
+            The weights; in generation B the destination that they were received into, as in `receive_weights`.
 
         Raises:
             WeightSyncError: as for `receive_weights`.

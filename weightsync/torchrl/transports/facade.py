@@ -1,4 +1,4 @@
-"""`TransportFacade`: what all of TorchRL's transport classes offer, over our senders and receivers."""
+"""`TransportFacade`: the base of TorchRL's transport classes, over our senders and receivers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class TransportFacade(Configured):
-    """What all of TorchRL's transport classes offer; each lays its own links.
+    """The methods that all of TorchRL's transport classes have; each class lays its own links.
 
     A subclass overrides `_lay_link` to send, `listen` to receive, `_endpoints` if it may not have been given a worker,
     and `check_connection`.
 
-    Behind the methods are a `WeightSender` and a `WeightReceiver` for each model, made on first use: a late ack is
-    never taken for a newer one, a dead peer ends a wait, and every failure is raised. A pickled, copied or forked
-    transport carries its configuration only.
+    The methods use a `WeightSender` and a `WeightReceiver` for each model, made on first use: a late ack never counts
+    for a newer update, a dead peer ends a wait, and every failure is raised. A pickled, copied or forked transport
+    carries only its configuration.
 
     Args:
         form: which generation's results it returns.
@@ -66,7 +66,7 @@ class TransportFacade(Configured):
         self._services = FacadeServices(self, self._strategy)
         self._senders: dict[str, WeightSender] = {}
         self._receivers: dict[str, WeightReceiver] = {}
-        # Models whose update is outstanding, oldest first, and those of them whose failure was reported.
+        # Models whose update is outstanding, oldest first, and those of them whose failure was already reported.
         self._outstanding: list[str] = []
         self._reported: set[str] = set()
         self._last: str | None = None
@@ -74,7 +74,7 @@ class TransportFacade(Configured):
         forget_after_fork(self)
 
     def _endpoints(self) -> Mapping[int, Any]:
-        """The workers that `send_weights` reaches: worker id to what `_lay_link` takes. Here one, with id 0.
+        """The endpoints of the workers that `send_weights` reaches, for `_lay_link`, by worker id. Here one, with id 0.
 
         Raises ConfigurationError: the transport was not given a worker. Nothing was sent.
         """
@@ -88,7 +88,7 @@ class TransportFacade(Configured):
         raise ConfigurationError(f"{type(self).__name__} does not send: use it at the worker's end.")
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Have ``accept`` called with each link by which a sender reaches us; calling what is returned ends that.
+        """Have ``accept`` called with each link by which a sender reaches us; the returned function ends that.
 
         Raises:
             ConfigurationError: the transport was not given an address to listen at, or does not receive.
@@ -167,10 +167,10 @@ class TransportFacade(Configured):
             )
 
     def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
-        """Send weights and return; `wait_ack` reports the outcome. The caller may change its tensors now.
+        """Send weights and return; `wait_ack` reports the outcome. After the return the caller may change its tensors.
 
         Raises:
-            WeightSyncError: as for `send_weights`, but for the outcomes.
+            WeightSyncError: as for `send_weights`, except for failed outcomes.
         """
         model_id, weights = model_and_weights(model_id, weights)
         sender = self._sender(model_id)
@@ -183,7 +183,7 @@ class TransportFacade(Configured):
     def wait_ack(
         self, *, timeout: float | Timeout | Unset | None = UNSET, on_failure: OnFailure | str = OnFailure.RAISE
     ) -> SyncReport:
-        """Wait for the ack of the update sent first of those that are outstanding.
+        """Wait for the ack of the oldest outstanding update.
 
         Raises:
             StateError: nothing is outstanding.
@@ -234,7 +234,7 @@ class TransportFacade(Configured):
 
     @contextlib.contextmanager
     def _followed(self, model_id: str, sender: WeightSender) -> Iterator[None]:
-        """Whatever happens inside is reported to the caller; what is outstanding afterwards may be abandoned."""
+        """Every failure inside is reported to the caller, so an update that is then outstanding may be abandoned."""
         try:
             yield
         except StateError:
@@ -277,11 +277,11 @@ class TransportFacade(Configured):
             timeout: seconds to wait for one; None: until one arrives or the sender is gone; default: 1 s in
                 generation A, None in B.
             weights: a TensorDict or dict that the weights are also written into.
-            model: what the weights are applied to, if a strategy is given.
+            model: the model that the weights are applied to, if a strategy is given.
             strategy: applies them to the model.
 
         Returns:
-            Generation A: ``(model_id, weights)``; B: the weights. None: none arrived.
+            Generation A: ``(model_id, weights)``; B: the weights. None: no weights arrived.
 
         Raises:
             StateError: the transport is closed.
@@ -306,7 +306,7 @@ class TransportFacade(Configured):
         return (model_id, given) if self._form is Form.A else given
 
     def send_ack(self, message: str = UPDATED) -> None:
-        """Ack the update that was received last: the sender's outcome rests on the evidence `CALL`.
+        """Ack the update that was received last. The sender's outcome has the evidence `CALL`.
 
         Args:
             message: "updated": the weights are applied. Any other text says that they are not, unless its
@@ -322,7 +322,7 @@ class TransportFacade(Configured):
         receiver.ack(message)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: a link is created by the first send, and the first weights travel like all others."""
+        """Do nothing: the first send creates a link, and sends the first weights like all others."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
@@ -352,7 +352,7 @@ class TransportFacade(Configured):
             return self._receivers[model_id]
 
     def close(self) -> None:
-        """Close for good: links close, and what is outstanding is ABANDONED. Closing twice is allowed."""
+        """Close for good: links close, and outstanding updates are ABANDONED. Closing twice is allowed."""
         with self._lock:
             self._closed = True
             self._hang_up()

@@ -29,7 +29,7 @@ class MPTransport(TransportFacade):
     One thread may drive both ends: `send_weights_async`, `receive_weights`, `send_ack`, `wait_ack`. While the
     transport is used, do not call the connection's own methods: use those of `pipe`.
 
-    With queues it is generation B's, over ``multiprocessing.Queue``s, and has no `pipe`.
+    With queues it is generation B's transport, over ``multiprocessing.Queue``s, and has no `pipe`.
 
     Args:
         pipe_connection: our end of ``multiprocessing.Pipe()``, or an object whose ``.pipe`` is one, or generation B's
@@ -72,7 +72,7 @@ class MPTransport(TransportFacade):
         """The pipe, as worker loops written for TorchRL's messages expect it.
 
         Raises:
-            ConfigurationError: there is none, or it is no duplex pipe.
+            ConfigurationError: there is none, or it is not duplex.
         """
         return ReferencePipe(self._open_channel(), self)
 
@@ -99,7 +99,7 @@ class MPTransport(TransportFacade):
         return WorkerTransport(receiver, self.pipe_end())
 
     def _open_channel(self) -> Channel:
-        """The pipe's channel, kept because it holds what was read from the pipe and not returned yet."""
+        """The pipe's channel. It is kept because it holds what was read from the pipe and not yet returned."""
         with self._lock:
             if self._channel is None:
                 self._channel = Channel.of(self.pipe_end())
@@ -124,7 +124,7 @@ class MPTransport(TransportFacade):
             return self._queues[end]
 
     def _pending(self, model_id: str) -> OnPending:
-        # Generation B has no method that waits here: what was sent before is abandoned, and the report says so.
+        # Generation B has no method that waits here, so the previous update is abandoned, and the report says so.
         return OnPending.SUPERSEDE if self._form is Form.B else super()._pending(model_id)
 
     def send_weights(
@@ -193,7 +193,7 @@ class MPTransport(TransportFacade):
             wait(waker, watched, deadline.nap)
 
     def _unclaimed(self) -> Sequence[str]:
-        """The models for which something arrived that have no receiver here."""
+        """The models that have no receiver here and for which something arrived."""
         unclaimed = self._queue("receiver").unclaimed() if self._form is Form.B else self._open_channel().unclaimed()
         return [model_id for model_id in unclaimed if model_id not in self._receivers]
 
@@ -233,6 +233,6 @@ class WorkerTransport(MPTransport):
         return [model_id for model_id, receiver in self._receivers.items() if receiver.has_update()]
 
     def _hang_up(self) -> None:
-        """The receiver is the scheme's."""
+        """Do nothing: the receiver is the scheme's."""
         self._receivers = {}
         super()._hang_up()

@@ -1,4 +1,4 @@
-"""A pipe for worker loops written for TorchRL's pipe messages: it delivers updates as messages."""
+"""A pipe for worker loops that read TorchRL's pipe messages: it delivers updates as messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Inbox(Protocol):
     """Where updates arrive, model by model."""
 
     def _arrived(self) -> Sequence[str]:
-        """The models with an update that was not returned yet."""
+        """The models with an update that has not been returned yet."""
 
     def _take_weights(self, model_id: str) -> Any:
         """The weights of a model's update; None if there is none after all."""
@@ -36,7 +36,7 @@ class Inbox(Protocol):
 
 
 class ReferencePipe:
-    """What a `multiprocessing` connection offers, with each update as the message ``((model_id, weights),
+    """The methods of a `multiprocessing` connection, with each update as the message ``((model_id, weights),
     "update_weights")``.
 
     An update stays pending until ``receiver.apply_weights(weights)``, ``transport.send_ack()`` or, as TorchRL's loops
@@ -63,7 +63,7 @@ class ReferencePipe:
         return self.await_any(Deadline(timeout))
 
     def recv(self) -> Any:
-        """Wait for the next update or message of the user's own.
+        """Wait for the next update or user message.
 
         Raises EOFError: the connection has ended, and nothing is left.
         """
@@ -94,7 +94,7 @@ class ReferencePipe:
         self._user.send_bytes(data)
 
     def next_update(self, *, in_turn: bool) -> tuple[str, Any] | None:
-        """The next update, or None. With ``in_turn``, one that arrived behind a user message is left for later."""
+        """The next update, or None. With ``in_turn``, an update that arrived after a user message is left for later."""
         for model_id in self._inbox._arrived():
             if in_turn and self._channel.user_message_is_first(model_id):
                 continue
@@ -121,7 +121,7 @@ class ReferencePipe:
         while True:
             waker = self._channel.user_waker()
             seen = waker.fired
-            # What arrived before the end is found although the end was noticed.
+            # What arrived before the end is found even after the end was noticed.
             if self._channel.has_user_message() or self._inbox._arrived():
                 return True
             if deadline.passed:

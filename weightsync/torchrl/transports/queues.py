@@ -40,7 +40,7 @@ class QueueChannel:
         self._outbox, self.inbox = outbox, inbox
         self._lock = threading.Lock()
         self._boxes: dict[str, deque[Received]] = {}
-        #: For models that exceeded the limit: the error to report after the kept messages.
+        #: For each model that exceeded the limit, the error to report after the kept messages.
         self._flooded: dict[str, ProtocolError] = {}
         #: Why nothing more is read.
         self._broken: TransportError | ProtocolError | None = None
@@ -59,7 +59,7 @@ class QueueChannel:
             raise TransportError(f"The queue accepts nothing more: {error or 'it is full'}.") from error
 
     def unclaimed(self) -> tuple[str, ...]:
-        """The models for which messages are there."""
+        """The models that have messages here."""
         self._read(None)
         with self._lock:
             return tuple(model_id for model_id, box in self._boxes.items() if box)
@@ -88,14 +88,14 @@ class QueueChannel:
                 waker.fire()
 
     def leave(self, model_id: str, waker: Waker) -> None:
-        """Stop firing it."""
+        """Stop firing the waker."""
         with self._lock:
             if self._wakers.get(model_id) is waker:
                 del self._wakers[model_id]
                 self._flooded.pop(model_id, None)
 
     def _read(self, reader: str | None) -> None:
-        """Read what is in the queue, as long as there is room for what the reader takes out next."""
+        """Read from the queue, as long as there is room for what the reader takes out next."""
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -183,7 +183,7 @@ class QueueLink(WakeableLink):
     """One model's link over a `QueueChannel`. See `weightsync.transports.base.Link` for its contract."""
 
     def __init__(self, channel: QueueChannel, model_id: str, peer: str) -> None:
-        # Without a way back no answer is awaited, as with transports that may lose answers.
+        # Without a queue for answers none is awaited, as with transports that may lose answers.
         self.delivery = Delivery.ORDERED if channel.inbox is not None else Delivery.BEST_EFFORT
         super().__init__(peer)
         self._channel = channel
@@ -203,7 +203,7 @@ class QueueLink(WakeableLink):
     def receive(self) -> list[Received]:
         """The messages that have arrived: see `Link.receive`."""
         self._require_open()
-        # Checked before reading: what the peer sent before its death is then certainly there.
+        # Checked before reading, so that everything that the peer sent before its death is there.
         death = self._death()
         received = self._channel.collect(self._model_id)
         if death and not received:

@@ -26,7 +26,7 @@ from weightsync.transports.ray.session import require_ray
 
 
 class _ActorFacade(TransportFacade):
-    """Sends to one Ray actor. It receives nothing: in the actor the calls do that."""
+    """Sends to one Ray actor. It receives nothing: the actor gets the weights in calls."""
 
     _receives = False
 
@@ -61,15 +61,15 @@ class _ActorFacade(TransportFacade):
 class RayTransport(_ActorFacade):
     """Sends to one remote collector, by its ``update_policy_weights_`` if it is not a `WeightSyncActor`.
 
-    The weights are put into Ray's object store once. A call that raised becomes a RefusedError, a collector that died a
-    WorkerLostError; a plain collector's ack has the evidence `CALL`.
+    The weights are put into Ray's object store once. If a call raises, that becomes a RefusedError; if the collector
+    died, a WorkerLostError. A plain collector's ack has the evidence `CALL`.
 
     Args:
         remote_collector: the actor. Without one the first send raises.
         tensor_transport: "object_store" or "nixl".
         remote_actor: generation B's name of ``remote_collector``.
         worker_idx: generation B: the worker's id, for messages.
-        backend: generation B: "gloo" or "nccl", ignored, since weights travel through Ray.
+        backend: generation B: "gloo" or "nccl", ignored, since weights are sent through Ray.
         connection_info_name: generation B: ignored, since there is no process group to find.
         model_id: generation B: ignored; `send_weights` names the model.
         key: a secret shared with the actor: see `RayWeightSyncScheme`.
@@ -103,13 +103,13 @@ class RayTransport(_ActorFacade):
         return (CALL, POLICY_METHOD)
 
     def set_model(self, model: Any) -> None:
-        """Do nothing: the actor's own receiver has the model that calls apply weights to."""
+        """Do nothing: the actor's own receiver has the model to which calls apply weights."""
 
     def set_model_version(self, model_version: int | None) -> None:
         """Do nothing: each send has the next version, and its report names it."""
 
     def set_process_group(self, process_group: Any, store: Any = None) -> None:
-        """Do nothing: weights travel through Ray, beside any process group."""
+        """Do nothing: weights are sent through Ray, beside any process group."""
 
 
 @torchrl_class
@@ -145,15 +145,15 @@ class RayActorTransport(_ActorFacade):
         return (CALL, self._method)
 
     def set_actor(self, actor_ref: Any) -> None:
-        """Send to this actor from now on. Links to another are closed; what is outstanding there is ABANDONED."""
+        """Send to this actor from now on. Links to another actor are closed; its outstanding updates are ABANDONED."""
         self._hang_up()
         self._actor_ref = actor_ref
 
     def send_ack(self, message: str = "updated") -> None:
-        """Do nothing: the call's end is the ack."""
+        """Do nothing: the return of the call is the ack."""
 
     def check_ack(self, message: str = "updated") -> None:  # type: ignore[override]
-        """Do nothing: `wait_ack` waits for the call's end."""
+        """Do nothing: `wait_ack` waits for the call to return."""
 
     def check_connection(self) -> bool:
         """Whether Ray is initialised in this process, and an actor is set."""

@@ -23,7 +23,7 @@ class RPCTransport(TransportFacade):
     """Sends weights to one remote collector by RPC; without a collector, receives them in the collector's process.
 
     Args:
-        collector_info: the worker, as its `WorkerInfo`, name or rank. Alone: a process with our receiver.
+        collector_info: the worker, as its `WorkerInfo`, name or rank. Given alone, it is a process with our receiver.
         collector_rref: a reference to its collector.
         collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
             unless our receiver listens in that process.

@@ -28,15 +28,15 @@ from weightsync.weights.tensors import on_cpu
 
 @torchrl_class
 class SharedMemTransport(MPTransport):
-    """Copy targets that hold the newest version, and workers that are sent it over their pipes.
+    """Copy targets that hold the newest version, and workers that receive it over their pipes.
 
     Each send writes a registered buffer, even while a reader is using it: it is for your own use. The workers behind
-    registered pipes do not read it; each version reaches them in a slot of its own in shared memory, and they ack it.
+    registered pipes do not read the buffer; they get each version in a separate slot of shared memory, and ack it.
     Without pipes a send only fills the buffer.
 
     Args:
         policy_weights: model id to a TensorDict or dict; models that are registered later are added to it.
-        auto_register: whether a model may be sent that was not registered: it gets a buffer in shared memory.
+        auto_register: whether a model that was not registered may be sent: it gets a buffer in shared memory.
         timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
         strategy: how modules are extracted.
     """
@@ -54,7 +54,7 @@ class SharedMemTransport(MPTransport):
         super().__init__(None, strategy=strategy)
         self.timeout = timeout
         self._policy_weights: MutableMapping[str, Any] = {} if policy_weights is None else policy_weights
-        #: Whether a model may be sent that was not registered.
+        #: Whether a model that was not registered may be sent.
         self.auto_register = auto_register
         self._pipes: list[Any] = []
         self._params_map: dict[int, Any] = {}
@@ -178,7 +178,7 @@ class SharedMemTransport(MPTransport):
         Args:
             model_id: as for `TransportFacade.send_weights`.
             weights: as there.
-            worker_ids: generation B: whose buffers; only where each worker has one of its own.
+            worker_ids: generation B: the workers whose buffers are filled; only if each worker has its own.
             timeout: seconds; default: the transport's.
             on_failure: "raise", or "report".
 
@@ -274,7 +274,7 @@ class SharedMemTransport(MPTransport):
         return weights
 
     def send_ack(self, message: str = UPDATED) -> None:
-        """Ack the update that was received last: see `TransportFacade.send_ack`. Without a pipe: nothing."""
+        """Ack the update that was received last: see `TransportFacade.send_ack`. Without a pipe, do nothing."""
         if self._pipes:
             super().send_ack(message)
 

@@ -1,4 +1,4 @@
-"""Weight updaters, by TorchRL's names: they push weights to workers that are reached by calls.
+"""Weight updaters, by TorchRL's names: they push weights to workers by calls.
 
 base     WeightUpdaterBase: what all share, and what a subclass may override
 local    copies in this process

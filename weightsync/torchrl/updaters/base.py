@@ -32,9 +32,9 @@ class WeightUpdaterBase(abc.ABC):
     A subclass says how one worker is reached (`_sync_weights_with_worker`), and may override `all_worker_ids`,
     `_get_server_weights`, `_maybe_map_weights` and `_skip_update`. It need not call ``super().__init__()``.
 
-    A push runs over the machines of a `WeightSender`. Its outcomes rest on the evidence CALL: APPLIED means that the
-    worker's call returned, and nothing else. For an answer that names version and digest use a scheme.
-    A pickled, copied or forked updater has its configuration and hooks, but no collectors and no push.
+    A push uses the state machines of a `WeightSender`. Its outcomes have the evidence CALL: APPLIED means that the
+    worker's call returned, and nothing else. For an answer that names version and digest use a scheme. A pickled,
+    copied or forked updater has its configuration and hooks, but no collectors and no push.
     """
 
     #: Why workers are SKIPPED, for reports.
@@ -44,7 +44,7 @@ class WeightUpdaterBase(abc.ABC):
     _hooks: list[Callable[[], None]]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Set up what a subclass's constructor need not know of."""
+        """Set up the state that a subclass's constructor does not deal with."""
         made = super().__new__(cls)
         _register_with_torchrl()
         made._pushes = Pushes()
@@ -71,8 +71,8 @@ class WeightUpdaterBase(abc.ABC):
     ) -> SyncReport:
         """Push weights to workers, wait until each call has ended, then run the post-hooks.
 
-        The calls are made one after the other in this thread. If one fails, the others are still made.
-        After an `AckTimeoutError` the next push abandons this one; after an interrupted wait it first waits for it.
+        The calls are made one after the other in this thread. If one fails, the others are still made. After an
+        `AckTimeoutError` the next push abandons this one; after an interrupted wait it first waits for this one.
 
         Args:
             policy_or_weights: a module, which is extracted to a TensorDict; a TensorDict or a dict, taken as it is;
@@ -86,7 +86,7 @@ class WeightUpdaterBase(abc.ABC):
             Each worker's outcome. SKIPPED: `_skip_update` returned True; if it did for all, ``version`` is None.
 
         Raises:
-            StateError: another thread, or the push whose hook this is, is pushing. Nothing was called.
+            StateError: another thread is pushing, or this is called from a push's own hook. Nothing was called.
             ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type, or no weights.
                 Nothing was called.
             RefusedError: calls raised; `.refused` has the workers' own tracebacks. All other workers were called.
@@ -116,7 +116,7 @@ class WeightUpdaterBase(abc.ABC):
 
     @property
     def state(self) -> State:
-        """The state of its sender's machine: `pending_async` while a push that timed out is outstanding."""
+        """The state of its sender: `pending_async` while a push that timed out is outstanding."""
         return self._pushes.state
 
     def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
@@ -145,9 +145,9 @@ class WeightUpdaterBase(abc.ABC):
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> Any:
         """Hand the weights to one worker.
 
-        It may return a `concurrent.futures.Future`, which is awaited together with those of the others; any other
-        value means that the call has ended. A ConnectionError or EOFError, raised here or by the future, means that the
-        worker is gone; any other exception, that it refused.
+        It may return a `concurrent.futures.Future`, which is awaited together with those of the other workers; any
+        other value means that the call has ended. A ConnectionError or EOFError, raised here or by the future, means
+        that the worker is gone. Any other exception means that it refused.
 
         Args:
             worker_id: the worker; not passed if workers have no ids.
@@ -178,7 +178,7 @@ class WeightUpdaterBase(abc.ABC):
         """Have a function called, without arguments, after each push that did not raise.
 
         Hooks run in order of registration, in the thread that pushed, before `push_weights` returns; they may not push.
-        What one raises is raised to the pusher, and those behind it do not run; the weights have been pushed.
+        If a hook raises, the push raises that exception and later hooks do not run; the weights have been pushed.
 
         Raises:
             ConfigurationError: it is not callable.
@@ -216,7 +216,7 @@ class WeightUpdaterBase(abc.ABC):
         return [collector for reference in self._registered if (collector := reference()) is not None]
 
     def increment_version(self) -> None:
-        """Call `increment_version` on the registered collector, if it still lives."""
+        """Call `increment_version` on the registered collector, if it still exists."""
         for collector in self._living():
             collector.increment_version()
 
@@ -249,7 +249,7 @@ def _taken(given: Any) -> Any:
 
 
 def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
-    """The target workers; [None]: the one without an id.
+    """The target workers; [None]: the only worker, which has no id.
 
     Raises ConfigurationError: the list is empty, or has an unknown id.
     """

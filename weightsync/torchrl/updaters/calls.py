@@ -1,4 +1,4 @@
-"""A worker's call as a link of the sender's machines: an update begins the call, and its end is the answer."""
+"""A worker's call as a link of a sender: an update begins the call, and the end of the call is the answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Call:
     answers: Answers
 
     def make(self, begin: Begin) -> None:
-        """Make the call. An interrupt leaves its outcome unknown, and is raised."""
+        """Make the call. An interrupt is raised, and leaves the call's outcome unknown."""
         watch = Stopwatch()
         try:
             given = begin(self.worker)
@@ -177,4 +177,4 @@ class CallServices:
         return weights
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Nothing is kept of them."""
+        """Do nothing: no copy of the weights is kept."""

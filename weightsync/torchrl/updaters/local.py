@@ -20,8 +20,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     """Copies weights into those of a policy in this process.
 
     There is one worker, this process, with id 0 in reports. The weights must fit in names, shapes and dtypes. If they
-    do not, the outcome is REFUSED and nothing was changed. A forward pass in another thread meanwhile may see both old
-    and new tensors.
+    do not, the outcome is REFUSED and nothing was changed. A forward pass that runs in another thread during the copy
+    may see both old and new tensors.
 
     Args:
         weight_getter: returns the weights of a push without weights.
@@ -81,7 +81,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         return list(self._policy_weights)
 
     def _call(self, weights: Any, worker: WorkerId) -> None:
-        """Fill a buffer. Its id may be None: TorchRL's collectors name it so where no device was given."""
+        """Fill a buffer. Its id may be None: TorchRL's collectors use None where no device was given."""
         self._sync_weights_with_worker(worker, weights)  # type: ignore[arg-type]
 
     def _get_server_weights(self) -> Any:
@@ -92,7 +92,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
 
 class RemoteModuleWeightUpdater(WeightUpdaterBase):
-    """For modules that other code updates: accepts weights, and moves nothing.
+    """For modules that other code updates: accepts weights, and sends nothing.
 
     Its reports say SKIPPED, since no worker was called. Weights must be passed. To move weights, derive from
     `WeightUpdaterBase`.

@@ -1,4 +1,4 @@
-"""The pushes of one updater, one at a time, over the machines of a sender."""
+"""The pushes of one updater, one at a time, with the state machines of a sender."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pushes:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Prevent other pushes meanwhile, by this push's own hooks too. Raises StateError: a push is in progress."""
+        """Prevent other pushes inside, also by this push's own hooks. Raises StateError: a push is in progress."""
         turn = self._turn
         if not turn.acquire(blocking=False):
             hint = "One push at a time: neither another thread nor a hook may start one before it has returned."
@@ -71,12 +71,12 @@ class Pushes:
     def push(self, workers: Sequence[WorkerId], begin: Begin, deadline: Deadline) -> SyncReport:
         """Make each worker's call, one after the other, and wait until all have ended.
 
-        If one of them raises, even an interrupt, the others are made before that is raised.
+        If one of them raises, even an interrupt, the other calls are made before the exception is raised.
 
         Returns:
             Each worker's outcome, failed or not.
 
-        Raises SyncError: the failures of the push before, if they were not reported yet.
+        Raises SyncError: the failures of the previous push, if they were not reported yet.
         """
         self._make_way(deadline)
         calls: list[Call] = []
@@ -84,7 +84,7 @@ class Pushes:
         try:
             targets = [self._number(worker) for worker in workers]
             version = self._sender.send_async(worker_ids=targets).version
-            # Calls that wait for a worker's unanswered ones are made later, during the wait below.
+            # Calls that must wait for a worker's earlier calls are made later, during the wait below.
             self._calls.take = functools.partial(_make_late, begin, version)
             self._make_all(calls, begin)
             return self._waited(deadline)

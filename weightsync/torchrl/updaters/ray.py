@@ -25,17 +25,17 @@ class RayWeightUpdater(WeightUpdaterBase):
     """Pushes weights to remote collectors: Ray actors with a method ``update_policy_weights_(weights)``.
 
     Each push puts the weights, on the CPU, into Ray's object store once, and calls each collector with the reference.
-    Every call is awaited: a collector that raised is REFUSED, with its own traceback, and one that died or cannot be
-    reached is LOST. APPLIED means that the collector's method returned (evidence CALL). Actors with weightsync's own
+    Every call is awaited: a collector that raised is REFUSED, with its own traceback; a collector that died or cannot
+    be reached is LOST. APPLIED means that the collector's method returned (evidence CALL). Actors with weightsync's own
     receiver give better evidence: use `RayWeightSyncScheme` for them.
 
     `remote_collectors` may be changed between pushes: the next push calls an actor that replaces a dead one.
 
     Args:
         remote_collectors: the actors' handles; a worker's id is its index.
-        max_interval: how many pushes skip a worker between two that reach it, even if it is named. Its first push is
-            never skipped, nor the next after one that failed, nor that to an actor that replaces another. Negative
-            counts as 0.
+        max_interval: how many pushes skip a worker between two that reach it, even if it is named. A worker's first
+            push, the push after a failed one, and the first push to an actor that replaces another are never skipped. A
+            negative number counts as 0.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -54,7 +54,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = _interval(max_interval)
-        #: Who is at each index, and how many pushes are to skip it.
+        #: The actor at each index, and how many more pushes skip it.
         self._rests: dict[int, tuple[Any, int]] = {}
         self._sessions = [(actor, Session(f"worker {worker}")) for worker, actor in enumerate(remote_collectors)]
         self._reference: Any = None
@@ -95,7 +95,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         return _followed(method.remote(self._reference), f"worker {worker_id}")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process, perhaps on another node, calls the actors from where it is.
+        # A copy in another process, perhaps on another node, makes its own sessions with the actors.
         return {**super().__getstate__(), "_sessions": [], "_reference": None}
 
     def _session(self, worker_id: int, actor: Any) -> Session:
@@ -119,7 +119,7 @@ def _interval(given: Any) -> int:
 
 
 def _method_of(actor: Any, worker: int) -> Any:
-    """What is called of a collector. Raises ConfigurationError: it has no such method, or is no actor."""
+    """The collector's method that is called. Raises ConfigurationError: it has no such method, or is not an actor."""
     name, method = method_of(actor, (POLICY_METHOD,), f"worker {worker}")
     if name != POLICY_METHOD:
         raise ConfigurationError(
