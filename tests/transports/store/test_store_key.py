@@ -204,9 +204,10 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
     _until(lambda: store.check([f"weightsync/link/{name}/up/1"]))
     address = store.get(f"weightsync/link/{name}/up/1").split()[-1].decode()
     again = dial(address, name)
-    with pytest.raises((TransportError, EndOfStream)):  # the worker may end the connection before all is written
+    with contextlib.suppress(TransportError):  # the worker may end the connection before all is written
         for text in written:
             again.write(text, None, lambda: None)
+    with pytest.raises((TransportError, EndOfStream)):
         again.read()
 
     assert pair.receiver.receive(timeout=0) is False
