@@ -20,6 +20,8 @@ from weightsync import Evidence, Outcome, OutcomeKind, RayWeightSyncScheme, Weig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 MIB = 2**20
+#: Links with a key carry every payload. Without one, an actor on the trainer's host maps it past the object store.
+KEY = "a key of 32 characters and no less"
 
 
 @pytest.fixture
@@ -34,6 +36,7 @@ def folder() -> Iterator[str]:
 
 class Large(WeightSyncActor):
     def __init__(self) -> None:
+        self.weight_key = KEY
         self.policy = {"w": torch.zeros(1, dtype=torch.int32)}
 
     def hold(self, count: int) -> None:
@@ -57,7 +60,7 @@ def over_ray(
         actor = ray.remote(num_cpus=0)(Large).remote()
         ray.get(actor.hold.remote(nbytes // 4))
         weights = {"w": torch.arange(nbytes // 4, dtype=torch.int32)}
-        with RayWeightSyncScheme() as scheme:
+        with RayWeightSyncScheme(key=KEY) as scheme:
             scheme.init_on_sender("policy", remote_collectors=[actor])
             send = scheme.get_sender().send
             outcomes = [send(weights, timeout=PATIENCE, on_failure="report")[0] for _ in range(2)]
