@@ -43,7 +43,11 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
-    """Workers are Ray actors. Each version is put into Ray's object store once; all actors read it from there.
+    """Workers are Ray actors.
+
+    Each version is put into Ray's object store once, and actors read it from there. Without a key, a `WeightSyncActor`
+    on the trainer's host maps it from the trainer's memory instead. To any `WeightSyncActor`, versions of up to 64 KiB
+    travel in the call.
 
     Actors of a class that derives from `WeightSyncActor` answer for each version (evidence ``answer``). Plain actors
     with a method ``update_policy_weights_(policy_or_weights=)``, ``_update_weights_tensordict(params=)`` or
