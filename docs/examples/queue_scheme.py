@@ -11,12 +11,12 @@ from weightsync import WeightSyncScheme
 class QueueScheme(WeightSyncScheme):
     """An endpoint is two inboxes: ours, and the other end's."""
 
-    def lay_link(self, endpoint: tuple[Inbox, Inbox], model_id: str, peer: str) -> QueueLink:
+    def create_link(self, endpoint: tuple[Inbox, Inbox], model_id: str, peer: str) -> QueueLink:
         mine, theirs = endpoint
         return QueueLink(mine, theirs)
 
     def create_transport(self, pipe_or_context: Any) -> None:
-        """No TransportBackend is behind an endpoint: `lay_link` makes a link of it."""
+        """No TransportBackend is behind an endpoint: `create_link` makes a link of it."""
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ class QueueLink:
             raise TransportError("The link is closed.")
 
 
-def lay(model_id: str) -> Ends:
+def connect(model_id: str) -> Ends:
     """The factory: a fresh connection at each call."""
     one, other = Inbox(), Inbox()
 
@@ -87,4 +87,4 @@ def lay(model_id: str) -> Ends:
 
 
 if __name__ == "__main__":
-    print(check_transport(lay, unreachable={"several models": "each connection carries one model"}))
+    print(check_transport(connect, unreachable={"several models": "each connection carries one model"}))

@@ -360,7 +360,7 @@ class SchemeServices(Sources, Protocol):
     def packer(self) -> Packer:
         """A new packer, with the type of buffer that suits the scheme's links."""
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` (a pipe's end, or a context that has one) to ``peer``, a name for messages."""
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:

@@ -62,7 +62,7 @@ class What(enum.Enum):
     END = "end"
     #: A machine begins: new, copied, unpickled, or a forked child's.
     BORN = "born"
-    #: A link is laid, and numbered by this machine.
+    #: A link is created, and numbered by this machine.
     LINK = "link"
     #: An event was taken: the event, the input, the state before and after, the data after, the effects.
     STEP = "step"

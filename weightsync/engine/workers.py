@@ -43,7 +43,7 @@ class Workers:
         self._services = services
         self._driver = driver
         self._packer = packer
-        #: How each worker is reached, by its id: what `SchemeServices.lay_link` was given.
+        #: How each worker is reached, by its id: what `SchemeServices.create_link` was given.
         self.endpoints: dict[int, Any] = {}
 
     def add(self, worker_id: int, endpoint: Any, process: Any) -> None:
@@ -51,7 +51,7 @@ class Workers:
         self._driver.require_open("add_worker")
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
-        link = self._services.lay_link(endpoint, self._driver.model_id, f"worker {worker_id}")
+        link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
         self.endpoints[worker_id] = endpoint
         with Shield(self._driver.waker.fire):
             self._driver.join(worker_id, link, awaited)

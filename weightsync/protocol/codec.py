@@ -479,7 +479,7 @@ _READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
 
 
 def slot_digest(seal: bytes, incarnation: int, version: int, layout_digest: bytes, extras: bytes) -> bytes:
-    """What an ack names if its update lay in a slot and carried no digest: the slot as it was filled, and the update.
+    """What an ack names if its update was in a slot and carried no digest: the slot as it was filled, and the update.
 
     The xxh3-128 of the seal, the incarnation (16 bytes) and the version (8), big-endian, the layout's digest, and the
     encoded extra state.

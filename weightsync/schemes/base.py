@@ -220,7 +220,7 @@ class WeightSyncScheme(Configured):
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
             sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
-        if not self._lays_links_at_connect(given, context):
+        if not self._creates_links_at_connect(given, context):
             sender.connect(fence=fence)
         sender.expected_workers = expected
         with self._first_callback:
@@ -296,7 +296,7 @@ class WeightSyncScheme(Configured):
             self._context.set(context)
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """The endpoint of each worker, as `lay_link` takes it, by worker id.
+        """The endpoint of each worker, as `create_link` takes it, by worker id.
 
         Raises ConfigurationError: an endpoint is missing, or they are contradictory. No link has been created.
         """
@@ -315,7 +315,7 @@ class WeightSyncScheme(Configured):
         """The destination of the weights: a model, or a path on the context."""
         return model_for_worker(given, context, model_id)
 
-    def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
         """Whether `connect` sends the handshake, when the workers can receive it, instead of `init_on_sender`."""
         return False
 
@@ -614,7 +614,7 @@ class WeightSyncScheme(Configured):
             self._verify, self._wire_dtype, self._sender_side.selection, self._sender_side.finite, self._delta
         )
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.
 
         Here ``endpoint`` is a transport, TorchRL's or the user's own, or `create_transport` makes a transport from it.
@@ -628,7 +628,7 @@ class WeightSyncScheme(Configured):
         if transport is None:
             raise ConfigurationError(
                 f"{type(self).__name__} makes no links: give it a TransportBackend, have create_transport() return "
-                "one, or override lay_link() to return a Link of your own."
+                "one, or override create_link() to return a Link of your own."
             )
         return user_link(transport, peer)
 
@@ -647,12 +647,12 @@ class WeightSyncScheme(Configured):
             ConfigurationError: no link can be made from the endpoint.
         """
         transport = self._transport_for(endpoint)
-        lays_links = type(self).lay_link is not WeightSyncScheme.lay_link
-        if isinstance(transport, LinkTransport) and (transport is endpoint or not lays_links):
+        creates_links = type(self).create_link is not WeightSyncScheme.create_link
+        if isinstance(transport, LinkTransport) and (transport is endpoint or not creates_links):
             return transport.listen(model_id, accept)
         if transport is not None and not isinstance(transport, LinkTransport):
             return listen_by(transport, model_id, self.strategy, accept)
-        accept(self.lay_link(endpoint, model_id, "the sender"))
+        accept(self.create_link(endpoint, model_id, "the sender"))
         return lambda: None
 
     def user_messages(self, endpoint: Any) -> UserMessages:

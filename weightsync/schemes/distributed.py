@@ -235,7 +235,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             return transport(store, rank, sync, backend=self.backend, key=self._key)
         return transport(weights_buffer=weights_buffer, store=store, rank=rank, sync=sync, key=self._key)
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The sender's end of a new link.
 
         Args:
@@ -247,11 +247,11 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: no store, or no rank.
         """
         if isinstance(endpoint, BareTransport):
-            return super().lay_link(endpoint, model_id, peer)
+            return super().create_link(endpoint, model_id, peer)
         return sender_link(self._store_end(endpoint), model_id, peer, self._trees)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Take each link that a sender announces to this worker: see `lay_link`."""
+        """Take each link that a sender announces to this worker: see `create_link`."""
         if isinstance(endpoint, BareTransport):
             return super().listen(endpoint, model_id, accept)
         return listen(self._store_end(endpoint), model_id, accept)

@@ -21,10 +21,10 @@ from weightsync.weights.target import Mode
 Class = TypeVar("Class", bound=type[Any])
 
 
-class LinkLayer(Protocol):
-    """Lays the links of a facade."""
+class CreatesLinks(Protocol):
+    """Creates the links of a facade."""
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link: ...
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link: ...
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Have ``accept`` called with each link by which a sender reaches us."""
@@ -43,36 +43,36 @@ class FacadeServices:
     #: All weights are received.
     applied_selection = None
 
-    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str) -> None:
+    def __init__(self, facade: CreatesLinks, strategy: WeightStrategy | str) -> None:
         # A weak reference: without a cycle, all that a transport holds is freed together with it.
-        self._facade = weakref.ref(layer)
+        self._reference = weakref.ref(facade)
         self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
 
     @property
-    def _layer(self) -> LinkLayer:
-        layer = self._facade()
-        if layer is None:
+    def _facade(self) -> CreatesLinks:
+        facade = self._reference()
+        if facade is None:
             raise StateError(
                 "transport", "garbage-collected", "link", [], "Keep the transport while its links are used."
             )
-        return layer
+        return facade
 
     @property
     def packer(self) -> Packer:
         """A new packer."""
         return Packer()
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The facade's link to a worker."""
-        return self._layer._lay_link(endpoint, model_id, peer)
+        return self._facade._create_link(endpoint, model_id, peer)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """The facade's links to senders."""
-        return self._layer.listen(model_id, accept)
+        return self._facade.listen(model_id, accept)
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages, where the facade has a pipe."""
-        return self._layer.user_messages()
+        return self._facade.user_messages()
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """A module is extracted; anything else is taken as it is. Raises ConfigurationError: there are none."""
@@ -86,11 +86,11 @@ class FacadeServices:
 
     def published(self, model_id: str, weights: Any) -> None:
         """Pass each version to the facade before it is dispatched."""
-        self._layer._published(model_id, weights)
+        self._facade._published(model_id, weights)
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Any:
         """The facade that made the receiver."""
-        return self._layer
+        return self._facade
 
 
 @runtime_checkable

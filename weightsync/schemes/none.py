@@ -165,7 +165,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """A transport that ignores what it is given."""
         return torchrl_transport("NoTransport")()
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Never:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Never:
         """There are no links.
 
         Raises:

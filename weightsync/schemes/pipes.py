@@ -78,7 +78,7 @@ class PipeScheme(WeightSyncScheme):
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes made here."""
-        if self._lays_links_at_connect(given, context):
+        if self._creates_links_at_connect(given, context):
             return self._own_pipes(given)
         pipes = _listed(given_or_found(given, context, "pipes"))
         count = given_or_found(given, context, "num_workers")
@@ -89,7 +89,7 @@ class PipeScheme(WeightSyncScheme):
         _refuse_unusable(pipes)
         return dict(zip(sorted(given.get("params_map", range(len(pipes)))), pipes, strict=True))
 
-    def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
         """True if we make the pipes. ``ctx=`` asks for that, since a TorchRL collector's ``.pipes`` are for its own
         use."""
         return "pipes" not in given and ("ctx" in given or given_or_found(given, context, "pipes") is None)
@@ -184,10 +184,10 @@ class PipeScheme(WeightSyncScheme):
         transport = torchrl_transport("MPTransport")
         return transport(given, **queues) if given is not None else transport(**queues)
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over a pipe's end, or an object whose ``.pipe`` is that: see `WeightSyncScheme.lay_link`."""
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link over a pipe's end, or an object whose ``.pipe`` is that: see `WeightSyncScheme.create_link`."""
         if self._goes_by_transport(endpoint):
-            return super().lay_link(endpoint, model_id, peer)
+            return super().create_link(endpoint, model_id, peer)
         payloads = Payloads.INLINE if self._delta else Payloads.SHARED
         return PipeLink(connection_of(endpoint), model_id, peer=peer, payloads=payloads, opener=open_slot)
 
@@ -195,7 +195,7 @@ class PipeScheme(WeightSyncScheme):
         """Give ``accept`` the one link of this worker's pipe: see `WeightSyncScheme.listen`."""
         if self._goes_by_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
-        accept(self.lay_link(endpoint, model_id, "the sender"))
+        accept(self.create_link(endpoint, model_id, "the sender"))
         return lambda: None
 
     def user_messages(self, endpoint: Any) -> UserMessages:
@@ -205,7 +205,7 @@ class PipeScheme(WeightSyncScheme):
         return UserMessages(Channel.of(connection_of(endpoint)))
 
     def _goes_by_transport(self, endpoint: Any) -> bool:
-        """Whether a transport lays the links: ``endpoint`` is one, or a user's subclass makes its own."""
+        """Whether a transport creates the links: ``endpoint`` is one, or a user's subclass makes its own."""
         overridden = not type(self).create_transport.__module__.startswith("weightsync.schemes.")
         return overridden or isinstance(endpoint, BareTransport | LinkTransport)
 

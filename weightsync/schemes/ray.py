@@ -105,7 +105,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         refuse_repeated({worker_id: handle_of(actor) for worker_id, actor in enumerate(actors)})
         return dict(enumerate(actors))
 
-    def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
         """True for a TorchRL collector: it initialises the scheme in its actors between `init_on_sender` and `connect`.
 
         At `init_on_sender` no weightsync receiver listens in them yet.
@@ -122,7 +122,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             "worker."
         )
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to an actor, given as its handle or as an object whose ``._actor`` is that.
 
         Raises:
@@ -130,8 +130,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: the actor has none of the methods that take weights.
         """
         if is_transport(endpoint):
-            return super().lay_link(endpoint, model_id, peer)
-        return self._links.lay(endpoint, methods_for(self.strategy), model_id, peer)
+            return super().create_link(endpoint, model_id, peer)
+        return self._links.create(endpoint, methods_for(self.strategy), model_id, peer)
 
     @property
     def connection_info_name(self) -> str:

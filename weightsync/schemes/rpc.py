@@ -84,7 +84,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         found = {worker: Collector(infos and infos[worker], rrefs and rrefs[worker], kind) for worker in range(count)}
         return {worker: _reachable(collector, f"worker {worker}") for worker, collector in found.items()}
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to a worker.
 
         Args:
@@ -97,7 +97,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: RPC is not initialised, or has no worker of that name.
         """
         if isinstance(endpoint, BareTransport):
-            return super().lay_link(endpoint, model_id, peer)
+            return super().create_link(endpoint, model_id, peer)
         return link_to(collector_of(endpoint), model_id, peer, self._presenter, SharedKey.given(self._key))
 
     def create_transport(

@@ -68,7 +68,7 @@ class SenderSide:
         return self.sends
 
     def connect(self, weights: Any, deadline: Deadline) -> None:
-        """Lay the links, send the first weights to the groups of workers, and wait for all of them.
+        """Create the links, send the first weights to the groups of workers, and wait for all of them.
 
         Raises:
             As `WeightSyncScheme.connect`.

@@ -150,7 +150,7 @@ class Bench:
         """Let a worker join, or rejoin, on a new link."""
         sender = sender or self.sender
         with self.step(f"worker {worker} joins {sender.name} on a new link"):
-            ends = self.link_setup.lay("policy")
+            ends = self.link_setup.create("policy")
             link_pair = self.link_setup.link_pair(ends, f"the link of worker {worker}")
             recorder = LinkRecorder(ends.sender, link_pair, End.SENDER)
             number = sender.driver._last_link + 1

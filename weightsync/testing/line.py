@@ -33,7 +33,7 @@ class Line:
     def __init__(self, link_setup: LinkSetup, model_id: str = "policy", ends: Ends | None = None) -> None:
         self.link_setup = link_setup
         self.model_id = model_id
-        self.ends = link_setup.lay(model_id) if ends is None else link_setup.adopt(ends)
+        self.ends = link_setup.create(model_id) if ends is None else link_setup.adopt(ends)
         self.link_pair = link_setup.link_pair(self.ends, f"the link of {model_id!r}")
         self.link_pair.patient = True
         self.sender = LinkRecorder(self.ends.sender, self.link_pair, End.SENDER)

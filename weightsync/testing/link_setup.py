@@ -57,7 +57,7 @@ class LinkSetup:
         self._stops: list[Callable[[], None]] = []
         self._waker = Waker()
 
-    def lay(self, model_id: str) -> Ends:
+    def create(self, model_id: str) -> Ends:
         """Make a new connection."""
         return self.adopt(self._factory(model_id))
 

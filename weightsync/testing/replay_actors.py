@@ -142,7 +142,7 @@ class ReplayActors:
     def _join(self, s: int, w: int) -> None:
         player = self.senders[s]
         k = self._laid[s, w] = self._laid.get((s, w), 0) + 1
-        ends = self.link_setup.lay("policy")
+        ends = self.link_setup.create("policy")
         link_pair = self.link_setup.link_pair(ends, f"link {k} of sender {s} and worker {w}")
         step_gate = StepGate(ends.sender, link_pair, End.SENDER, (s, w, k))
         player.step_gates[player.driver._last_link + 1] = player.of[w] = step_gate

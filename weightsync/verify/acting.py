@@ -193,7 +193,7 @@ class WorkerActs:
         )
 
     def _laid_to(self, receiver: Machine) -> Iterator[int]:
-        """The times at which links to a receiver were laid."""
+        """The times at which links to a receiver were created."""
         for (name, _), ends in self._names.network.hellos.items():
             for sender, link in ends if name == receiver.name else ():
                 for moment in self._names.network.by_name[sender].of(What.LINK):

@@ -77,18 +77,18 @@ class Naming:
         if len(self.ranks) < len(connected):
             raise BeyondTheModelError("two senders have the same incarnation")
         for machine in connected:
-            self._lay(machine)
+            self._number_links(machine)
         self._number_workers()
         self._require_within()
 
-    def _lay(self, sender: Machine) -> None:
-        laid: dict[int, int] = {}
+    def _number_links(self, sender: Machine) -> None:
+        created: dict[int, int] = {}
         for moment in sender.of(What.STEP):
             if isinstance(moment.event, sending.Join):
                 worker, link = moment.event.worker, moment.event.link
-                laid[worker] = laid.get(worker, 0) + 1
+                created[worker] = created.get(worker, 0) + 1
                 number = self.workers.setdefault(worker, len(self.workers) + 1)
-                self.links[sender.name, link] = (number, laid[worker])
+                self.links[sender.name, link] = (number, created[worker])
 
     def _number_workers(self) -> None:
         for (receiver, link), ends in self.network.hellos.items():

@@ -96,7 +96,7 @@ class Machine:
 
     @cached_property
     def workers(self) -> dict[int, list[int]]:
-        """A sender's links, and the workers that each was laid to. Read once all lines are replayed."""
+        """A sender's links, and the workers that each was created for. Read once all lines are replayed."""
         workers: dict[int, list[int]] = defaultdict(list)
         for moment in self.of(What.LINK):
             workers[moment.link].append(moment.line.fields["worker"])
@@ -167,14 +167,14 @@ class _Player:
         return Moment(line, data, self._data, state, self._state, event, step, message)
 
     def _number_links(self, line: Line) -> None:
-        """Links are numbered as they are laid, and only laid links can be used."""
+        """Links are numbered as they are created, and only created links can be used."""
         link = line.fields.get("link")
         if line.what is What.LINK:
             self._links += 1
             if link != self._links:
-                raise _Broken(f"link {link} is laid, but {self._links} is the next number")
+                raise _Broken(f"link {link} is created, but {self._links} is the next number")
         elif link is not None and not 1 <= link <= self._links:
-            raise _Broken(f"link {link} was never laid")
+            raise _Broken(f"link {link} was never created")
 
     def _advance(self, line: Line) -> tuple[Any, Step | None]:
         match line.what:

@@ -175,7 +175,7 @@ class Talk:
         return False
 
     def _laid(self, moment: Moment) -> None:
-        """A link is laid."""
+        """A link is created."""
 
     def _stepped(self, moment: Moment) -> None:
         """A step was taken or refused: determine what must be sent now."""
@@ -186,7 +186,7 @@ class SenderTalk(Talk):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The link that was laid and whose worker joins next; 0: none.
+        #: The link that was created and whose worker joins next; 0: none.
         self._joining = 0
 
     def _laid(self, moment: Moment) -> None:
@@ -219,9 +219,11 @@ class SenderTalk(Talk):
     def _join(self, event: object) -> None:
         match event:
             case sending.Join(worker, link):
-                laid = self.open.get(link)
-                if link != self._joining or laid is None or laid.worker != worker:
-                    raise UnexpectedLine(f"link {link} was not just laid to worker {worker}", f"link {self._joining}")
+                created = self.open.get(link)
+                if link != self._joining or created is None or created.worker != worker:
+                    raise UnexpectedLine(
+                        f"link {link} was not just created for worker {worker}", f"link {self._joining}"
+                    )
                 self._joining = 0
             case _ if self._joining and not isinstance(event, sending.LinkLost):
                 raise UnexpectedLine(f"no worker has joined on link {self._joining}", "first its worker joins")

@@ -29,7 +29,7 @@ def story(line: Line) -> str:
             return f"{who} {done} {value(fields.get('message'))} over link {fields.get('link')}"
         case What.LINK:
             to = f" to worker {fields['worker']}" if "worker" in fields else ""
-            return f"{who} lays link {fields.get('link')}{to}, which promises {fields.get('delivery')}"
+            return f"{who} creates link {fields.get('link')}{to}, which promises {fields.get('delivery')}"
         case What.REPORTED:
             return f"{who} reports version {fields.get('version')}: {value(fields.get('outcomes'))}"
         case What.HEADER | What.NOTE | What.END:

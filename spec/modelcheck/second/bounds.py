@@ -22,7 +22,7 @@ class Bounds:
         senders: sender 1 is there from the start, the others are copies or successors.
         workers: their receivers.
         max_version: dispatches of each sender.
-        max_link: links that a sender lays to one worker.
+        max_link: links that a sender creates for one worker.
         max_clock: clocks read 1..max_clock.
         features: what may happen.
         links: how links misbehave, of `LINKS`.

@@ -195,14 +195,16 @@ def links_begin_whole(bounds: Bounds, step: Step) -> bool:
 
 def _begins(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     old, new, before, after = step.old.sender(s), step.new.sender(s), step.old.entry(s, w), step.new.entry(s, w)
-    laid = after.link != before.link
+    created = after.link != before.link
     due = max(old.dueAll, before.due)
-    if laid and (
+    if created and (
         before.link_state not in ("NONE", *_ENDED) or after != Entry(before.link + 1, "EXPECTED", 0, due, due, 0)
     ):
         return False
-    arrived = before.link_state == "EXPECTED" and not laid
-    if before.link_state != after.link_state and {"EXPECTED": not laid, "UP": not arrived}.get(after.link_state, False):
+    arrived = before.link_state == "EXPECTED" and not created
+    if before.link_state != after.link_state and {"EXPECTED": not created, "UP": not arrived}.get(
+        after.link_state, False
+    ):
         return False
     connects = old.incarnation != new.incarnation
     if connects and not any(entry.link_state != "NONE" for entry in old.members):
@@ -210,7 +212,7 @@ def _begins(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     opens = connects and old.incarnation == 0 and before.link_state != "NONE"
     if opens and not all(new.incarnation > fence for fence in _known_fences(bounds, step)):
         return False
-    begins = laid and old.incarnation != 0
+    begins = created and old.incarnation != 0
     return not (begins or opens) or _greeted(step, s, w, after.due if begins else 0)
 
 

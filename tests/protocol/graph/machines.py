@@ -62,10 +62,10 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
     concluded = [effect for effect in step.effects if isinstance(effect, sending.Conclude)]
     last = trainer.last
     if concluded:
-        last = _noted(concluded[0].outstanding, frozenset(), len(trainer.laid))
+        last = _noted(concluded[0].outstanding, frozenset(), len(trainer.created))
     elif step.data.outstanding is not None:
         new = trainer.data.outstanding is None
-        last = _noted(step.data.outstanding, frozenset() if new else last.did, len(trainer.laid))
+        last = _noted(step.data.outstanding, frozenset() if new else last.did, len(trainer.created))
     blocked = step.to is State.AWAITING_ACK
     return replace(trainer, state=step.to, data=_compared(step.data), last=last, blocked=blocked), step
 

@@ -44,8 +44,8 @@ def new_data(incarnation: int = 0, version: int = 0) -> sending.SenderData:
 class Trainer(metaclass=Interned):
     """A sender, its life, and what only the model remembers of it."""
 
-    #: How many links it has laid to each worker.
-    laid: tuple[int, ...]
+    #: How many links it has created for each worker.
+    created: tuple[int, ...]
     #: The update outstanding, or the last report, as the properties see it.
     last: Out
     life: str = "unborn"
@@ -99,8 +99,8 @@ def no_report(bounds: Bounds) -> Out:
 
 def start(bounds: Bounds) -> World:
     """Sender 1 alive, nothing else yet."""
-    laid, last = (0,) * bounds.workers, no_report(bounds)
-    trainers = [Trainer(laid, last, "alive" if s == 1 else "unborn") for s in bounds.all_senders]
+    created, last = (0,) * bounds.workers, no_report(bounds)
+    trainers = [Trainer(created, last, "alive" if s == 1 else "unborn") for s in bounds.all_senders]
     nothing: frozenset[Any] = frozenset()
     return World(tuple(trainers), (Worker(),) * bounds.workers, nothing, nothing, nothing, bounds)
 

@@ -87,14 +87,14 @@ def projected(world: World) -> Node:
 
 @cache
 def _sdata(t: Trainer) -> Sender:
-    workers = tuple(_entry(t, w) for w in range(1, len(t.laid) + 1))
+    workers = tuple(_entry(t, w) for w in range(1, len(t.created) + 1))
     return Sender(t.data.incarnation, t.data.version, t.serial, t.data.due_all, workers, t.last)
 
 
 def _entry(t: Trainer, w: int) -> Entry:
     entry = t.data.workers.get(w)
     if entry is None:
-        return Entry(t.laid[w - 1], "NONE", 0, 0, 0, 0)
+        return Entry(t.created[w - 1], "NONE", 0, 0, 0, 0)
     return Entry(entry.link, entry.link_state.name, entry.served, entry.due, entry.catching, entry.fence)
 
 

@@ -96,8 +96,8 @@ def _subsets(workers: int) -> Iterator[tuple[int, ...]]:
 def _die(world: World, s: int) -> World:
     trainer, bounds = world.trainer(s), world.bounds
     data = new_data(trainer.data.incarnation, trainer.data.version)
-    laid = (0,) * bounds.workers
-    dead = Trainer(laid, no_report(bounds), "dead", State.UNINITIALIZED, data, serial=trainer.serial)
+    created = (0,) * bounds.workers
+    dead = Trainer(created, no_report(bounds), "dead", State.UNINITIALIZED, data, serial=trainer.serial)
     return _silenced(emptied(world.with_trainer(s, dead), s, set(bounds.all_workers)), s)
 
 
@@ -117,11 +117,11 @@ def _connect(world: World, s: int, clock: int) -> World | None:
 
 def _join(world: World, bounds: Bounds, s: int, w: int) -> World | None:
     trainer = world.trainer(s)
-    entry, k = trainer.data.workers.get(w), trainer.laid[w - 1] + 1
+    entry, k = trainer.data.workers.get(w), trainer.created[w - 1] + 1
     if k > bounds.max_link or (entry is not None and entry.open):
         return None  # a link still open is lost first: that step is GiveUp
-    laid = (*trainer.laid[: w - 1], k, *trainer.laid[w:])
-    return did(world.with_trainer(s, replace(trainer, laid=laid)), s, sending.Join(w, k))
+    created = (*trainer.created[: w - 1], k, *trainer.created[w:])
+    return did(world.with_trainer(s, replace(trainer, created=created)), s, sending.Join(w, k))
 
 
 def _remove(world: World, s: int, w: int) -> World | None:

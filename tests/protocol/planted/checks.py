@@ -70,7 +70,7 @@ class LocalScheme(WeightSyncScheme):
     def create_transport(self, pipe_or_context: Any) -> LocalLink:
         return pipe_or_context
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> LocalLink:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> LocalLink:
         return endpoint
 
 
@@ -90,7 +90,7 @@ class Worker:
             self.receiver.receive(timeout=0)
 
 
-def laid(sender: WeightSender, id: int, worker: Worker, payloads: Payloads = Payloads.INLINE) -> Network:
+def linked(sender: WeightSender, id: int, worker: Worker, payloads: Payloads = Payloads.INLINE) -> Network:
     """Connect the two by a link, whose network delivers only on request."""
     near, far = local_pair(pace=Pace.HELD, payloads=payloads)
     sender.add_worker(id, near)
@@ -101,7 +101,7 @@ def laid(sender: WeightSender, id: int, worker: Worker, payloads: Payloads = Pay
 def connected(*workers: Worker, fence: int = 0, payloads: Payloads = Payloads.INLINE) -> Any:
     """A connected sender with these workers, and the network of each link."""
     sender = WeightSender(LocalScheme())
-    networks = [laid(sender, id, worker, payloads) for id, worker in enumerate(workers)]
+    networks = [linked(sender, id, worker, payloads) for id, worker in enumerate(workers)]
     sender.connect(fence=fence)
     return sender, *networks
 
@@ -175,7 +175,7 @@ def check_g4() -> None:
     assert (worker.receiver.incarnation, worker.receiver.version) == (new.incarnation, 1)
     assert worker.policy.held == {10}
 
-    network = laid(old, 0, worker)
+    network = linked(old, 0, worker)
     old.send_async(weights(4), on_pending="supersede")
     network.deliver_all()
     worker.receive_and_apply()
@@ -326,7 +326,7 @@ def check_g12() -> None:
         early.receive_and_apply()
         network.deliver_all()
 
-    network = laid(sender, 1, late)
+    network = linked(sender, 1, late)
     assert late.receiver.version is None
     network.deliver_all()
     late.receive_and_apply()

@@ -98,7 +98,7 @@ class Scheme:
     def packer(self) -> Any:
         return Weights()
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:

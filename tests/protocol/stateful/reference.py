@@ -237,7 +237,7 @@ class Sender:
     contents: dict[int, Content] = field(default_factory=dict)
     #: What was applied last: handshakes tell its layout.
     applied: Content | None = None
-    #: Open wires in the order they were laid, and whose they are.
+    #: Open wires in the order they were created, and whose they are.
     open: list[tuple[int, Wire]] = field(default_factory=list)
 
     # -------------------------------------------------------------------------------------------- calls

@@ -89,7 +89,7 @@ class LocalScheme(WeightSyncScheme):
     def create_transport(self, pipe_or_context: Any) -> Any:
         return pipe_or_context
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
 
 
@@ -318,7 +318,7 @@ class World:
             assert key is not None
             worker.served.append((key, code))
 
-    def lay(self, trainer: Trainer, id: int) -> LinkPair:
+    def create_link(self, trainer: Trainer, id: int) -> LinkPair:
         """A pair of links between them; nobody holds an end yet."""
         network = Network(self.delivery, Pace.HELD)
         ends = {end: CloggedLink(network, side, self.payloads) for end, side in SIDES.items()}
@@ -338,7 +338,7 @@ class World:
     # ------------------------------------------------------------------------------------------- trainers' calls
 
     def add(self, trainer: Trainer, id: int, listen: bool = True) -> None:
-        link_pair = self.lay(trainer, id)
+        link_pair = self.create_link(trainer, id)
         found = self.same(
             lambda: trainer.real.add_worker(id, link_pair.ends[SENDER]), lambda: trainer.model.add(id, link_pair.model)
         )

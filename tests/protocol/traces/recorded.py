@@ -32,14 +32,14 @@ class Cast:
         self.sender = weightsync.WeightSender(self.scheme)
         self.workers = {0: self.worker(), 1: self.worker()}
         for worker in self.workers:
-            self.lay(self.sender, worker)
+            self.create_link(self.sender, worker)
 
     def worker(self) -> weightsync.WeightReceiver:
         receiver = weightsync.WeightReceiver(self.scheme)
         receiver.register_model(model())
         return receiver
 
-    def lay(self, sender: weightsync.WeightSender, worker: int) -> None:
+    def create_link(self, sender: weightsync.WeightSender, worker: int) -> None:
         ours, theirs = multiprocessing.Pipe()
         self.workers[worker].register_worker_transport(theirs)
         sender.add_worker(worker, ours)
@@ -73,7 +73,7 @@ def play(scheme: Any = None) -> None:
     with contextlib.suppress(weightsync.StateError):
         sender.wait_async()
     workers[1].register_model(model())
-    cast.lay(sender, 1)
+    cast.create_link(sender, 1)
     workers[1].receive(0.0)
     workers[1].receive(0.0)  # nothing is due to it
     sender.poll()
@@ -81,7 +81,7 @@ def play(scheme: Any = None) -> None:
     cast.receive()
     sender.wait_async()
     successor = weightsync.WeightSender(cast.scheme)
-    cast.lay(successor, 0)
+    cast.create_link(successor, 0)
     successor.send_async(model(6.0))
     cast.receive(0)
     successor.wait_async()

@@ -183,7 +183,7 @@ def test_two_lines_of_a_machine_swapped_are_refused_though_all_is_sealed_anew(fi
     assert set(passed) <= HARMLESS
 
 
-#: What commutes: a link that is laid and a step over another; a step that says nothing and what comes next; a link's
+#: What commutes: a link that is created and a step over another; a step that says nothing and what comes next; a link's
 #: failure and the loss that follows; the report of a version that is over, and what changes nothing of it.
 HARMLESS = {
     ("reported", "refused", None),

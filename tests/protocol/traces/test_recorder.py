@@ -196,7 +196,7 @@ def test_times_of_different_clocks_are_not_compared(tmp_path: Path, hours_up: in
             cast = Cast()
             cast.sender.close()
             cast.sender = sender
-            cast.lay(sender, 0)
+            cast.create_link(sender, 0)
             sender.send_async(model(1.0))
             cast.receive(0)
             assert sender.wait_async().ok

@@ -31,7 +31,7 @@ def _two_recordings(tmp_path: Path, role: str) -> tuple[Path, Path]:
                 cast.sender = weightsync.WeightSender(cast.scheme)
             else:
                 cast.workers = {0: cast.worker()}
-            cast.lay(cast.sender, 0)
+            cast.create_link(cast.sender, 0)
             _send(cast, 1.0)
         _send(cast, 2.0)
         _send(cast, 3.0)

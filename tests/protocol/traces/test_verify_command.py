@@ -98,7 +98,7 @@ def parts(tmp_path: Path) -> dict[str, Path]:
             cast = Cast()
             cast.sender.close()
             cast.sender = sender
-            cast.lay(sender, 0)
+            cast.create_link(sender, 0)
             sender.send_async(model(1.0))
             cast.receive(0)
             sender.wait_async()

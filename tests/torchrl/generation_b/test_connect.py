@@ -137,7 +137,7 @@ def test_a_contradictory_init_is_refused_and_can_be_made_again(given: dict[str, 
 # ------------------------------------------------------------------------------------------ the rendez-vous
 
 
-def test_the_links_are_laid_at_connect_where_the_scheme_makes_the_pipes() -> None:
+def test_the_links_are_created_at_connect_where_the_scheme_makes_the_pipes() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(num_workers=1)
         assert scheme.get_sender().state is State.UNINITIALIZED

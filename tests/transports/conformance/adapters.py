@@ -1,4 +1,4 @@
-"""The one list of all adapters that are held to the contract: how each is laid, and what it cannot reach."""
+"""The one list of all adapters that are held to the contract: how each is created, and what it cannot reach."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ class OnRay(Adapter):
 
     def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
         request.getfixturevalue("cluster")
-        with tempfile.TemporaryDirectory(prefix="ws") as folder, self.factory(folder) as lay:
-            return Adapter(self.name, lay, self.unreachable).check(request, **how)
+        with tempfile.TemporaryDirectory(prefix="ws") as folder, self.factory(folder) as connect:
+            return Adapter(self.name, connect, self.unreachable).check(request, **how)
 
 
 def local(delivery: Delivery, payloads: Payloads) -> Callable[[str], Ends]:
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         first, second = local_pair(delivery, payloads=payloads)
         return Ends(first, second, cut=first.network.cut)
 
-    return lay
+    return connect
 
 
 class GoodbyesFirst(LocalLink):
@@ -115,7 +115,7 @@ def goodbyes_first(model_id: str) -> Ends:
 
 
 def pipe(payloads: Payloads) -> Callable[[str], Ends]:
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         ours, theirs = multiprocessing.Pipe()
 
         def over(model: str) -> Ends:
@@ -133,16 +133,16 @@ def pipe(payloads: Payloads) -> Callable[[str], Ends]:
 
         return over(model_id)
 
-    return lay
+    return connect
 
 
 def call_server(call_client: Callable[[CallServer], Any], over: type[CallLink] = CallLink) -> Callable[[str], Ends]:
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         opened = CallServer(model_id)
         link: Link = over(call_client(opened), "the worker")
         return Ends(link, opened.open)
 
-    return lay
+    return connect
 
 
 def queues(model_id: str) -> Ends:
@@ -175,7 +175,7 @@ def example(model_id: str) -> Ends:
     spec = importlib.util.spec_from_file_location("queue_transport", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    ends: Ends = module.lay(model_id)
+    ends: Ends = module.connect(model_id)
     return ends
 
 
@@ -187,15 +187,15 @@ class Deaf:
 
 
 def users_own(model_id: str) -> Ends:
-    """What `WeightSender` lays over a user's own transport."""
+    """What `WeightSender` creates over a user's own transport."""
     return Ends(user_link(Deaf(), "the worker"), lambda accept: lambda: None)
 
 
-def wrapped(lay: Factory, delivery: Delivery, seed: int, **faults: float) -> Factory:
+def wrapped(connect: Factory, delivery: Delivery, seed: int, **faults: float) -> Factory:
     """The same, misbehaving as far as ``delivery`` allows."""
 
     def over(model_id: str) -> Ends:
-        inner = lay(model_id)
+        inner = connect(model_id)
         near = FaultyTransport(inner.sender, delivery, seed=seed, **faults)
 
         def far(link: Link) -> FaultyTransport:
@@ -257,12 +257,14 @@ FAULTS = {
 }
 
 
-def faulty(name: str, lay: Factory, unreachable: Mapping[str, str], deliveries: Iterable[Delivery]) -> list[Adapter]:
+def faulty(
+    name: str, connect: Factory, unreachable: Mapping[str, str], deliveries: Iterable[Delivery]
+) -> list[Adapter]:
     """The same adapter, wrapped once a delivery."""
     return [
         Adapter(
             f"{name}, faulty {delivery.name}",
-            wrapped(lay, delivery, 1, **FAULTS[delivery]),
+            wrapped(connect, delivery, 1, **FAULTS[delivery]),
             {"several models": ONE_MODEL, **unreachable},
             () if name == "pipe inline" else (pytest.mark.slow,),
         )

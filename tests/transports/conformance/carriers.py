@@ -92,7 +92,7 @@ class LinkScheme(WeightSyncScheme):
     def create_transport(self, pipe_or_context: Any) -> Any:
         return pipe_or_context
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         link: Link = endpoint
         return link
 
@@ -100,10 +100,10 @@ class LinkScheme(WeightSyncScheme):
         return endpoint.open(accept) if isinstance(endpoint, CallServer) else super().listen(endpoint, model_id, accept)
 
 
-def linked(lay: Callable[[], tuple[Any, Any]]) -> Callable[[Callable[[], Any]], Any]:
+def linked(connect: Callable[[], tuple[Any, Any]]) -> Callable[[Callable[[], Any]], Any]:
     @contextlib.contextmanager
     def carry(make: Callable[[], Any]) -> Iterator[Carrier]:
-        first, second = lay()
+        first, second = connect()
         with LinkScheme() as sending, LinkScheme() as receiving:
             yield Here(sending, receiving, {"end": second}, make, ends=[first])
 

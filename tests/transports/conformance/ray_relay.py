@@ -107,14 +107,14 @@ def ray_factory(folder: str) -> Iterator[Callable[[str], Ends]]:
         connection = listener.accept()
     actor_server, scheme = ActorServer(connection), RayWeightSyncScheme()
 
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         call_server = CallServer(model_id)
         name = f"{model_id} {uuid.uuid4().hex}"
         actor_server.call_servers[name] = call_server
-        return Ends(scheme.lay_link(actor, name, "the worker"), call_server.open)
+        return Ends(scheme.create_link(actor, name, "the worker"), call_server.open)
 
     try:
-        yield lay
+        yield connect
     finally:
         ray.kill(actor)
         actor_server.thread.join()

@@ -26,7 +26,7 @@ def load(example: Path = EXAMPLE) -> Any:
 
 def test_the_example_conforms(caplog: Any) -> None:
     caplog.set_level("CRITICAL", "weightsync")
-    found = check_transport(load().lay, unreachable={"several models": "each connection carries one model"})
+    found = check_transport(load().connect, unreachable={"several models": "each connection carries one model"})
 
     assert {*found.passed, *found.beside, "several models"} == set(SCENARIOS)
     assert set(found.beside) == {"the graph of reordered", "the graph of duplicated", "the graph of lost"}

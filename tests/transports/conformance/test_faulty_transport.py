@@ -29,7 +29,7 @@ HELD = {"several models": "one model a connection here"}
 
 
 def faulty(delivery: Delivery, seed: int, **faults: float) -> Callable[[str], Ends]:
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         ours, theirs = multiprocessing.Pipe()
         ends = [
             FaultyTransport(PipeLink(end, model_id), delivery, seed=seed + index, **faults)
@@ -37,7 +37,7 @@ def faulty(delivery: Delivery, seed: int, **faults: float) -> Callable[[str], En
         ]
         return Ends(*ends, cut=ends[0].cut)
 
-    return lay
+    return connect
 
 
 @pytest.mark.parametrize("delivery", Delivery, ids=lambda delivery: delivery.name)
@@ -55,14 +55,14 @@ def test_the_protocol_holds_over_it(delivery: Delivery, seed: int, caplog: pytes
 def test_faults_that_it_does_not_declare_are_found() -> None:
     """Wrapped in a wrapper that promises more than what lies below it keeps."""
 
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         inner = [
             FaultyTransport(link, Delivery.AT_LEAST_ONCE, seed=3, duplicate=0.5, delay=0.5) for link in local_pair()
         ]
         return Ends(*(FaultyTransport(link, Delivery.ORDERED) for link in inner))
 
     with pytest.raises(Nonconforming) as refused:
-        check_transport(lay, only=["many messages"], patience=2.0)
+        check_transport(connect, only=["many messages"], patience=2.0)
     assert refused.value.rules <= {Rule.ORDER, Rule.ONCE}
 
 
@@ -133,7 +133,7 @@ def test_links_that_come_up_in_the_adapters_own_threads_reach_their_drivers_in_t
         threads.add(threading.current_thread().name)
         return shipped(driver, link)
 
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         first, second = local_pair()
 
         def listen(accept: Callable[[Link], None]) -> Callable[[], None]:
@@ -144,7 +144,7 @@ def test_links_that_come_up_in_the_adapters_own_threads_reach_their_drivers_in_t
         return Ends(first, listen)
 
     monkeypatch.setattr(ReceiverDriver, "add_link", add_link)
-    check_transport(lay, unreachable=HELD, only=["walk 0"])
+    check_transport(connect, unreachable=HELD, only=["walk 0"])
 
     assert len(threads) == 1
     assert "the adapter's" not in threads

@@ -24,7 +24,7 @@ GRAPHS = [f"the graph of {name}" for name in graphs().configurations]
 ORDERED = ["one version", "two versions", "two workers", "crashes", "losses", "ends", "copies", "successors"]
 
 
-def lay(delivery: Delivery = Delivery.ORDERED) -> Any:
+def connect(delivery: Delivery = Delivery.ORDERED) -> Any:
     def over(model_id: str) -> Ends:
         first, second = local_pair(delivery)
         return Ends(first, second, cut=first.network.cut)
@@ -51,7 +51,7 @@ def test_the_paths_take_every_edge_of_both_roles(configuration: Any) -> None:
 
 
 def test_the_result_has_what_was_reached_and_what_was_not_with_its_reason() -> None:
-    whole = check_transport(lay(), only=["the graph of losses"], patience=5.0)
+    whole = check_transport(connect(), only=["the graph of losses"], patience=5.0)
     assert whole.unreached == {}
     assert all(taken == of > 0 for taken, of in whole.covered.values())
 
@@ -65,10 +65,10 @@ def test_the_result_has_what_was_reached_and_what_was_not_with_its_reason() -> N
 
 
 def test_a_network_misbehaves_only_where_links_may() -> None:
-    found = check_transport(lay(), only=["the graph of duplicated"], patience=5.0)
+    found = check_transport(connect(), only=["the graph of duplicated"], patience=5.0)
     assert "links of delivery ORDERED do not" in found.beside["the graph of duplicated"]
 
-    found = check_transport(lay(Delivery.BEST_EFFORT), only=GRAPHS, patience=5.0)
+    found = check_transport(connect(Delivery.BEST_EFFORT), only=GRAPHS, patience=5.0)
     assert found.passed == ("the graph of lost",)
 
 
@@ -125,6 +125,6 @@ def _a_refused_send_uses_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_in_a_driver_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any, graph: str, rule: Rule) -> None:
     fault(monkeypatch)
     with pytest.raises(Nonconforming) as refused:
-        check_transport(lay(), only=[f"the graph of {graph}"], patience=2.0)
+        check_transport(connect(), only=[f"the graph of {graph}"], patience=2.0)
 
     assert refused.value.rules == {rule}

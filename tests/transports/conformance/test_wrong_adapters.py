@@ -253,13 +253,13 @@ class Delays(Wrong):
 
 
 class Crosses(Wrong):
-    """Acks leave over whichever link was laid last."""
+    """Acks leave over whichever link was created last."""
 
     newest: Any = None
 
     def __init__(self, link: LocalLink) -> None:
         super().__init__(link)
-        type(self).newest = link  # the receiver's end is laid second
+        type(self).newest = link  # the receiver's end is created second
 
     def send(self, message: Any, payload: Any = None) -> None:
         link = type(self).newest if isinstance(message, Ack) else self.link
@@ -367,7 +367,7 @@ class RaisesItsOwn(Wrong):
 
 
 def factory(wrong: Callable[[LocalLink], Any], payloads: Payloads = Payloads.INLINE) -> Callable[[str], Ends]:
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         first, second = local_pair(payloads=payloads)
         return Ends(wrong(first), wrong(second), cut=first.network.cut, dispose=lambda: close(first, second))
 
@@ -375,7 +375,7 @@ def factory(wrong: Callable[[LocalLink], Any], payloads: Payloads = Payloads.INL
         for link in links:
             link.close()
 
-    return lay
+    return connect
 
 
 WRONG = [
@@ -478,16 +478,16 @@ def test_a_buffer_that_is_shown_and_not_pinned_is_found_by_what_the_worker_then_
 
 
 def test_what_cannot_be_reached_and_is_not_declared_is_refused() -> None:
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         return Ends(*local_pair())
 
     with pytest.raises(Nonconforming, match=r"Ends\.cut") as refused:
-        check_transport(lay, only=["a cut", "several models", "handshake"], patience=PATIENCE)
+        check_transport(connect, only=["a cut", "several models", "handshake"], patience=PATIENCE)
     assert refused.value.rules == {Rule.DECLARED}
     assert refused.value.conformance.passed == ("handshake",)
 
     reasons = {"a cut": "nothing can be cut here", "several models": "one model a link"}
-    found = check_transport(lay, unreachable=reasons, only=[*reasons, "handshake"], patience=PATIENCE)
+    found = check_transport(connect, unreachable=reasons, only=[*reasons, "handshake"], patience=PATIENCE)
     assert found.unreachable == reasons
     assert "not reached: a cut: nothing can be cut here" in str(found)
 
@@ -505,12 +505,12 @@ class Undeclared(Wrong):
 
 
 @pytest.mark.parametrize(
-    ("lay", "match"),
+    ("connect", "match"),
     [(lambda model_id: local_pair(), "made a tuple"), (factory(Undeclared), "declares delivery 'ordered'")],
 )
-def test_a_factory_that_makes_something_else_is_told_what_to_make(lay: Any, match: str) -> None:
+def test_a_factory_that_makes_something_else_is_told_what_to_make(connect: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
-        check_transport(lay, patience=PATIENCE)
+        check_transport(connect, patience=PATIENCE)
 
 
 def test_a_link_that_may_lose_is_not_asked_for_what_it_lost() -> None:

@@ -26,12 +26,12 @@ def store_factory(_folder: str, fanout: int | None = None) -> Callable[[str], En
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     scheme = DistributedWeightSyncScheme(fanout=fanout)
 
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         rank = next(_ranks)
-        link = scheme.lay_link((store, rank), model_id, "the worker")
+        link = scheme.create_link((store, rank), model_id, "the worker")
         return Ends(link, lambda accept: scheme.listen((store, rank), model_id, accept))
 
-    return lay
+    return connect
 
 
 def conforms(_setup: Any, factory_in: Callable[[str], Callable[[str], Ends]], folder: str, how: Any) -> Conformance:
@@ -55,10 +55,10 @@ def rpc_factory(folder: str) -> Callable[[str], Ends]:
     """Calls of this process to itself, through RPC's agent and its threads."""
     enter_rpc(folder)
 
-    def lay(model_id: str) -> Ends:
+    def connect(model_id: str) -> Ends:
         # Each connection has a call server of its own, as each worker has.
         call_server = f"{model_id} {uuid.uuid4().hex}"
         call_client = RpcCallClient(worker_named("kit", "the worker"), call_server, "the worker")
         return Ends(CallLink(call_client, "the worker"), call_server_of(call_server).open)
 
-    return lay
+    return connect

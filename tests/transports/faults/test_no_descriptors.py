@@ -34,12 +34,12 @@ def test_a_worker_that_is_added_without_descriptors_is_a_typed_error_and_can_be_
 def test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed(scheme_class: Any, left: int) -> None:
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as scheme, descriptors_left(left), pytest.raises(WeightSyncError, match="Too many open files"):
-        _lay(scheme, ours)
+        _create_link(scheme, ours)
     ours.close()
     theirs.close()
 
 
-def _lay(scheme: Any, pipe: Any) -> None:
+def _create_link(scheme: Any, pipe: Any) -> None:
     scheme.init_on_sender("policy", pipes=[pipe], model=small())
     scheme.get_sender().poll()
 

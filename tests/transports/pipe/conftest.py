@@ -43,11 +43,13 @@ def descriptors() -> dict[int, str]:
 
 
 @pytest.fixture
-def laid() -> Iterator[Callable[..., Pair]]:
+def linked() -> Iterator[Callable[..., Pair]]:
     """Makes two links that are each other's peer, and closes them."""
     links: list[PipeLink] = []
 
-    def lay(model_id: str = "policy", ends: tuple[Connection, Connection] | None = None, **options: object) -> Pair:
+    def link_both(
+        model_id: str = "policy", ends: tuple[Connection, Connection] | None = None, **options: object
+    ) -> Pair:
         first, second = ends or multiprocessing.Pipe()
         pair = (
             PipeLink(first, model_id, peer="worker 0", **options),
@@ -56,6 +58,6 @@ def laid() -> Iterator[Callable[..., Pair]]:
         links.extend(pair)
         return pair
 
-    yield lay
+    yield link_both
     for link in links:
         link.close()

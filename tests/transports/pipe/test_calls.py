@@ -41,7 +41,7 @@ class CallClient:
 
 
 @pytest.fixture
-def laid() -> Any:
+def linked() -> Any:
     call_client = CallClient()
     link = CallLink(call_client, "worker 4")
     yield link, call_client
@@ -60,8 +60,8 @@ def versions(link: CallLink) -> list[int]:
     return [one.message.version for one in link.receive()]
 
 
-def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(laid: Any) -> None:
-    link, call_client = laid
+def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(linked: Any) -> None:
+    link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
     call_client.calls[2].set_result([ack(3)])
@@ -76,8 +76,8 @@ def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(laid: An
 
 
 @pytest.mark.parametrize("error", [TransportError("gone"), ProtocolError("nonsense"), OSError("no route"), KeyError(3)])
-def test_a_call_that_fails_is_reported_at_once_after_earlier_messages(laid: Any, error: Exception) -> None:
-    link, call_client = laid
+def test_a_call_that_fails_is_reported_at_once_after_earlier_messages(linked: Any, error: Exception) -> None:
+    link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
     call_client.calls[0].set_result([ack(1)])
@@ -92,8 +92,8 @@ def test_a_call_that_fails_is_reported_at_once_after_earlier_messages(laid: Any,
     assert raised.value is error or raised.value.__cause__ is error
 
 
-def test_no_answer_is_taken_from_behind_a_call_that_has_failed(laid: Any) -> None:
-    link, call_client = laid
+def test_no_answer_is_taken_from_behind_a_call_that_has_failed(linked: Any) -> None:
+    link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
     call_client.calls[0].set_result([ack(1)])
@@ -106,8 +106,8 @@ def test_no_answer_is_taken_from_behind_a_call_that_has_failed(laid: Any) -> Non
 
 
 @pytest.mark.parametrize("last", [0, 2])
-def test_the_other_ends_close_is_reported_after_all_that_it_sent(laid: Any, last: int) -> None:
-    link, call_client = laid
+def test_the_other_ends_close_is_reported_after_all_that_it_sent(linked: Any, last: int) -> None:
+    link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
     call_client.calls[1].set_exception(GivenUp("given up"))
@@ -121,8 +121,8 @@ def test_the_other_ends_close_is_reported_after_all_that_it_sent(laid: Any, last
         link.receive()
 
 
-def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link_up(laid: Any) -> None:
-    link, call_client = laid
+def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link_up(linked: Any) -> None:
+    link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
     call_client.calls[1].set_exception(GivenUp("given up"))
@@ -132,8 +132,8 @@ def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link
         link.receive()
 
 
-def test_of_several_failures_that_is_reported_which_says_more_than_that_the_link_is_closed(laid: Any) -> None:
-    link, call_client = laid
+def test_of_several_failures_that_is_reported_which_says_more_than_that_the_link_is_closed(linked: Any) -> None:
+    link, call_client = linked
     for version in (1, 2):
         link.send(update(version))
     call_client.calls[0].set_exception(GivenUp("the receiver closed this link"))
@@ -143,8 +143,8 @@ def test_of_several_failures_that_is_reported_which_says_more_than_that_the_link
         link.receive()
 
 
-def test_of_several_failures_the_first_calls_is_reported(laid: Any) -> None:
-    link, call_client = laid
+def test_of_several_failures_the_first_calls_is_reported(linked: Any) -> None:
+    link, call_client = linked
     for version in (1, 2):
         link.send(update(version))
     call_client.calls[0].set_exception(TransportError("another key"))
@@ -154,8 +154,8 @@ def test_of_several_failures_the_first_calls_is_reported(laid: Any) -> None:
         link.receive()
 
 
-def test_a_call_that_was_cancelled_is_a_dead_link(laid: Any) -> None:
-    link, call_client = laid
+def test_a_call_that_was_cancelled_is_a_dead_link(linked: Any) -> None:
+    link, call_client = linked
     link.send(update(1))
     call_client.calls[0].cancel()
 
@@ -163,8 +163,8 @@ def test_a_call_that_was_cancelled_is_a_dead_link(laid: Any) -> None:
         link.receive()
 
 
-def test_a_payload_stays_pinned_until_its_call_is_over_even_after_the_close(laid: Any) -> None:
-    link, call_client = laid
+def test_a_payload_stays_pinned_until_its_call_is_over_even_after_the_close(linked: Any) -> None:
+    link, call_client = linked
     over, late, refused = Buffer(4), Buffer(4), Buffer(4)
     link.send(update(1, 4), over)
     link.send(update(2, 4), late)
@@ -182,8 +182,8 @@ def test_a_payload_stays_pinned_until_its_call_is_over_even_after_the_close(laid
     assert call_client.closed
 
 
-def test_an_update_without_its_bytes_is_refused_and_no_call_begun(laid: Any) -> None:
-    link, call_client = laid
+def test_an_update_without_its_bytes_is_refused_and_no_call_begun(linked: Any) -> None:
+    link, call_client = linked
     for payload in (None, Buffer(3)):
         with pytest.raises(ConfigurationError, match="without its 4 bytes"):
             link.send(update(1, 4), payload)
@@ -191,8 +191,8 @@ def test_an_update_without_its_bytes_is_refused_and_no_call_begun(laid: Any) -> 
     assert call_client.calls == []
 
 
-def test_a_closed_link_is_closed(laid: Any) -> None:
-    link, _ = laid
+def test_a_closed_link_is_closed(linked: Any) -> None:
+    link, _ = linked
     link.close()
     link.close()
 
@@ -202,8 +202,8 @@ def test_a_closed_link_is_closed(laid: Any) -> None:
             use()
 
 
-def test_a_dead_process_ends_the_link_after_its_last_words(laid: Any) -> None:
-    link, call_client = laid
+def test_a_dead_process_ends_the_link_after_its_last_words(linked: Any) -> None:
+    link, call_client = linked
     link.send(Hello(model_id="m", incarnation=1))
     call_client.calls[0].set_result([ack(1)])
     pid, started = own_identity()
@@ -214,17 +214,17 @@ def test_a_dead_process_ends_the_link_after_its_last_words(laid: Any) -> None:
         link.receive()
 
 
-def test_a_process_that_cannot_be_watched_is_a_transport_error(laid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_watched_is_a_transport_error(linked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
         raise OSError(24, os.strerror(24))
 
     monkeypatch.setattr(process.os, "pidfd_open", refuse)
     with pytest.raises(TransportError, match="cannot be watched: Too many open files"):
-        laid[0].watch(*own_identity())
+        linked[0].watch(*own_identity())
 
 
-def test_a_goodbye_comes_home_like_any_answer(laid: Any) -> None:
-    link, call_client = laid
+def test_a_goodbye_comes_home_like_any_answer(linked: Any) -> None:
+    link, call_client = linked
     link.send(update(1))
     call_client.calls[0].set_result([ack(1), Bye(model_id="m", incarnation=1)])
 

@@ -44,8 +44,8 @@ def ends():
 # --------------------------------------------------------------------------------------- several models
 
 
-def test_each_link_gets_its_own_model_whoever_reads(laid, ends):
-    actor, critic = laid("actor", ends), laid("critic", ends)
+def test_each_link_gets_its_own_model_whoever_reads(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
     for version in range(1, 4):
         actor[0].send(ack(version, "actor"))
         critic[0].send(ack(version + 10, "critic"))
@@ -54,8 +54,8 @@ def test_each_link_gets_its_own_model_whoever_reads(laid, ends):
     assert versions(critic[1]) == [11, 12, 13]
 
 
-def test_a_link_whose_frame_another_took_is_woken(laid, ends):
-    actor, critic = laid("actor", ends), laid("critic", ends)
+def test_a_link_whose_frame_another_took_is_woken(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
     waker, ready = Waker(), []
     waiter = threading.Thread(target=lambda: ready.extend(wait(waker, [critic[1]], 10.0)))
     critic[0].send(ack(1, "critic"))
@@ -68,8 +68,8 @@ def test_a_link_whose_frame_another_took_is_woken(laid, ends):
     assert wait(waker, [critic[1]], 0.0) == []
 
 
-def test_g10_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection(laid, ends):
-    actor, critic = laid("actor", ends), laid("critic", ends)
+def test_g10_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
     os.write(ends[0].fileno(), struct.pack("!i", -2))
     with pytest.raises(ProtocolError):
         actor[1].receive()
@@ -79,8 +79,8 @@ def test_g10_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection
         critic[1].receive()
 
 
-def test_two_threads_wait_for_two_models(laid, ends):
-    pairs = {name: laid(name, ends) for name in ("actor", "critic")}
+def test_two_threads_wait_for_two_models(linked, ends):
+    pairs = {name: linked(name, ends) for name in ("actor", "critic")}
     heard = {name: [] for name in pairs}
 
     def listen(name: str) -> None:
@@ -103,8 +103,8 @@ def test_two_threads_wait_for_two_models(laid, ends):
     assert {name: list(range(1, 201)) for name in pairs} == heard
 
 
-def test_the_connection_closes_with_its_last_link(laid, ends):
-    actor, critic = laid("actor", ends), laid("critic", ends)
+def test_the_connection_closes_with_its_last_link(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
     actor[0].close()
     assert not ends[0].closed
     critic[0].send(ack(1, "critic"))
@@ -117,8 +117,8 @@ def test_the_connection_closes_with_its_last_link(laid, ends):
             link.receive()
 
 
-def test_a_link_is_closed_for_good_though_another_keeps_the_connection_open(laid, ends):
-    actor, _ = laid("actor", ends), laid("critic", ends)
+def test_a_link_is_closed_for_good_though_another_keeps_the_connection_open(linked, ends):
+    actor, _ = linked("actor", ends), linked("critic", ends)
     actor[0].close()
 
     for use in (actor[0].receive, actor[0].flush, lambda: actor[0].send(ack(1, "actor"))):
@@ -126,9 +126,9 @@ def test_a_link_is_closed_for_good_though_another_keeps_the_connection_open(laid
             use()
 
 
-def test_a_frame_that_a_closed_link_began_is_finished_for_the_others(laid, ends):
-    actor = laid("actor", ends, payloads=Payloads.INLINE)
-    critic = laid("critic", ends)
+def test_a_frame_that_a_closed_link_began_is_finished_for_the_others(linked, ends):
+    actor = linked("actor", ends, payloads=Payloads.INLINE)
+    critic = linked("critic", ends)
     buffer = Buffer(2**20)
     update = Update(model_id="actor", incarnation=1, version=1, layout_digest=b"", nbytes=2**20)
     actor[0].send(update, buffer)
@@ -145,7 +145,7 @@ def test_a_frame_that_a_closed_link_began_is_finished_for_the_others(laid, ends)
     assert not buffer.pinned
 
 
-def test_frames_for_a_model_not_yet_registered_are_kept_for_it(laid, ends):
+def test_frames_for_a_model_not_yet_registered_are_kept_for_it(linked, ends):
     actor = PipeLink(ends[0], "actor"), PipeLink(ends[1], "actor")
     late = PipeLink(ends[0], "late")
     buffer = Buffer(100_000, Storage.SEGMENTS)
@@ -162,8 +162,8 @@ def test_frames_for_a_model_not_yet_registered_are_kept_for_it(laid, ends):
         link.close()
 
 
-def test_frames_for_models_that_nobody_registers_are_bounded(laid, ends):
-    first, second = laid("policy", ends)
+def test_frames_for_models_that_nobody_registers_are_bounded(linked, ends):
+    first, second = linked("policy", ends)
     nobody = PipeLink(ends[0], "nobody")
     for version in range(1, MAX_UNCLAIMED + 2):
         nobody.send(ack(version, "nobody"))
@@ -174,10 +174,10 @@ def test_frames_for_models_that_nobody_registers_are_bounded(laid, ends):
 
 
 @pytest.mark.parametrize("bound", [{"MAX_UNCLAIMED": 3}, {"MAX_KEPT_NBYTES": 2000}], ids=["count", "bytes"])
-def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes(laid, ends, monkeypatch, bound):
+def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes(linked, ends, monkeypatch, bound):
     for name, value in bound.items():
         monkeypatch.setattr(mailbox, name, value)
-    _, second = laid("policy", ends)
+    _, second = linked("policy", ends)
     nobody = PipeLink(ends[0], "nobody")
     buffer = Buffer(1000)
     for version in range(1, 5):
@@ -189,10 +189,12 @@ def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes
 
 
 @pytest.mark.parametrize("bound", [{"MAX_USER_MESSAGES": 3}, {"MAX_KEPT_NBYTES": 3000}], ids=["count", "bytes"])
-def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_come_out(laid, ends, monkeypatch, bound):
+def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_come_out(
+    linked, ends, monkeypatch, bound
+):
     for name, value in bound.items():
         monkeypatch.setattr(mailbox, name, value)
-    first, second = laid("policy", ends)
+    first, second = linked("policy", ends)
     for number in range(6):  # three are kept, read, and make room for three more
         first.user.send_bytes(bytes([number]) * 1000)
         if number == 2:
@@ -208,8 +210,8 @@ def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_c
         second.user.recv_bytes()
 
 
-def test_frames_for_a_model_whose_link_was_closed_are_dropped(laid, ends):
-    actor, critic = laid("actor", ends), laid("critic", ends)
+def test_frames_for_a_model_whose_link_was_closed_are_dropped(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
     critic[1].close()
     buffer = Buffer(100_000, Storage.SEGMENTS)
     for version in range(1, MAX_UNCLAIMED + 2):
@@ -223,8 +225,8 @@ def test_frames_for_a_model_whose_link_was_closed_are_dropped(laid, ends):
     again.close()
 
 
-def test_a_segment_for_a_model_that_nobody_registers_is_closed_with_the_connection(laid, ends):
-    actor, buffer = laid("actor", ends), Buffer(100_000, Storage.SEGMENTS)
+def test_a_segment_for_a_model_that_nobody_registers_is_closed_with_the_connection(linked, ends):
+    actor, buffer = linked("actor", ends), Buffer(100_000, Storage.SEGMENTS)
     nobody, inode = PipeLink(ends[0], "nobody"), os.fstat(buffer.segment.fd).st_ino
     nobody.send(Update(model_id="nobody", incarnation=1, version=1, layout_digest=b"", nbytes=100_000), buffer)
     nobody.close()
@@ -257,8 +259,8 @@ def test_a_link_that_is_dropped_unclosed_leaves_nothing(ends):
 # ------------------------------------------------------------------------------------------- the user's
 
 
-def test_the_users_messages_come_out_in_order_and_unchanged(laid, ends):
-    first, second = laid("policy", ends)
+def test_the_users_messages_come_out_in_order_and_unchanged(linked, ends):
+    first, second = linked("policy", ends)
     objects = [{"a": 1}, b"bytes", "x" * 20_000, list(range(10_000)), None]
     for version, value in enumerate(objects, 1):
         first.user.send(value)
@@ -288,8 +290,8 @@ def test_a_plain_connection_and_ours_understand_each_other(ends, size):
     link.close()
 
 
-def test_user_pickles_are_not_unpickled_by_the_link(laid, ends):
-    _, second = laid("policy", ends)
+def test_user_pickles_are_not_unpickled_by_the_link(linked, ends):
+    _, second = linked("policy", ends)
     ends[0].send_bytes(b"\x80\x05no pickle at all.")
 
     assert second.receive() == []
@@ -297,8 +299,8 @@ def test_user_pickles_are_not_unpickled_by_the_link(laid, ends):
         second.user.recv()
 
 
-def test_messages_that_begin_as_ours_are_refused_at_the_source(laid, ends):
-    first, second = laid("policy", ends)
+def test_messages_that_begin_as_ours_are_refused_at_the_source(linked, ends):
+    first, second = linked("policy", ends)
     for ours in (b"WSYN and more", PREAMBLE):
         with pytest.raises(ConfigurationError, match="weightsync's own"):
             first.user.send_bytes(ours)
@@ -306,15 +308,15 @@ def test_messages_that_begin_as_ours_are_refused_at_the_source(laid, ends):
     assert not second.user.poll()
 
 
-def test_a_reader_of_the_raw_pipe_is_told_where_to_read(laid, ends):
-    first, _ = laid("policy", ends)
+def test_a_reader_of_the_raw_pipe_is_told_where_to_read(linked, ends):
+    first, _ = linked("policy", ends)
     first.send(ack(1))
     with pytest.raises(ConfigurationError, match=r"receiver\.pipe\.recv\(\)"):
         ends[1].recv()
 
 
-def test_poll_waits_as_long_as_it_is_asked_to(laid, ends):
-    first, second = laid("policy", ends)
+def test_poll_waits_as_long_as_it_is_asked_to(linked, ends):
+    first, second = linked("policy", ends)
     begun = time.monotonic()
     assert not second.user.poll(0.05)
     assert time.monotonic() - begun >= 0.045
@@ -324,16 +326,16 @@ def test_poll_waits_as_long_as_it_is_asked_to(laid, ends):
     assert second.user.recv() == "late"
 
 
-def test_messages_of_ours_do_not_end_a_poll_for_the_users(laid, ends):
-    first, second = laid("policy", ends)
+def test_messages_of_ours_do_not_end_a_poll_for_the_users(linked, ends):
+    first, second = linked("policy", ends)
     threading.Timer(0.02, lambda: first.send(ack(1))).start()
 
     assert not second.user.poll(0.1)
     assert versions(second) == [1]
 
 
-def test_a_poll_is_woken_when_a_link_takes_the_users_message(laid, ends):
-    first, second = laid("policy", ends)
+def test_a_poll_is_woken_when_a_link_takes_the_users_message(linked, ends):
+    first, second = linked("policy", ends)
     heard = []
     listener = threading.Thread(target=lambda: heard.append(second.user.recv()))
     listener.start()
@@ -346,8 +348,8 @@ def test_a_poll_is_woken_when_a_link_takes_the_users_message(laid, ends):
     assert heard == ["mine"]
 
 
-def test_a_large_message_of_the_users_blocks_until_it_has_left(laid, ends):
-    first, second = laid("policy", ends)
+def test_a_large_message_of_the_users_blocks_until_it_has_left(linked, ends):
+    first, second = linked("policy", ends)
     big = os.urandom(3 * 2**20)
     sender = threading.Thread(target=lambda: first.user.send_bytes(big))
     sender.start()
@@ -362,8 +364,8 @@ def test_a_large_message_of_the_users_blocks_until_it_has_left(laid, ends):
     assert heard == [1]
 
 
-def test_the_end_of_the_connection_is_the_end_of_file_for_the_user(laid, ends):
-    first, second = laid("policy", ends)
+def test_the_end_of_the_connection_is_the_end_of_file_for_the_user(linked, ends):
+    first, second = linked("policy", ends)
     first.user.send("last")
     first.close()
 
@@ -376,8 +378,8 @@ def test_the_end_of_the_connection_is_the_end_of_file_for_the_user(laid, ends):
         second.user.send("nobody")
 
 
-def test_the_users_messages_survive_the_last_link(laid, ends):
-    first, second = laid("policy", ends)
+def test_the_users_messages_survive_the_last_link(linked, ends):
+    first, second = linked("policy", ends)
     user = second.user
     first.user.send("kept")
     second.receive()
@@ -414,16 +416,16 @@ def test_the_users_messages_need_no_link(ends):
     link.close()
 
 
-def test_a_last_word_gets_through_before_the_connection_closes(laid, ends):
-    first, second = laid("policy", ends)
+def test_a_last_word_gets_through_before_the_connection_closes(linked, ends):
+    first, second = linked("policy", ends)
     first.send(Bye(model_id="policy", incarnation=1, reason="done"))
     first.close()
 
     assert second.receive()[0].message.reason == "done"
 
 
-def test_a_segment_outlives_its_link_until_the_frame_that_carries_it_has_left(laid, ends):
-    first, second = laid("actor", ends, payloads=Payloads.INLINE), laid("critic", ends)
+def test_a_segment_outlives_its_link_until_the_frame_that_carries_it_has_left(linked, ends):
+    first, second = linked("actor", ends, payloads=Payloads.INLINE), linked("critic", ends)
     big, buffer = Buffer(2**20), Buffer(100_000, Storage.SEGMENTS)
     buffer.view[:5] = b"hello"
     first[0].send(Update(model_id="actor", incarnation=1, version=1, layout_digest=b"", nbytes=2**20), big)

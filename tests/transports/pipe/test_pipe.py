@@ -69,8 +69,8 @@ def frame(message, payload: bytes = b"", preamble: bytes = PREAMBLE) -> bytes:
 # ------------------------------------------------------------------------------------------- what travels
 
 
-def test_messages_arrive_in_order_in_both_directions(laid):
-    first, second = laid()
+def test_messages_arrive_in_order_in_both_directions(linked):
+    first, second = linked()
     for version in range(1, 21):
         first.send(update(version))
         second.send(ack(version))
@@ -83,8 +83,8 @@ def test_messages_arrive_in_order_in_both_directions(laid):
 @pytest.mark.parametrize("nbytes", [1, 100, 65_535, 65_536, 65_537, 300_000])
 @pytest.mark.parametrize("payloads", Payloads)
 @pytest.mark.parametrize("storage", Storage)
-def test_payloads_arrive_whole_and_writable(laid, nbytes, payloads, storage):
-    first, second = laid(payloads=payloads)
+def test_payloads_arrive_whole_and_writable(linked, nbytes, payloads, storage):
+    first, second = linked(payloads=payloads)
     buffer = filled(nbytes, storage)
     first.send(update(1, nbytes), buffer)
     (received,) = exchange(first, second, 1)
@@ -101,8 +101,8 @@ def part(segment: int, nbytes: int = INLINE_BELOW_NBYTES, payload_id: bytes = b"
     return Part(model_id="policy", incarnation=1, payload_id=payload_id, hashed=True, **ends)
 
 
-def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it(laid):
-    first, second = laid()
+def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it(linked):
+    first, second = linked()
     buffer = filled(300_000, Storage.SEGMENTS)
     whole = part(0, 250_000)
     assert not first.takes_parts(buffer, 300_000, True)  # the worker does not map it yet
@@ -126,8 +126,8 @@ def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it
     assert bytes(following.payload[:5]) == b"parts"
 
 
-def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(laid):
-    first, second = laid()
+def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(linked):
+    first, second = linked()
     buffers = [filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS) for _ in range(5)]
     for version, buffer in enumerate(buffers[:4], 1):
         first.send(update(version, buffer.nbytes), buffer)
@@ -138,8 +138,8 @@ def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(laid):
     assert [received.payload for received in exchange(first, second, 7)][-1] == buffers[0].view
 
 
-def test_a_part_of_a_segment_that_others_have_displaced_while_it_was_filled_is_not_sent(laid):
-    first, second = laid()
+def test_a_part_of_a_segment_that_others_have_displaced_while_it_was_filled_is_not_sent(linked):
+    first, second = linked()
     buffers = [filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS) for _ in range(5)]
     first.send(update(1, INLINE_BELOW_NBYTES), buffers[0])
     assert first.takes_parts(buffers[0], INLINE_BELOW_NBYTES, True)
@@ -156,8 +156,8 @@ def test_a_part_of_a_segment_that_others_have_displaced_while_it_was_filled_is_n
 @pytest.mark.parametrize(
     ("named", "error"), [(7, "names segment 7, which it never passed"), (None, "400000 bytes in a segment of 65536")]
 )
-def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(laid, named, error):
-    first, second = laid()
+def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(linked, named, error):
+    first, second = linked()
     buffer = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
     first.send(update(1, buffer.nbytes), buffer)
     exchange(first, second, 1)
@@ -168,11 +168,11 @@ def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(laid, named, e
     caught.value.__traceback__ = None  # it keeps the segment and its mapping
 
 
-def test_a_part_of_a_segment_that_there_was_no_room_to_map_is_passed_over(laid, monkeypatch):
+def test_a_part_of_a_segment_that_there_was_no_room_to_map_is_passed_over(linked, monkeypatch):
     def no_room(*_):
         raise NoRoom("There is none.")
 
-    first, second = laid()
+    first, second = linked()
     buffer = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
     with monkeypatch.context() as patch:
         patch.setattr(pipe_link, "Mapping", no_room)
@@ -185,16 +185,16 @@ def test_a_part_of_a_segment_that_there_was_no_room_to_map_is_passed_over(laid, 
     assert [received.message for received in exchange(first, second, 1)] == [ack(1)]
 
 
-def test_a_closed_link_takes_no_parts(laid):
-    first, _ = laid()
+def test_a_closed_link_takes_no_parts(linked):
+    first, _ = linked()
     first.close()
 
     with pytest.raises(TransportError, match="is closed"):
         first.send_part(part(0), filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS))
 
 
-def test_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(laid):
-    first, second = laid()
+def test_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(linked):
+    first, second = linked()
     shared = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
     pinned = []
     for version, payload in ((1, shared), (2, filled(10))):
@@ -207,8 +207,8 @@ def test_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(laid
     assert pinned == [True, False]
 
 
-def test_a_buffer_may_be_larger_than_its_payload(laid):
-    first, second = laid()
+def test_a_buffer_may_be_larger_than_its_payload(linked):
+    first, second = linked()
     for storage in Storage:
         buffer = filled(200_000, storage)
         first.send(update(1, 100_000), buffer)
@@ -216,8 +216,8 @@ def test_a_buffer_may_be_larger_than_its_payload(laid):
         assert bytes(buffer.view[:100_000]) == exchange(first, second, 1)[0].payload
 
 
-def test_an_update_without_its_bytes_is_refused(laid):
-    first, second = laid()
+def test_an_update_without_its_bytes_is_refused(linked):
+    first, second = linked()
     for buffer in (None, Buffer(10)):
         with pytest.raises(ConfigurationError, match="without its 11 bytes"):
             first.send(update(1, 11), buffer)
@@ -227,8 +227,8 @@ def test_an_update_without_its_bytes_is_refused(laid):
     assert second.receive() == []
 
 
-def test_a_receive_buffer_is_not_used_again_while_somebody_looks_at_it(laid):
-    first, second = laid(payloads=Payloads.INLINE)
+def test_a_receive_buffer_is_not_used_again_while_somebody_looks_at_it(linked):
+    first, second = linked(payloads=Payloads.INLINE)
     kept = []
     for seed in range(6):
         first.send(update(seed + 1, 200_000), filled(200_000, seed=seed))
@@ -238,8 +238,8 @@ def test_a_receive_buffer_is_not_used_again_while_somebody_looks_at_it(laid):
     assert all(view == content for view, content in kept)
 
 
-def test_a_receive_buffer_is_used_again_when_nobody_does(laid):
-    first, second = laid(payloads=Payloads.INLINE)
+def test_a_receive_buffer_is_used_again_when_nobody_does(linked):
+    first, second = linked(payloads=Payloads.INLINE)
     places = set()
     for version in range(1, 7):
         first.send(update(version, 200_000), filled(200_000))
@@ -298,10 +298,10 @@ def test_frames_come_out_the_same_however_they_are_cut(frames, random):
 
 
 @pytest.mark.parametrize("payloads", Payloads)
-def test_a_narrow_pipe_carries_everything_piece_by_piece(laid, payloads):
+def test_a_narrow_pipe_carries_everything_piece_by_piece(linked, payloads):
     ends = multiprocessing.Pipe()
     narrow(ends[0])
-    first, second = laid(ends=ends, payloads=payloads)
+    first, second = linked(ends=ends, payloads=payloads)
     buffers = [filled(100_000, Storage.SEGMENTS, seed) for seed in range(4)]
     for version, buffer in enumerate(buffers, 1):
         first.send(replace(update(version, 100_000), layout=bytes(50_000)), buffer)
@@ -315,8 +315,8 @@ def test_a_narrow_pipe_carries_everything_piece_by_piece(laid, payloads):
     assert first.flush()
 
 
-def test_a_large_payload_never_blocks_its_sender_and_stays_pinned_until_it_left(laid):
-    first, second = laid(payloads=Payloads.INLINE)
+def test_a_large_payload_never_blocks_its_sender_and_stays_pinned_until_it_left(linked):
+    first, second = linked(payloads=Payloads.INLINE)
     nbytes = 64 * 2**20
     buffer = filled(nbytes)
     first.send(update(1, nbytes), buffer)
@@ -346,8 +346,8 @@ def test_a_large_payload_never_blocks_its_sender_and_stays_pinned_until_it_left(
     assert longest < 1.0
 
 
-def test_a_payload_on_two_links_stays_pinned_until_it_left_on_both(laid):
-    (first, _), (second, _) = pairs = [laid(payloads=Payloads.INLINE) for _ in range(2)]
+def test_a_payload_on_two_links_stays_pinned_until_it_left_on_both(linked):
+    (first, _), (second, _) = pairs = [linked(payloads=Payloads.INLINE) for _ in range(2)]
     nbytes = 2**20
     buffer = filled(nbytes)
     for link in (first, second):
@@ -360,8 +360,8 @@ def test_a_payload_on_two_links_stays_pinned_until_it_left_on_both(laid):
     assert pinned == [True, False]
 
 
-def test_an_outgoing_payload_is_not_copied(laid):
-    first, second = laid(payloads=Payloads.INLINE)
+def test_an_outgoing_payload_is_not_copied(linked):
+    first, second = linked(payloads=Payloads.INLINE)
     buffer = filled(2**20)
     first.send(update(1, 2**20), buffer)
     buffer.view[-4:] = b"late"
@@ -369,8 +369,8 @@ def test_an_outgoing_payload_is_not_copied(laid):
     assert exchange(first, second, 1)[0].payload[-4:] == b"late"
 
 
-def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(laid):
-    first, second = laid(payloads=Payloads.INLINE)
+def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(linked):
+    first, second = linked(payloads=Payloads.INLINE)
     buffer = filled(2**20)
     first.send(ack(1))
     first.send(update(2, 2**20), buffer)
@@ -416,8 +416,8 @@ BAD = [
 
 
 @pytest.mark.parametrize("how", BAD)
-def test_malformed_frames_are_a_protocol_error_behind_what_came_before(laid, how):
-    first, second = laid()
+def test_malformed_frames_are_a_protocol_error_behind_what_came_before(linked, how):
+    first, second = linked()
     first.send(ack(1))
     os.write(first._channel.connection.fileno(), damaged(how) + frame(ack(3)))
 
@@ -443,8 +443,8 @@ STRAY_DESCRIPTORS = {
 
 
 @pytest.mark.parametrize("how", list(STRAY_DESCRIPTORS))
-def test_descriptors_that_no_slot_claims_are_closed_and_take_the_link_down(laid, how):
-    first, second = laid()
+def test_descriptors_that_no_slot_claims_are_closed_and_take_the_link_down(linked, how):
+    first, second = linked()
     content, count = STRAY_DESCRIPTORS[how]
     with open(os.devnull) as null:
         before = len(os.listdir("/proc/self/fd"))
@@ -463,8 +463,8 @@ def _read(link: PipeLink, times: int) -> None:
         link.receive()
 
 
-def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(laid):
-    first, second = laid()
+def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(linked):
+    first, second = linked()
     with open(os.devnull) as null, socket.socket(fileno=os.dup(first._channel.connection.fileno())) as raw:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(raw, [struct.pack("!i", 100)], [null.fileno()] * 3)
@@ -477,8 +477,8 @@ def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(laid):
         assert len(os.listdir("/proc/self/fd")) == before - closing - 1
 
 
-def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
-    first, second = laid()
+def test_another_protocol_version_is_a_protocol_error_that_names_both(linked):
+    first, second = linked()
     data = bytearray(frame(HELLO))
     data[8 + len(PREAMBLE) : 10 + len(PREAMBLE)] = struct.pack("!H", 7)
     os.write(first._channel.connection.fileno(), bytes(data))
@@ -489,8 +489,8 @@ def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
         second.receive()
 
 
-def test_a_length_that_lies_allocates_nothing(laid):
-    first, second = laid()
+def test_a_length_that_lies_allocates_nothing(linked):
+    first, second = linked()
     os.write(first._channel.connection.fileno(), struct.pack("!iQ", -1, 2**62) + b"not ours" * 100)
 
     assert second.receive() == []
@@ -500,8 +500,8 @@ def test_a_length_that_lies_allocates_nothing(laid):
 # ------------------------------------------------------------------------------------------------- ends
 
 
-def test_what_was_readable_comes_before_the_end(laid):
-    first, second = laid()
+def test_what_was_readable_comes_before_the_end(linked):
+    first, second = linked()
     for version in range(1, 6):
         first.send(ack(version))
     first.close()
@@ -514,8 +514,8 @@ def test_what_was_readable_comes_before_the_end(laid):
         second.send(ack(9))
 
 
-def test_a_peer_that_leaves_unread_bytes_behind_is_lost_after_its_last_words(laid):
-    first, second = laid()
+def test_a_peer_that_leaves_unread_bytes_behind_is_lost_after_its_last_words(linked):
+    first, second = linked()
     second.send(ack(1))
     first.send(ack(2))
     first.close()
@@ -527,8 +527,8 @@ def test_a_peer_that_leaves_unread_bytes_behind_is_lost_after_its_last_words(lai
         second.receive()
 
 
-def test_a_link_is_closed_for_good(laid):
-    first, _ = laid()
+def test_a_link_is_closed_for_good(linked):
+    first, _ = linked()
     first.close()
     first.close()
 
@@ -540,9 +540,9 @@ def test_a_link_is_closed_for_good(laid):
     first.watch(os.getpid(), 0)
 
 
-def test_a_connection_closed_by_its_owner_ends_the_link(laid):
+def test_a_connection_closed_by_its_owner_ends_the_link(linked):
     ends = multiprocessing.Pipe()
-    first, second = laid(ends=ends)
+    first, second = linked(ends=ends)
     ends[0].close()
 
     with pytest.raises(TransportError, match="closed"):
@@ -554,11 +554,11 @@ def test_a_connection_closed_by_its_owner_ends_the_link(laid):
         second.receive()
 
 
-def test_the_blocking_mode_that_the_user_shares_is_untouched(laid):
+def test_the_blocking_mode_that_the_user_shares_is_untouched(linked):
     ends = multiprocessing.Pipe()
     socket.setdefaulttimeout(5.0)
     try:
-        first, second = laid(ends=ends)
+        first, second = linked(ends=ends)
     finally:
         socket.setdefaulttimeout(None)
     first.send(update(1, 2**20), filled(2**20))
@@ -591,9 +591,9 @@ def test_a_closed_connection_is_refused():
         PipeLink(first, "policy")
 
 
-def test_two_links_of_one_model_over_one_connection_are_refused(laid):
+def test_two_links_of_one_model_over_one_connection_are_refused(linked):
     ends = multiprocessing.Pipe()
-    laid(ends=ends)
+    linked(ends=ends)
     with pytest.raises(ConfigurationError, match="'policy' already has a link"):
         PipeLink(ends[0], "policy")
 
@@ -601,8 +601,8 @@ def test_two_links_of_one_model_over_one_connection_are_refused(laid):
 # ---------------------------------------------------------------------------------------------- waiting
 
 
-def test_wait_names_the_links_that_have_something(laid):
-    one, two = laid(), laid()
+def test_wait_names_the_links_that_have_something(linked):
+    one, two = linked(), linked()
     two[0].send(ack(1))
 
     assert [two[1]] == wait(Waker(), [one[1], two[1]], 1.0)
@@ -610,8 +610,8 @@ def test_wait_names_the_links_that_have_something(laid):
     assert wait(Waker(), [one[1], two[1]], 0.0) == []
 
 
-def test_wait_is_over_when_the_waker_fires_before_or_during(laid):
-    _, second = laid()
+def test_wait_is_over_when_the_waker_fires_before_or_during(linked):
+    _, second = linked()
     waker = Waker()
     waker.fire()
     waker.fire()
@@ -621,8 +621,8 @@ def test_wait_is_over_when_the_waker_fires_before_or_during(laid):
     assert wait(waker, [second], 0.01) == []
 
 
-def test_a_waker_that_is_closed_ends_every_wait(laid):
-    _, second = laid()
+def test_a_waker_that_is_closed_ends_every_wait(linked):
+    _, second = linked()
     waker = Waker()
     threading.Timer(0.05, waker.close).start()
     assert wait(waker, [second], None) == []
@@ -651,8 +651,8 @@ def test_a_waker_is_closed_before_it_fires_and_fires_before_its_descriptor_goes(
     assert seen == [("fired", None), ("closed", fd)]
 
 
-def test_room_to_write_ends_a_wait(laid):
-    first, second = laid(payloads=Payloads.INLINE)
+def test_room_to_write_ends_a_wait(linked):
+    first, second = linked(payloads=Payloads.INLINE)
     first.send(update(1, 2**20), filled(2**20))
     assert wait(Waker(), [first], 0.0) == []
     second.receive()
@@ -660,8 +660,8 @@ def test_room_to_write_ends_a_wait(laid):
     assert [first] == wait(Waker(), [first], 1.0)
 
 
-def test_a_pool_serves_version_after_version(laid):
-    first, second = laid()
+def test_a_pool_serves_version_after_version(linked):
+    first, second = linked()
     pool = Pool()
     for version in range(1, 12):
         buffer = pool.acquire(100_000)
@@ -690,8 +690,8 @@ class Interrupting:
         raise KeyboardInterrupt
 
 
-def test_a_write_interrupted_midway_takes_the_link_down_and_no_frame_is_garbled(laid):
-    first, second = laid()
+def test_a_write_interrupted_midway_takes_the_link_down_and_no_frame_is_garbled(linked):
+    first, second = linked()
     outflow = first._channel.outlet
     outflow._socket = Interrupting(outflow._socket)
     with pytest.raises(KeyboardInterrupt):
@@ -728,8 +728,8 @@ def test_after_a_write_that_failed_nothing_more_is_written():
     assert sock.written == []
 
 
-def test_a_read_interrupted_midway_takes_the_link_down(laid):
-    first, second = laid()
+def test_a_read_interrupted_midway_takes_the_link_down(linked):
+    first, second = linked()
     first.send(ack(1))
     inflow = second._channel._inflow
     inflow._socket = Interrupting(inflow._socket)
@@ -740,9 +740,9 @@ def test_a_read_interrupted_midway_takes_the_link_down(laid):
             second.receive()
 
 
-def test_a_link_says_what_it_has_and_a_closed_one_nothing(laid):
+def test_a_link_says_what_it_has_and_a_closed_one_nothing(linked):
     for payloads in Payloads:
-        first, second = laid(payloads=payloads)
+        first, second = linked(payloads=payloads)
         assert (first.remark, first.opens, first.reached) == ("", False, frozenset())
         assert first.carries_deltas is (payloads is Payloads.INLINE)
         first.close()
@@ -750,8 +750,8 @@ def test_a_link_says_what_it_has_and_a_closed_one_nothing(laid):
         second.close()
 
 
-def test_a_payload_that_there_is_no_memory_for_is_read_past_and_what_follows_arrives(laid, monkeypatch):
-    first, second = laid(payloads=Payloads.INLINE)
+def test_a_payload_that_there_is_no_memory_for_is_read_past_and_what_follows_arrives(linked, monkeypatch):
+    first, second = linked(payloads=Payloads.INLINE)
 
     def refuse(nbytes: int) -> None:
         raise NoRoom(f"no room for {nbytes} bytes")
@@ -766,8 +766,8 @@ def test_a_payload_that_there_is_no_memory_for_is_read_past_and_what_follows_arr
     assert following.message == ack(2)
 
 
-def test_what_is_cut_off_by_the_end_of_the_chunk_is_kept_for_the_next_read(laid):
-    first, second = laid()
+def test_what_is_cut_off_by_the_end_of_the_chunk_is_kept_for_the_next_read(linked):
+    first, second = linked()
     messages = [ack(version) for version in range(1, 2001)]
     stream = b"".join(map(frame, messages))
     received = []
@@ -778,8 +778,8 @@ def test_what_is_cut_off_by_the_end_of_the_chunk_is_kept_for_the_next_read(laid)
     assert [r.message for r in received] == messages
 
 
-def test_a_frame_that_is_cut_anywhere_in_its_head_is_read_whole(laid):
-    first, second = laid()
+def test_a_frame_that_is_cut_anywhere_in_its_head_is_read_whole(linked):
+    first, second = linked()
     whole = frame(update(1, 70_000), b"x" * 70_000)
     long = struct.pack("!iQ", -1, len(whole) - 4) + whole[4:]
     for stream in (whole, long):
@@ -792,8 +792,8 @@ def test_a_frame_that_is_cut_anywhere_in_its_head_is_read_whole(laid):
 
 
 @pytest.mark.parametrize("beginning", [1, 3, 20, 60])
-def test_the_beginning_of_a_head_at_the_end_of_the_chunk_is_kept(laid, beginning):
-    first, second = laid()
+def test_the_beginning_of_a_head_at_the_end_of_the_chunk_is_kept(linked, beginning):
+    first, second = linked()
     users = b"u" * (64 * 1024 - 4 - beginning)
     stream = struct.pack("!i", len(users)) + users + frame(ack(1)) + frame(ack(2))
     os.write(first._channel.connection.fileno(), stream)
@@ -803,8 +803,8 @@ def test_the_beginning_of_a_head_at_the_end_of_the_chunk_is_kept(laid, beginning
 
 
 @pytest.mark.parametrize("nbytes", [3, 70_000])
-def test_a_frame_with_another_size_than_its_header_says_is_told_with_its_bytes(laid, nbytes):
-    first, second = laid()
+def test_a_frame_with_another_size_than_its_header_says_is_told_with_its_bytes(linked, nbytes):
+    first, second = linked()
     content = frame(ack(2), b"x" * nbytes)[4:]
     os.write(first._channel.connection.fileno(), struct.pack("!i", len(content)) + content)
 
@@ -814,8 +814,8 @@ def test_a_frame_with_another_size_than_its_header_says_is_told_with_its_bytes(l
     assert bytes(caught.value.unread[:20]) == content[len(PREAMBLE) :][:20]
 
 
-def test_a_frame_without_its_descriptor_is_told_with_its_bytes(laid):
-    first, second = laid()
+def test_a_frame_without_its_descriptor_is_told_with_its_bytes(linked):
+    first, second = linked()
     content = PREAMBLE + codec.encode(SLOTTED, 1)
     os.write(first._channel.connection.fileno(), struct.pack("!i", len(content)) + content)
 
@@ -824,8 +824,8 @@ def test_a_frame_without_its_descriptor_is_told_with_its_bytes(laid):
     assert bytes(caught.value.unread[:20]) == content[len(PREAMBLE) :][:20]
 
 
-def test_a_remark_is_kept_and_what_follows_it_arrives(laid):
-    first, second = laid()
+def test_a_remark_is_kept_and_what_follows_it_arrives(linked):
+    first, second = linked()
     first.send(Refusal(model_id="policy", incarnation=0, version=0, kind=RefusalKind.REFUSED, reason="another key"))
 
     assert (second.receive(), second.remark) == ([], "another key")

@@ -16,15 +16,15 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.process import started_at
 
-Laying = Callable[..., tuple[PipeLink, PipeLink]]
+Linked = Callable[..., tuple[PipeLink, PipeLink]]
 
 
 def ack(version: int, model_id: str = "policy") -> Ack:
     return Ack(model_id=model_id, incarnation=1, version=version)
 
 
-def test_a_pipe_is_asked_for_its_descriptors_once(laid: Laying, monkeypatch: pytest.MonkeyPatch) -> None:
-    (first, second), asked, ask = laid(), [], PipeLink.waitables
+def test_a_pipe_is_asked_for_its_descriptors_once(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second), asked, ask = linked(), [], PipeLink.waitables
     monkeypatch.setattr(PipeLink, "waitables", lambda link: asked.append(link) or ask(link))
     waits, links = Waits(Waker()), (second,)
     assert waits.wait(links, 0.0) == []
@@ -37,8 +37,8 @@ def test_a_pipe_is_asked_for_its_descriptors_once(laid: Laying, monkeypatch: pyt
     assert asked == [second]
 
 
-def test_a_pipe_that_another_has_emptied_is_not_ready_for_ever(laid: Laying) -> None:
-    first, second = laid()
+def test_a_pipe_that_another_has_emptied_is_not_ready_for_ever(linked: Linked) -> None:
+    first, second = linked()
     waits, links, nbytes = Waits(Waker()), (first,), 2**20
     first.send(Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=nbytes), Buffer(nbytes))
     assert not first.outlet.idle
@@ -51,9 +51,11 @@ def test_a_pipe_that_another_has_emptied_is_not_ready_for_ever(laid: Laying) -> 
     assert waits.wait(links, 0.0) == []
 
 
-def test_the_death_of_a_process_watched_over_one_link_ends_the_wait_for_another_of_its_connection(laid: Laying) -> None:
+def test_the_death_of_a_process_watched_over_one_link_ends_the_wait_for_another_of_its_connection(
+    linked: Linked,
+) -> None:
     ends = multiprocessing.Pipe()
-    (one, _), (other, _) = laid("one", ends), laid("other", ends)
+    (one, _), (other, _) = linked("one", ends), linked("other", ends)
     waits, links = Waits(Waker()), (other,)
     assert waits.wait(links, 0.0) == []
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -68,9 +70,9 @@ def test_the_death_of_a_process_watched_over_one_link_ends_the_wait_for_another_
         other.receive()
 
 
-def test_a_write_that_failed_over_one_link_is_told_over_the_other_of_its_connection(laid: Laying) -> None:
+def test_a_write_that_failed_over_one_link_is_told_over_the_other_of_its_connection(linked: Linked) -> None:
     ends = multiprocessing.Pipe()
-    (one, _), (other, _) = laid("one", ends), laid("other", ends)
+    (one, _), (other, _) = linked("one", ends), linked("other", ends)
 
     class Breaks:
         def sendmsg(self, *_: object) -> int:

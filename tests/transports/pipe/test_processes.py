@@ -198,8 +198,8 @@ def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
 # -------------------------------------------------------------------------------------------------- fork
 
 
-def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(laid):
-    first, second = laid()
+def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(linked):
+    first, second = linked()
     waker, buffer = Waker(), Pool().acquire(300_000)
     first.send(update(1, 300_000), buffer)
     first.user.send("kept")
@@ -269,8 +269,8 @@ def test_a_child_makes_links_of_its_own_over_what_it_inherits():
     ends[1].close()
 
 
-def test_a_fork_while_another_thread_uses_the_link_does_not_hang(laid):
-    first, second = laid()
+def test_a_fork_while_another_thread_uses_the_link_does_not_hang(linked):
+    first, second = linked()
     stop = threading.Event()
 
     def talk() -> None:
@@ -293,11 +293,11 @@ def test_a_fork_while_another_thread_uses_the_link_does_not_hang(laid):
 # ---------------------------------------------------------------------------------------------- liveness
 
 
-def test_a_dead_peer_named_by_a_hello_ends_the_wait(laid):
+def test_a_dead_peer_named_by_a_hello_ends_the_wait(linked):
     process = FORK.Process(target=int)
     process.start()
     process.join()
-    first, _ = laid()
+    first, _ = linked()
     first.watch(process.pid, 5)
     _, why, seconds = ending(first)
 

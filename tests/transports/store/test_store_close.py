@@ -36,7 +36,7 @@ class Ends:
     def __init__(self, store: Any) -> None:
         self.store = store
         scheme = DistributedWeightSyncScheme()
-        self.sender: Link = scheme.lay_link((store, 1), "policy", "the worker")
+        self.sender: Link = scheme.create_link((store, 1), "policy", "the worker")
         self.accepted: list[Link] = []
         self.stop = scheme.listen((store, 1), "policy", self.accepted.append)
         self.buffers: list[Buffer] = []
@@ -275,7 +275,7 @@ def _end_before_anything_is_written(port: int) -> None:
 
     Stream.write = write_later  # type: ignore[method-assign]
     Finalize(None, runs.set, exitpriority=100)
-    sender = DistributedWeightSyncScheme().lay_link((_client(port), 1), "policy", "the worker")
+    sender = DistributedWeightSyncScheme().create_link((_client(port), 1), "policy", "the worker")
     sender.send(Hello(model_id="policy", incarnation=5))
     sender.send(Bye(model_id="policy", incarnation=5, reason="done"))
     sender.close()

@@ -33,8 +33,8 @@ LINK = "weightsync/link/one"
 
 
 @pytest.fixture
-def lay(store: Any) -> Iterator[Callable[[int], StoreWorker]]:
-    """Lays one end of the link: 0 the sender's, 1 the worker's."""
+def create_link(store: Any) -> Iterator[Callable[[int], StoreWorker]]:
+    """Creates one end of the link: 0 the sender's, 1 the worker's."""
     with contextlib.ExitStack() as stack:
         waker = Waker()
         stack.callback(waker.close)
@@ -67,13 +67,13 @@ def _until(true: Callable[[], Any]) -> Any:
     return found
 
 
-def test_messages_wait_for_the_peer_and_then_arrive_in_order(lay: Callable[[int], StoreWorker]) -> None:
-    sender = lay(0)
+def test_messages_wait_for_the_peer_and_then_arrive_in_order(create_link: Callable[[int], StoreWorker]) -> None:
+    sender = create_link(0)
     for version, payload in ((1, LARGE), (2, None), (3, SMALL)):
         sender.post(_update(version, payload))
     assert not sender.flushed()
 
-    worker, arrived = lay(1), []
+    worker, arrived = create_link(1), []
 
     _until(lambda: arrived.extend(worker.collect()[0]) or len(arrived) == 3)
     assert [each.message.version for each in arrived] == [1, 2, 3]
@@ -82,9 +82,9 @@ def test_messages_wait_for_the_peer_and_then_arrive_in_order(lay: Callable[[int]
 
 
 def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
-    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender, happened = lay(0), []
+    sender, happened = create_link(0), []
     write = sender._group.write
 
     def writes(*arguments: Any) -> None:
@@ -93,7 +93,7 @@ def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
 
     monkeypatch.setattr(sender._group, "write", writes)
     sender.post(replace(_update(1, LARGE), done=lambda: happened.append("given back")))
-    worker = lay(1)
+    worker = create_link(1)
 
     _until(lambda: worker.collect()[0])
     _until(lambda: "given back" in happened)
@@ -101,14 +101,14 @@ def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
 
 
 def test_behind_a_payload_that_was_cut_short_nothing_leaves(
-    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(stream: Stream, piece: memoryview, _: object) -> None:
         stream._socket.sendall(piece[:-1])
         raise TransportError("the connection has ended")
 
     monkeypatch.setattr(Stream, "_write_piece", cut)
-    sender, worker = lay(0), lay(1)
+    sender, worker = create_link(0), create_link(1)
     sender.post(_update(1))
     sender.post(_update(2, LARGE))
     sender.post(_update(3))
@@ -121,13 +121,13 @@ def test_behind_a_payload_that_was_cut_short_nothing_leaves(
 
 
 def test_a_payload_for_which_there_is_no_memory_is_passed_over(
-    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(buffers: ReceiveBuffers, nbytes: int) -> memoryview:
         raise NoRoom(f"No memory for {nbytes} bytes")
 
     monkeypatch.setattr(ReceiveBuffers, "find", find)
-    sender, worker, arrived = lay(0), lay(1), []
+    sender, worker, arrived = create_link(0), create_link(1), []
     sender.post(_update(1, LARGE))
     sender.post(_update(2, SMALL))
 
@@ -139,10 +139,10 @@ def test_a_payload_for_which_there_is_no_memory_is_passed_over(
 
 
 def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_here(
-    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closed with unread bytes, a connection would drop what was written to it."""
-    sender, worker, reading = lay(0), lay(1), threading.Event()
+    sender, worker, reading = create_link(0), create_link(1), threading.Event()
     before, go_on = Stream.read_into, threading.Event()
 
     def read_into(stream: Stream, room: memoryview) -> None:
@@ -162,8 +162,8 @@ def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_her
     assert [each.message.version for each in sender.collect()[0]] == [1, 2]
 
 
-def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(lay: Callable[[int], StoreWorker]) -> None:
-    sender = lay(0)
+def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(create_link: Callable[[int], StoreWorker]) -> None:
+    sender = create_link(0)
     sender.post(_update(1))
     sender.close()
 
@@ -172,9 +172,9 @@ def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(lay: Callable[
 
 
 def test_introductions_are_removed_from_the_store_once_they_are_read(
-    store: Any, lay: Callable[[int], StoreWorker]
+    store: Any, create_link: Callable[[int], StoreWorker]
 ) -> None:
-    sender, worker = lay(0), lay(1)
+    sender, worker = create_link(0), create_link(1)
     worker.post(_ack(1))
     _until(lambda: sender.collect()[0])
 

@@ -32,7 +32,7 @@ from weightsync.transports.store import stream
 class InlineScheme(MultiProcessWeightSyncScheme):
     """All payloads go through the pipe itself, as over connections that pass no memory."""
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return link.PipeLink(endpoint, model_id, peer=peer, payloads=Payloads.INLINE)
 
 

@@ -167,7 +167,7 @@ def start_receiver(setup: Any, join: Callable[..., None], arguments: tuple[Any, 
 
 
 def start_sender(setup: Any, lead: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
-    """Make a sender; armed before its links are laid."""
+    """Make a sender; armed before its links are created."""
     if strike is not None and strike.at is TrainerPoint.CONNECT:
         sender = importlib.import_module("weightsync.engine.sender_driver")
         real = sender.SenderMachine

@@ -454,7 +454,7 @@ def test_an_update_that_is_concluded_wakes_whoever_waits() -> None:
     assert list(fleet.driver.concluded) == [1]
 
 
-def test_nothing_is_read_before_the_links_are_laid_nor_after_it_is_closed() -> None:
+def test_nothing_is_read_before_the_links_are_created_nor_after_it_is_closed() -> None:
     driver, link = SenderDriver("policy"), Scripted()
     driver.join(0, link)
     link.receives(hello())

@@ -240,7 +240,7 @@ def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:
         assert scheme.get_sender().incarnation > fence
 
 
-def test_g4_a_fence_given_to_the_scheme_that_lays_its_links_at_init_is_risen_above() -> None:
+def test_g4_a_fence_given_to_the_scheme_that_creates_its_links_at_init_is_risen_above() -> None:
     fence, (end, _other) = new_incarnation(0) + (3600 * 10**9 << 32), multiprocessing.Pipe()
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", pipes=[end], model=small(), fence=fence)

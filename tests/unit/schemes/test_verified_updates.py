@@ -39,15 +39,15 @@ from weightsync.weights.reading import layout_of, read_weights
 class LocalScheme(MultiProcessWeightSyncScheme):
     """Its endpoints are links already."""
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
 
 
 class Mixed(MultiProcessWeightSyncScheme):
     """Its endpoints are pipes, or links already."""
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
-        return endpoint if isinstance(endpoint, LocalLink) else super().lay_link(endpoint, model_id, peer)
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+        return endpoint if isinstance(endpoint, LocalLink) else super().create_link(endpoint, model_id, peer)
 
 
 @pytest.fixture

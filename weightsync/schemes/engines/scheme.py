@@ -46,7 +46,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):
             "scheme's init_on_worker() loader=."
         )
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to an engine.
 
         Raises:

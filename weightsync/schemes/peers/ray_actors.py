@@ -74,7 +74,7 @@ def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
 
 
 class ActorLinks:
-    """Lays links to Ray actors; the links of one sender share what it puts into the object store."""
+    """Creates links to Ray actors; the links of one sender share what it puts into the object store."""
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
@@ -86,7 +86,7 @@ class ActorLinks:
         forms = (None, *WeightsForm)
         self._plain = {form: ObjectCaches(cache, f"as {form}", _portable(presenter, form)) for form in forms}
 
-    def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
+    def create(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
         """A link that calls the first method that the actor has, unless one of our schemes listens in the actor.
 
         Raises:

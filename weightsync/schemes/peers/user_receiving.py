@@ -138,7 +138,7 @@ class TransportReader:
         self._far.fail(lost)
         self._sender.close()
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return self._near
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:

@@ -45,7 +45,7 @@ class EngineTransport:
         self._sends: SequentialSends | None = None
 
     def _connect(self, engine: Engine) -> None:
-        """Lay a link to the engine, in place of the previous one."""
+        """Create a link to the engine, in place of the previous one."""
         self.shutdown()
         scheme = EngineWeightSyncScheme()
         scheme.init_on_sender("policy", engines=[engine])
@@ -77,7 +77,7 @@ class EngineTransport:
         return self._scheme is not None and self._scheme.get_sender().workers[0].open
 
     def shutdown(self) -> None:
-        """End the link, and a call in progress. `init_all_workers_group` lays a new link."""
+        """End the link, and a call in progress. `init_all_workers_group` creates a new link."""
         scheme, self._scheme, self._sends = self._scheme, None, None
         if scheme is not None:
             scheme.close()

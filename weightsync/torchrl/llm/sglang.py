@@ -54,7 +54,7 @@ class SGLangCollectiveTransport(EngineTransport):
         super().__init__(timeout)
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
-        """Lay a link to the server. The weights bring their own dtypes and shapes."""
+        """Create a link to the server. The weights bring their own dtypes and shapes."""
         self._connect(self._engine)
 
 
@@ -123,7 +123,7 @@ class SGLangWeightSender(EngineSender):
     _scheme: SGLangWeightSyncScheme
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
-        """Lay a link to the server."""
+        """Create a link to the server."""
         self._transport = self._transport or self._scheme.create_transport()
         self._transport.init_all_workers_group(model_metadata)
 

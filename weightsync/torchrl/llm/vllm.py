@@ -132,7 +132,7 @@ class VLLMWeightSender(EngineSender):
     _scheme: VLLMWeightSyncScheme
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any = None) -> None:
-        """Lay a link to the engine: see `VLLMCollectiveTransport.init_all_workers_group`."""
+        """Create a link to the engine: see `VLLMCollectiveTransport.init_all_workers_group`."""
         transport = self._scheme.create_transport(vllm_engine=vllm_engine)
         transport.init_all_workers_group(model_metadata, gpus_per_replica=self._scheme.gpus_per_replica)
         if self._transport is not None:

@@ -78,7 +78,7 @@ class DistributedTransport(TransportFacade):
         end = self._store_end()
         return {end.rank - 1: end}
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return sender_link(endpoint, model_id, peer)
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:

@@ -26,10 +26,10 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class TransportFacade(Configured):
-    """The methods that all of TorchRL's transport classes have; each class lays its own links.
+    """The methods that all of TorchRL's transport classes have; each class creates its own links.
 
-    A subclass overrides `_lay_link` to send, `listen` to receive, `_endpoints` if it may not have been given a worker,
-    and `check_connection`.
+    A subclass overrides `_create_link` to send, `listen` to receive, `check_connection`, and `_endpoints` if it may not
+    have been given a worker.
 
     The methods use a `WeightSender` and a `WeightReceiver` for each model, made on first use: a late ack never counts
     for a newer update, a dead peer ends a wait, and every failure is raised. A pickled, copied or forked transport
@@ -74,13 +74,13 @@ class TransportFacade(Configured):
         forget_after_fork(self)
 
     def _endpoints(self) -> Mapping[int, Any]:
-        """The endpoints of the workers that `send_weights` reaches, for `_lay_link`, by worker id. Here one, with id 0.
+        """For `_create_link`, the endpoints of the workers that `send_weights` reaches, by id. Here one, with id 0.
 
         Raises ConfigurationError: the transport was not given a worker. Nothing was sent.
         """
         return {0: None}
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The sender's end of a link.
 
         Raises ConfigurationError: the transport was not given a worker, or does not send. Nothing was sent.
@@ -122,7 +122,7 @@ class TransportFacade(Configured):
                 f"{type(self).__name__} reaches {len(endpoints)} workers: a scheme's create_transport() makes one "
                 "transport for each."
             )
-        return self._lay_link(endpoints[0], model_id, peer)
+        return self._create_link(endpoints[0], model_id, peer)
 
     def pipe_end(self) -> Any:
         """Our end of the pipe.

@@ -158,7 +158,7 @@ class MPTransport(TransportFacade):
     def _endpoints(self) -> Mapping[int, Any]:
         return {0: self._queue("sender") if self._form is Form.B else self.pipe_end()}
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         if self._form is Form.B:
             return QueueLink(self._queue("sender"), model_id, peer)
         self._open_channel()

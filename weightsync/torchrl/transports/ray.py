@@ -47,10 +47,10 @@ class _ActorFacade(TransportFacade):
     def _methods(self) -> Sequence[str]:
         """The actor's methods that take weights, the best one first."""
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         if self._actor_ref is None:
             raise ConfigurationError(f"{type(self).__name__} was given no actor. Nothing was sent: give it one.")
-        return self._links.lay(self._actor_ref, self._methods(), model_id, "the actor")
+        return self._links.create(self._actor_ref, self._methods(), model_id, "the actor")
 
     def check_connection(self) -> bool:
         """Whether Ray is initialised in this process."""

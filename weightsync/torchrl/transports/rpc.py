@@ -69,7 +69,7 @@ class RPCTransport(TransportFacade):
     def _receives(self) -> bool:  # type: ignore[override]
         return self._collector == Collector()
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         if self._receives:
             raise ConfigurationError(
                 f"{type(self).__name__} was given no collector: pass collector_info=, or collector_rref= with "

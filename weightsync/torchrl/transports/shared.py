@@ -289,7 +289,7 @@ class SharedMemTransport(MPTransport):
     def _endpoints(self) -> Mapping[int, Any]:
         return dict(enumerate(self._pipes))
 
-    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return PipeLink(endpoint, model_id, peer=peer)
 
     def pipe_end(self) -> Any:

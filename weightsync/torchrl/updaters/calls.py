@@ -156,7 +156,7 @@ class CallServices:
         """A packer that packs nothing."""
         return NoPacker()
 
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to the worker whose id is ``endpoint``."""
         return CallLink(WorkerCallClient(endpoint, self._calls), f"worker {endpoint}")
 

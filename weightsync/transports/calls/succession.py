@@ -1,4 +1,4 @@
-"""The links of this process to one worker: the goodbye of one waits for the handshake of those laid after it.
+"""The links of this process to one worker: the goodbye of one waits for the handshake of those created after it.
 
 Calls of different links may overtake each other. Without this order, a worker that is added again could see the end of
 its old link before it knows the new one, and leave.
@@ -18,7 +18,7 @@ Met = Future[None]
 
 
 class _Unmet(PerProcess):
-    """The links on which no answer has come yet, by worker, in the order in which they were laid."""
+    """The links on which no answer has come yet, by worker, in the order in which they were created."""
 
     def _begin(self) -> None:
         self._numbers = itertools.count()
@@ -32,7 +32,7 @@ class _Unmet(PerProcess):
             return number
 
     def after(self, worker: Hashable, number: int) -> list[Met]:
-        """Those of a worker that were laid after a link."""
+        """Those of a worker that were created after a link."""
         with self._lock:
             return [met for other, met in self._by_worker.get(worker, {}).items() if other > number]
 
@@ -68,7 +68,7 @@ class Place:
 
     @property
     def later(self) -> Sequence[Met]:
-        """The links that were laid after this one, and on which the worker has not answered yet."""
+        """The links that were created after this one, and on which the worker has not answered yet."""
         return [] if self._worker is None else _unmet.after(self._worker, self._number)
 
 

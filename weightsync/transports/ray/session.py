@@ -39,7 +39,7 @@ def plain(text: str) -> str:
 
 
 class Session:
-    """The Ray session in which a link was laid. An actor of another session is not the same."""
+    """The Ray session in which a link was created. An actor of another session is not the same."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
