@@ -16,6 +16,7 @@ from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.rendezvous import Rendezvous
 from weightsync.schemes.worker_set import Groups, WorkerSet, groups_of, is_per_worker, per_worker, send_to_groups
+from weightsync.weights.reading import read_weights
 from weightsync.weights.selection import Selection
 
 logger = logging.getLogger("weightsync")
@@ -111,7 +112,8 @@ class SenderSide:
             return [(prepared(weights), None if worker_ids is None else list(worker_ids))]
         if worker_ids is None:
             worker_ids = [each for each in sender.worker_ids if each in own or not self._scheme.per_worker_weights]
-        return groups_of(own, worker_ids, sender.worker_ids, prepared)
+        read = read_weights if self.selection is None else self.selection.read
+        return groups_of(own, worker_ids, sender.worker_ids, prepared, read)
 
     def _registered(self) -> Any:
         return self._scheme._found(self.require_sender("send").model_id, self._scheme._context())

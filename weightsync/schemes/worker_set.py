@@ -17,6 +17,7 @@ from weightsync.errors import ConfigurationError, RefusedError, WeightSyncError,
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.weights.packing import digest_of_weights
+from weightsync.weights.reading import Weights
 from weightsync.weights.strategy import WeightStrategy
 
 #: Weights, and the ids of the workers that get them; None: all.
@@ -184,9 +185,13 @@ def has_factories(context: Any) -> bool:
 
 
 def groups_of(
-    own: Mapping[int, Any], wanted: Sequence[int], known: Sequence[int], prepare: Callable[[Any], Any]
+    own: Mapping[int, Any],
+    wanted: Sequence[int],
+    known: Sequence[int],
+    prepare: Callable[[Any], Any],
+    read: Callable[[object], Weights],
 ) -> Groups:
-    """Weights and the workers that get them; workers whose weights are the same, or equal, share a version.
+    """Weights and the workers that get them; workers share a version if what ``read`` takes of theirs is equal.
 
     Raises ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
     """
@@ -199,10 +204,10 @@ def groups_of(
             f"weights were given per worker, but {' and '.join(faults)}. Nothing was sent. Name the workers by "
             "worker_ids=, or set the scheme's per_worker_weights if a send may leave workers out."
         )
-    return _grouped({worker: prepare(own[worker]) for worker in wanted})
+    return _grouped({worker: prepare(own[worker]) for worker in wanted}, read)
 
 
-def _grouped(weights: Mapping[int, Any]) -> list[tuple[Any, list[int] | None]]:
+def _grouped(weights: Mapping[int, Any], read: Callable[[object], Weights]) -> list[tuple[Any, list[int] | None]]:
     same: dict[int, list[int]] = {}
     for worker, own in weights.items():
         same.setdefault(id(own), []).append(worker)
@@ -210,7 +215,7 @@ def _grouped(weights: Mapping[int, Any]) -> list[tuple[Any, list[int] | None]]:
         return [(weights[workers[0]], workers) for workers in same.values()]
     equal: dict[bytes, list[int]] = {}
     for workers in same.values():
-        equal.setdefault(digest_of_weights(weights[workers[0]]), []).extend(workers)
+        equal.setdefault(digest_of_weights(weights[workers[0]], read), []).extend(workers)
     return [(weights[workers[0]], sorted(workers)) for workers in equal.values()]
 
 

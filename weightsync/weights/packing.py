@@ -296,14 +296,14 @@ def _is_movable(tensor: Tensor, dtype: str) -> bool:
     return own and DTYPE_NAMES.get(tensor.dtype) == dtype
 
 
-def digest_of_weights(weights: object) -> bytes:
-    """Compute the `digest` of weights as a sender would.
+def digest_of_weights(weights: object, read: Callable[[object], Weights] = read_weights) -> bytes:
+    """Compute the `digest` of weights as a sender would, which takes from them what ``read`` returns.
 
     Raises:
         ConfigurationError, LayoutError: they cannot be sent.
     """
-    read = read_weights(weights)
-    return digest_of(read, layout_of(read), encode_extras(read.extras()))
+    taken = read(weights)
+    return digest_of(taken, layout_of(taken), encode_extras(taken.extras()))
 
 
 def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from fleet import PATIENCE, constants, filled
 from torch import nn
 
@@ -22,16 +23,24 @@ def small(fill: float) -> nn.Module:
 
 
 class Trio:
-    """A trainer and three workers in this process."""
+    """A trainer and three workers in this process, with models that ``make`` makes of a value."""
 
-    def __init__(self, registered: nn.Module | None = None, *, sync: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        registered: nn.Module | None = None,
+        *,
+        sync: bool = True,
+        make: Callable[[float], nn.Module] = small,
+        **options: Any,
+    ) -> None:
         pipes = [multiprocessing.Pipe() for _ in range(3)]
-        self.models = [small(0.0) for _ in pipes]
+        self.models = [make(0.0) for _ in pipes]
         self.sending = MultiProcessWeightSyncScheme(sync=sync, per_worker_weights=True)
         self.sending.init_on_sender("policy", pipes=[ours for ours, _ in pipes], model=registered, **options)
         self.workers = [MultiProcessWeightSyncScheme() for _ in pipes]
         for index, (worker, (_, theirs)) in enumerate(zip(self.workers, pipes, strict=True)):
-            worker.init_on_receiver(model_id="policy", pipe=theirs, worker_idx=index, model=self.models[index])
+            given = {"model": self.models[index], "names": options.get("names")}
+            worker.init_on_receiver(model_id="policy", pipe=theirs, worker_idx=index, **given)
         threads = [threading.Thread(target=worker.connect) for worker in self.workers]
         for thread in threads:
             thread.start()
@@ -122,3 +131,34 @@ def test_without_waiting_a_refusal_of_one_worker_is_raised() -> None:
     before = report.previous
     assert before[0].kind is OutcomeKind.REFUSED
     assert report[2].kind is OutcomeKind.PENDING
+
+
+class Adapted(nn.Module):
+    """Adapters with one value, which change nothing when they are merged, as those of a new LoRA model."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.base = small(0.0)
+        self.lora_a = small(fill)
+
+    def merge_and_unload(self) -> nn.Module:
+        return self.base
+
+
+class OnSparse(nn.Module):
+    """Adapters of a base whose weights cannot be sent."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.register_buffer("base", torch.eye(2).to_sparse())
+        self.lora_a = small(fill)
+
+
+@pytest.mark.parametrize("make", [Adapted, OnSparse])
+def test_workers_get_their_own_of_the_chosen_weights_whatever_the_others_are(make: Any) -> None:
+    with trio(make(0.0), make=make, names="lora_*") as three:
+        report = three.sending.send({0: make(1.0), 1: make(2.0), 2: make(1.0)}, timeout=PATIENCE)
+
+        assert [constants(model.lora_a) for model in three.models] == [{1.0}, {2.0}, {1.0}]
+    assert report.ok
+    assert report.version == 3, "two versions after the first: workers with equal weights share one"
