@@ -100,8 +100,10 @@ class SenderSide:
     def groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """Weights, and the workers that get them (None: all)."""
         sender = self.require_sender("send")
-        if weights is None and self.worker_set.weights and self._registered() is None:
-            own: Mapping[int, Any] | None = self.worker_set.weights
+        of_init = self.worker_set.weights
+        if of_init and (weights is of_init or (weights is None and self._registered() is None)):
+            there = {*sender.worker_ids, *(worker_ids or ())}  # some may have left since
+            own: Mapping[int, Any] | None = {worker: each for worker, each in of_init.items() if worker in there}
         else:
             own = per_worker(weights, "weights") if is_per_worker(weights) else None
 

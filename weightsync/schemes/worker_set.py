@@ -195,6 +195,11 @@ def groups_of(
 
     Raises ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
     """
+    if not wanted:
+        raise ConfigurationError(
+            "weights were given per worker, but there is no worker to send them to. Nothing was sent. add_worker() "
+            "adds a worker."
+        )
     missing = sorted(set(wanted) - own.keys())
     unknown = sorted(own.keys() - set(known))
     faults = [f"none for workers {missing}"] if missing else []

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from duo import beside
 from fleet import PATIENCE, constants, filled
 from torch import nn
 
-from weightsync import LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SyncError
+from weightsync import ConfigurationError, LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SyncError
 from weightsync.protocol.report import OutcomeKind
 
 
@@ -162,3 +163,47 @@ def test_workers_get_their_own_of_the_chosen_weights_whatever_the_others_are(mak
         assert [constants(model.lora_a) for model in three.models] == [{1.0}, {2.0}, {1.0}]
     assert report.ok
     assert report.version == 3, "two versions after the first: workers with equal weights share one"
+
+
+def of_init(fill: float) -> dict[str, Any]:
+    """As `init_on_sender` is given weights worker by worker."""
+    return {"params_map": {worker: dict(small(fill + worker).state_dict()) for worker in range(3)}}
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_weights_of_init_for_a_worker_that_has_left_keep_no_other_from_its_own(removed: bool) -> None:
+    with trio(**of_init(1.0)) as three:
+        three.workers[2].close()
+        if removed:
+            three.sending.get_sender().remove_worker(2)
+        three.sending.send(timeout=PATIENCE)
+        report = three.sending.send(timeout=PATIENCE)
+
+        assert three.served()[:2] == [{1.0}, {2.0}]
+    assert report.ok
+    assert set(report.outcomes) == {0, 1}
+
+
+def test_weights_of_init_are_refused_once_every_worker_has_left() -> None:
+    with trio(**of_init(1.0)) as three:
+        for worker in range(3):
+            three.sending.get_sender().remove_worker(worker)
+
+        with pytest.raises(ConfigurationError, match="no worker to send them to"):
+            three.sending.send(timeout=PATIENCE)
+        with pytest.raises(ConfigurationError, match=r"some for \[2\], which are not among"):
+            three.sending.send(worker_ids=2, timeout=PATIENCE)
+
+
+def test_a_worker_may_leave_before_connect_sends_the_weights_of_init() -> None:
+    pipes = [multiprocessing.Pipe() for _ in range(3)]
+    with MultiProcessWeightSyncScheme() as sending, MultiProcessWeightSyncScheme() as worker:
+        sending.init_on_sender("policy", pipes=[ours for ours, _ in pipes], **of_init(1.0))
+        for left in (0, 2):
+            sending.get_sender().remove_worker(left)
+        model = small(0.0)
+        worker.init_on_receiver(model_id="policy", pipe=pipes[1][1], worker_idx=1, model=model)
+        with beside(lambda: sending.connect(timeout=PATIENCE)):
+            worker.connect(timeout=PATIENCE)
+
+        assert constants(model) == {2.0}
