@@ -439,15 +439,15 @@ class WeightSyncScheme(Configured):
             timeout: seconds to wait; 0: do not wait; None: until one arrives or the sender is gone.
 
         Returns:
-            The weights that the model holds now, if a new version went live since the last call; with a loader, the
-            version's number. None: no version arrived, or it was refused.
+            The weights that the model holds now (those that ``names=`` chooses), if a new version went live since the
+            last call; with a loader, the version's number. None: no version arrived, or it was refused.
 
         Raises:
             StateError: not initialised, not connected, or shut down.
             TransportError: the sender is gone.
             WeightSyncError: an error in the background since the last call; raised once.
         """
-        return self._receiver_side.receive(timeout, self._strategy)
+        return self._receiver_side.receive(timeout, self._strategy, self.applied_selection)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights that did not come from the sender: see `WeightReceiver.apply_weights`.

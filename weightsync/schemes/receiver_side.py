@@ -13,6 +13,7 @@ from weightsync.protocol.machine import Role
 from weightsync.schemes.relay import is_torchrls, relay_call
 from weightsync.schemes.rendezvous import Rendezvous
 from weightsync.weights.loader import Loader
+from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 
 
@@ -102,8 +103,8 @@ class ReceiverSide:
         form = WeightStrategy("tensordict") if is_torchrls(context) else strategy
         return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
-    def receive(self, timeout: float | None, strategy: WeightStrategy) -> Any:
-        """The weights that the model holds now, or a loader's version; None if no new version went live.
+    def receive(self, timeout: float | None, strategy: WeightStrategy, chosen: Selection | None) -> Any:
+        """The chosen weights that the model holds now, or a loader's version; None if no new version went live.
 
         Raises:
             As `WeightSyncScheme.receive`.
@@ -113,4 +114,6 @@ class ReceiverSide:
         if not receiver.receive(timeout):
             return None
         held = receiver.target().destination
-        return receiver.version if isinstance(held, Loader) else strategy.extract_weights(held)
+        if isinstance(held, Loader):
+            return receiver.version
+        return strategy.extract_weights(held if chosen is None else chosen.state_dict(held))

@@ -61,6 +61,12 @@ class Selection:
             _refuse_hidden_state(found, chosen, peculiar)
         return chosen
 
+    def state_dict(self, source: object) -> dict[str, Any]:
+        """The chosen weights of a source, not copied, as a state dict has them. Raises as `read`."""
+        chosen = self.read(source)
+        extras = {extra_state_name(module): value for module, value in chosen.extras().items()}
+        return {**chosen.tensors, **extras}
+
     def _has(self, name: str) -> bool:
         known = self._known.get(name)
         if known is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,3 +192,30 @@ def test_a_copy_target_gets_the_chosen_weights_and_keeps_all_others(whole: bool)
     assert {name for name, tensor in target.items() if tensor.any()} == {"layer.lora_A.weight", "layer.lora_B.weight"}
     ours.close()
     theirs.close()
+
+
+CHOSEN = {"layer.lora_A.weight", "layer.lora_B.weight"}
+
+
+def connected(scheme: Any, worker: Any) -> None:
+    """Connect both, the second generation's way."""
+    thread = threading.Thread(target=lambda: worker.connect(timeout=PATIENCE))
+    thread.start()
+    scheme.connect(timeout=PATIENCE)
+    thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+@pytest.mark.parametrize("kind", [Mergeable, Quantised])
+def test_receive_of_the_scheme_returns_the_chosen_weights_as_they_are(kind: Any, strategy: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with MultiProcessWeightSyncScheme() as scheme, MultiProcessWeightSyncScheme(strategy) as worker:
+        scheme.init_on_sender("policy", pipes=[ours], model=kind(1.0), names=ADAPTERS)
+        worker.init_on_receiver(model_id="policy", pipe=theirs, model=kind(0.0), names=ADAPTERS, worker_idx=0)
+        connected(scheme, worker)
+        assert scheme.send(timeout=PATIENCE).ok
+        found = worker.receive(timeout=PATIENCE)
+
+    flat = found if strategy == "state_dict" else found.flatten_keys(".")
+    assert set(flat.keys()) == CHOSEN
+    assert all(set(tensor.flatten().tolist()) == {1.0} for tensor in flat.values())
