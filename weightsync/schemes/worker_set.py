@@ -18,6 +18,7 @@ from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.weights.packing import digest_of_weights
 from weightsync.weights.reading import Weights
+from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 
 #: Weights, and the ids of the workers that get them; None: all.
@@ -260,7 +261,9 @@ def _numbered(found: WorkerSet, given: Mapping[str, Any]) -> WorkerSet:
 
 def _mapped(given: Mapping[str, Any], ids: Sequence[int], strategy: WeightStrategy) -> dict[int, Any]:
     """What the user's function returns for each worker."""
-    source = given.get("weights", given.get("model"))
-    weights = strategy.extract_weights(source) if isinstance(source, torch.nn.Module) else source
+    source = weights = given.get("weights", given.get("model"))
+    if isinstance(source, torch.nn.Module):
+        chosen = Selection(given["names"]).state_dict(source) if "names" in given else source
+        weights = strategy.extract_weights(chosen)
     place: Callable[[int, Any], Any] = given["device_map_fn"]
     return {worker: place(worker, weights) for worker in ids}

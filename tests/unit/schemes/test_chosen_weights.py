@@ -219,3 +219,23 @@ def test_receive_of_the_scheme_returns_the_chosen_weights_as_they_are(kind: Any,
     flat = found if strategy == "state_dict" else found.flatten_keys(".")
     assert set(flat.keys()) == CHOSEN
     assert all(set(tensor.flatten().tolist()) == {1.0} for tensor in flat.values())
+
+
+def test_device_map_fn_is_given_the_chosen_weights_as_they_are() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    given: list[set[str]] = []
+
+    def place(_: int, weights: Any) -> Any:
+        given.append(set(weights))
+        return weights
+
+    with MultiProcessWeightSyncScheme() as scheme, MultiProcessWeightSyncScheme() as worker:
+        chosen = {"model": Mergeable(1.0), "names": ADAPTERS}
+        scheme.init_on_sender("policy", pipes=[ours], num_workers=1, device_map_fn=place, **chosen)
+        model = Mergeable(0.0)
+        worker.init_on_receiver(model_id="policy", pipe=theirs, model=model, names=ADAPTERS, worker_idx=0)
+        connected(scheme, worker)
+
+    assert given == [CHOSEN]
+    assert constants(model.layer.lora_A) == {1.0}
+    assert constants(model.layer.base) == {0.0}
