@@ -462,9 +462,9 @@ class WeightSyncScheme(Configured):
         """The weights that a send sends.
 
         Args:
-            weights: None: the cached weights, else the model found by `get_model`, the path ``model_id`` on the
-                context, its fallback policy, or the model given at init, in this order. A module's weights are
-                extracted; a str is a path on the context; anything else is taken as it is.
+            weights: None: the first of what ``scheme.model`` was set to, the cached weights, the model found by
+                `get_model`, the path ``model_id`` on the context, its fallback policy, and the model given at init. A
+                module's weights are extracted; a str is a path on the context; anything else is taken as it is.
             model_id: the model that is sent.
             strategy: how a module's weights are extracted.
             context: where models are found; None: the one given at init.
@@ -773,7 +773,7 @@ class WeightSyncScheme(Configured):
         if receiver is not None:
             receiver.register_model(weights_of(model))
         else:
-            self._sender_side.given = {**self._sender_side.given, "model": model}
+            self._sender_side.set_model(model)
 
     @property
     def weights(self) -> Any:

@@ -15,6 +15,7 @@ from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.rendezvous import Rendezvous
+from weightsync.schemes.sources import SET_MODEL
 from weightsync.schemes.worker_set import Groups, WorkerSet, groups_of, is_per_worker, per_worker, send_to_groups
 from weightsync.weights.reading import read_weights
 from weightsync.weights.selection import Selection
@@ -62,6 +63,10 @@ class SenderSide:
         if self.sender is None:
             raise StateError("scheme", "uninitialized on the sender", asked, ["init_on_sender"])
         return self.sender
+
+    def set_model(self, model: Any) -> None:
+        """Have a send without weights send this from now on; None: what is found elsewhere."""
+        self.given = {**self.given, "model": model, SET_MODEL: model}
 
     def begin_sends(self) -> SequentialSends:
         """What sends for the scheme's own `send` from now on."""

@@ -18,6 +18,9 @@ from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay
 from weightsync.weights.sharded import is_sharded
 
+#: What ``scheme.model`` was set to is kept under this name, which is no keyword of `init_on_sender`.
+SET_MODEL = "scheme.model"
+
 
 def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
     """The keywords given, without those that are None.
@@ -116,7 +119,8 @@ def registered(
     given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] | None = None
 ) -> Any:
     """What a send without weights sends: the first of the sources below that has weights; None: none has."""
-    for source in _SOURCES if context is not None else _WITHOUT_CONTEXT:
+    sources = _SOURCES if context is not None else _WITHOUT_CONTEXT
+    for source in (_set_later, *sources) if SET_MODEL in given else sources:
         found = source(given, context, model_id)
         if found is None or found is MISSING or (unfit is not None and unfit(found)):
             continue
@@ -137,6 +141,10 @@ def refuse_shards(given: Mapping[str, Any]) -> None:
                 f"{name}= out, and call weightsync.send_sharded(scheme, model) on every rank for each version. Nothing "
                 "has changed."
             )
+
+
+def _set_later(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    return given.get(SET_MODEL)
 
 
 def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:

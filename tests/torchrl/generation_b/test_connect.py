@@ -367,6 +367,25 @@ def test_before_an_init_there_is_nothing_to_see() -> None:
     assert seen == (None, None, None, None, None, {})
 
 
+@pytest.mark.parametrize("other", ["policy", "get_model", "get_cached_weights", "cached_weights"])
+def test_the_model_that_is_set_is_sent_whatever_was_given_or_found_before(scheme_class: Any, other: str) -> None:
+    held, model = {"policy": small(5.0)}, small(0.0)
+    context = SimpleNamespace(**{other: held["policy"] if other == "policy" else held.get})
+    given = {"cached_weights": held["policy"].state_dict()} if other == "cached_weights" else {"context": context}
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as sending, scheme_class() as receiving:
+        sending.init_on_sender(model_id="policy", pipes=[ours], **given)
+        receiving.init_on_receiver(model_id="policy", pipe=theirs, model=model, worker_idx=0)
+        sending.model = small(7.0)
+        with beside(lambda: sending.connect(timeout=PATIENCE)):
+            receiving.connect(timeout=PATIENCE)
+
+        assert constants(model) == constants(sending.model) == {7.0}
+        sending.model = None
+        assert sending.send(timeout=PATIENCE).ok
+        assert constants(model) == {5.0}
+
+
 class Collector:
     pass
 
