@@ -374,7 +374,7 @@ class WeightSyncScheme(Configured):
         try:
             self._sender_side.connect(weights, deadline)
         except WorkerLostError as error:
-            note_worker_errors(error, self._context())
+            note_worker_errors(error, self.context)
             raise
         self._workers_answered()
 

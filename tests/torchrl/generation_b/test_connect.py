@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import multiprocessing
 from types import SimpleNamespace
@@ -200,6 +201,18 @@ def test_a_worker_that_went_before_it_met_the_trainer_is_named(scheme_class: Any
             scheme.connect(timeout=PATIENCE)
 
         assert list(gone.value.lost) == [0, 1]
+
+
+def test_lost_workers_are_named_though_the_context_was_collected(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    context = Collector()
+    with scheme_class() as scheme:
+        scheme.init_on_sender(model_id="policy", pipes=[ours], context=context)
+        theirs.close()
+        del context
+        gc.collect()
+        with pytest.raises(WorkerLostError, match="worker 0"):
+            scheme.connect(weights=small(), timeout=PATIENCE)
 
 
 def test_a_rendezvous_of_a_sender_that_is_closed_meanwhile_ends(scheme_class: Any) -> None:
