@@ -160,8 +160,10 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
         return MISSING
     try:
         return get_model(model_id)
-    except ValueError:  # raised by a TorchRL collector that has a policy_factory and no policy
-        return MISSING
+    except ValueError:
+        if not is_torchrls(context):
+            raise
+        return MISSING  # a TorchRL collector that has a policy_factory and no policy
     except (AttributeError, LookupError, TypeError) as error:  # raised by a TorchRL collector without that path
         if not is_torchrls(context):
             raise

@@ -399,6 +399,25 @@ def test_the_model_that_is_set_is_sent_whatever_was_given_or_found_before(scheme
         assert constants(model) == {5.0}
 
 
+class Unready:
+    """A context that has a policy, but cannot give a model yet."""
+
+    def __init__(self) -> None:
+        self.policy = small(1.0)
+
+    def get_model(self, model_id: str) -> Any:
+        raise ValueError(f"the checkpoint of {model_id!r} is corrupt")
+
+
+def test_what_get_model_raises_is_raised_and_no_other_model_is_sent(scheme_class: Any) -> None:
+    ours, _theirs = multiprocessing.Pipe()
+    context = Unready()
+    with scheme_class() as scheme, pytest.raises(ValueError, match="is corrupt"):
+        scheme.init_on_sender(model_id="policy", pipes=[ours], context=context)
+    with scheme_class() as worker, pytest.raises(ValueError, match="is corrupt"):
+        worker.init_on_receiver(model_id="policy", pipe=ours, context=context, worker_idx=0)
+
+
 class Collector:
     pass
 
