@@ -53,7 +53,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
-from weightsync.weights.meta_device import fill_in, is_on_meta
+from weightsync.weights.meta_device import given_memory, lacks_weights
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
@@ -278,14 +278,14 @@ class WeightSyncScheme(Configured):
             LayoutError: a buffer is on the meta device, and weights do not include it.
         """
         model = kwargs.get("model")
-        if kwargs.get("names") is not None and isinstance(model, nn.Module) and is_on_meta(model):
+        if kwargs.get("names") is not None and isinstance(model, nn.Module) and lacks_weights(model):
             raise ConfigurationError(
                 f"the model {model_id!r} came without its weights (on the meta device), and names= receives only some "
                 "of them: make the model in the worker."
             )
-        on_meta_device = isinstance(model, nn.Module) and fill_in(model)
-        self.init_on_worker(model_id, context, **kwargs)
-        self._receiver_side.on_meta_device = on_meta_device
+        with given_memory(model) as lacking:
+            self.init_on_worker(model_id, context, **kwargs)
+        self._receiver_side.on_meta_device = lacking
 
     def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
         """Keep the arguments of the worker's side."""

@@ -17,7 +17,7 @@ from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.sources import weights_of
 from weightsync.schemes.worker_set import Groups
-from weightsync.weights.meta_device import is_on_meta
+from weightsync.weights.meta_device import lacks_weights
 
 
 class NoSender(WeightSender):
@@ -96,7 +96,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
                 policy to its workers), and will never receive any.
         """
         model = kwargs.get("model")
-        if isinstance(model, nn.Module) and is_on_meta(model):
+        if isinstance(model, nn.Module) and lacks_weights(model):
             raise ConfigurationError(
                 f"the model {model_id!r} came without its weights (on the meta device), and NoWeightSyncScheme sends "
                 "none. Give the collector policy_factory= instead of policy=, so that each worker makes its own, or "

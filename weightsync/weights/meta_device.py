@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
 from tensordict import TensorDictParams
@@ -42,6 +44,32 @@ def fill_in(module: nn.Module) -> bool:
                 if tensor is not None and _is_meta(tensor):
                     held[key] = filled.setdefault(id(tensor), _filled(tensor))  # type: ignore[assignment]
     return bool(filled) or any(given)
+
+
+@contextlib.contextmanager
+def given_memory(model: object) -> Iterator[bool]:
+    """Fill in a module, for a receiver that the block makes of it; yields whether it has no weights yet.
+
+    If the block raises, the module has memory but still no weights, and the next call says so again.
+
+    Raises:
+        LayoutError: as `fill_in`.
+    """
+    lacking = isinstance(model, nn.Module) and (fill_in(model) or lacks_weights(model))
+    if lacking:
+        assert isinstance(model, nn.Module)
+        _unused[id(model)] = model
+    yield lacking
+    _unused.pop(id(model), None)
+
+
+def lacks_weights(module: nn.Module) -> bool:
+    """Whether a module is on the meta device, or was given memory for a receiver that could not be made."""
+    return _unused.get(id(module)) is module or is_on_meta(module)
+
+
+#: The modules that were given memory and are in no receiver, by id.
+_unused: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
 def _fill_in_place(owner: TensorDictParams) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import multiprocessing
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -577,6 +579,36 @@ def tied(fill: float) -> nn.Module:
     model.a, model.b = nn.Linear(3, 3), nn.Linear(3, 3)
     model.b.weight = model.a.weight
     return filled(model, fill)
+
+
+def test_a_model_has_no_weights_after_an_init_that_was_refused_either() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with MultiProcessWeightSyncScheme() as sending, MultiProcessWeightSyncScheme() as receiving:
+        with pytest.raises(ConfigurationError, match="pipe"):
+            receiving.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        with pytest.raises(ConfigurationError, match="names= receives only some"):
+            receiving.init_on_receiver(model_id="policy", model=model, worker_idx=0, names="weight", pipe=theirs)
+        with pytest.raises(ConfigurationError, match="NoWeightSyncScheme sends none"):
+            NoWeightSyncScheme().init_on_receiver(model_id="policy", model=model)
+
+        receiving.init_on_receiver(model_id="policy", model=model, worker_idx=0, pipe=theirs)
+        sending.init_on_sender(model_id="policy", pipes=[ours])
+        with pytest.raises(ConfigurationError, match="came without its weights"), connecting(sending):
+            receiving.connect(timeout=PATIENCE)
+
+
+@contextlib.contextmanager
+def connecting(sending: Any) -> Iterator[None]:
+    """Connect the trainer's scheme during the block, which its worker may end."""
+
+    def connect() -> None:
+        with contextlib.suppress(WorkerLostError):
+            sending.connect(timeout=PATIENCE)
+
+    with beside(connect):
+        yield
 
 
 def test_a_buffer_that_nothing_would_ever_fill_is_refused() -> None:
