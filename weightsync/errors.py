@@ -327,6 +327,7 @@ class LayoutError(WeightSyncError, KeyError, ValueError):
     """The names, shapes or dtypes of weights and destination differ. Nothing has changed.
 
     What to do: compare `missing`, `unexpected` and `mismatched`; a `WeightStrategy` or a map of names can bridge them.
+    `TensorDict.from_module()` has the buffers that are not persistent too, which are not sent: pass the module instead.
 
     Attributes:
         missing: names that the destination has and the weights lack.

@@ -32,7 +32,8 @@ def fill_in(module: nn.Module) -> bool:
                 where = f"{name}.{key}".lstrip(".")
                 raise LayoutError(
                     f"'{where}' is on the meta device and not persistent, so no update will fill it: register it as "
-                    "persistent, or give it data before the scheme is initialised.",
+                    "persistent, give it data before the scheme is initialised, or give a TorchRL collector "
+                    "policy_factory=.",
                     mismatched={where: "is on the meta device, and not persistent"},
                 )
     # First: other modules may share its tensors.
