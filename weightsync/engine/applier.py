@@ -284,6 +284,15 @@ class Applier:
             )
         return found
 
+    def digest_sent(self, pending: Pending) -> bytes:
+        """The digest of a pending version as its sender sent it; it is computed here if the sender computed none."""
+        update, slot = pending.update, pending.slot
+        if update.digest:
+            return update.digest
+        if slot is not None and self._served.apply_mode is not Mode.COPY:
+            slot.remap()  # this process may have written there when it held older weights
+        return digest(pending.on_host(), update.extras)
+
     def _identified(self, update: Update, slot: Slot) -> bytes:
         """Check that a slot is the one that the update's sender filled for it; returns what an ack names of it."""
         seal = slot.seal

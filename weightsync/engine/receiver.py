@@ -28,7 +28,6 @@ from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import SwapBroken, Target
-from weightsync.weights.tree_digest import digest
 
 
 class WeightReceiver(Participant):
@@ -195,7 +194,7 @@ class WeightReceiver(Participant):
             if not self._manual.owes_ack and self._listening.background_reader is None:
                 driver.pump()
             pending = driver.pending
-            if pending is not None and _are_of(pending, weights):
+            if pending is not None and self._are_of(pending, weights):
                 self._manual.forget()
                 self._applier.apply(target)
                 return
@@ -203,6 +202,13 @@ class WeightReceiver(Participant):
             driver.take(pure.Invalidate())
             if pending is not None:
                 self._applier.refuse(pending, "other weights were applied by hand", "")
+
+    def _are_of(self, pending: Pending, weights: Any) -> bool:
+        """Whether weights that the user passed are those of the pending version, compared by digest."""
+        read = read_weights(weights)
+        if pending.untaken or layout_of(read, pending.layout) != pending.layout:
+            return False
+        return self._applier.digest_sent(pending) == digest_of(read, pending.layout, encode_extras(read.extras()))
 
     def _write(self, target: Target, weights: Any, inplace: bool) -> None:
         try:
@@ -449,12 +455,3 @@ class WeightReceiver(Participant):
         self._served.copy_of(path)
         if endpoint is not None:
             self.register_worker_transport(endpoint)
-
-
-def _are_of(pending: Pending, weights: Any) -> bool:
-    """Whether weights that the user passed are those of the pending version, compared by digest."""
-    read = read_weights(weights)
-    if pending.untaken or layout_of(read, pending.layout) != pending.layout:
-        return False
-    wanted = pending.update.digest or digest(pending.on_host(), pending.update.extras)
-    return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))
