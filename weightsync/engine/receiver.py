@@ -185,6 +185,9 @@ class WeightReceiver(Participant):
             StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
+            WeightSyncError: they are the pending version's weights, and that version was refused: the message and
+                `last_refusal` say why, and the sender is told the same. Or a swap failed halfway, and the receiver is
+                closed.
         """
         deadline, target = Deadline(timeout), self._served.destination()
         driver, serving = self._driver, self._served.serving
@@ -196,7 +199,8 @@ class WeightReceiver(Participant):
             pending = driver.pending
             if pending is not None and self._are_of(pending, weights):
                 self._manual.forget()
-                self._applier.apply(target)
+                if not self._applier.apply(target):
+                    raise self._turned_down(pending)
                 return
             self._write(target, weights, inplace)
             driver.take(pure.Invalidate())
@@ -209,6 +213,15 @@ class WeightReceiver(Participant):
         if pending.untaken or layout_of(read, pending.layout) != pending.layout:
             return False
         return self._applier.digest_sent(pending) == digest_of(read, pending.layout, encode_extras(read.extras()))
+
+    def _turned_down(self, pending: Pending) -> WeightSyncError:
+        """The error for weights that were given by hand and are those of a version that was refused."""
+        reason = self.last_refusal.rstrip(".")
+        return WeightSyncError(
+            f"apply_weights(): these are the weights of version {pending.update.version} of {self._model_id!r}, which "
+            f"was refused: {reason}. The model keeps the weights that it had. Correct the cause, then have the trainer "
+            "send again."
+        )
 
     def _write(self, target: Target, weights: Any, inplace: bool) -> None:
         try:

@@ -201,6 +201,19 @@ def test_weights_given_by_hand_are_the_pending_ones_also_where_the_worker_wrote_
         pair.close()
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_pending_weights_given_by_hand_that_are_refused_raise_once_the_sender_is_told(pair: Pair, taken: bool) -> None:
+    pair.source.mood = 13
+    pair.sender.send_async()
+    weights = pair.receiver.take_update(PATIENCE) if taken else pair.source.state_dict()
+    with pytest.raises(WeightSyncError, match=r"version 1 of 'policy'.*refused: ValueError: no thirteen here"):
+        pair.receiver.apply_weights(weights)
+
+    assert (pair.receiver.version, constants(pair.model.linear)) == (None, {0.0})
+    with pytest.raises(RefusedError, match="no thirteen here"):
+        pair.sender.wait_async(timeout=PATIENCE)
+
+
 def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> None:
     pair.sender.send_async()
     pair.receiver.apply_weights(moody(3.0).state_dict())
