@@ -231,7 +231,7 @@ class Background:
             self._news_of(broken)
         except TransportError as gone:
             logger.info("model %r: %s", self._receiver.model_id, gone)
-            return self._end(gone)
+            return self._end_unless_linked(gone)
         except BaseException as raised:  # code of the user's may raise SystemExit, which would end the thread silently
             if not self._over():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
@@ -257,6 +257,14 @@ class Background:
             self._error = error or self._error
             self._news.notify_all()
         return False
+
+    def _end_unless_linked(self, gone: TransportError) -> bool:
+        """End the thread, as the last link has ended; True: another was added meanwhile, and the thread goes on.
+
+        `link_added` starts no thread while there is one, so both decide under the same lock.
+        """
+        with self._news:
+            return bool(self._receiver.links()) or self._end(gone)
 
     def _news_of(self, error: Exception | None = None) -> None:
         with self._news:

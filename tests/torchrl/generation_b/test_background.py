@@ -328,6 +328,37 @@ def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: 
     theirs.close()
 
 
+def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, ended, go_on = duo.receiving.get_receiver(), threading.Event(), threading.Event()
+    shipped = receiver.receive_and_apply_here
+
+    def delayed() -> bool | None:
+        try:
+            return shipped()
+        except TransportError:
+            ended.set()
+            assert go_on.wait(PATIENCE)
+            raise
+
+    monkeypatch.setattr(receiver, "receive_and_apply_here", delayed)
+    duo.sending.shutdown()
+    assert ended.wait(PATIENCE)
+    monkeypatch.undo()
+    ours, theirs = multiprocessing.Pipe()
+    receiver.register_worker_transport(theirs)
+    go_on.set()
+    with type(duo.sending)() as another:
+        another.init_on_sender(model_id="policy", model=reader(9.0), pipes=[ours])
+        another.connect(timeout=PATIENCE)
+
+        assert duo.receiving.receive(timeout=PATIENCE)["mark"].tolist() == [9.0] * 64
+        duo.receiving.shutdown()
+    ours.close()
+    theirs.close()
+
+
 def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_the_trainer(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
