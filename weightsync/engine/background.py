@@ -149,8 +149,8 @@ class Background:
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
         self.decided_before = receiver.driver.data.decided
-        #: The version that the last `receive` reported.
-        self._reported: object = None
+        #: The version that was applied or refused last when `receive` returned last, and the one that was live then.
+        self._reported: tuple[object, object] = None, None
         self._next: RelayCall | None = None
         forget_after_fork(self)
 
@@ -163,7 +163,8 @@ class Background:
 
     def seen(self) -> None:
         """Ignore what has happened so far: `receive` waits for the next version."""
-        self._reported = self._receiver.driver.data.decided
+        data = self._receiver.driver.data
+        self._reported = data.decided, data.served
 
     def stop(self) -> None:
         """End the thread and the guard. The receiver stays as it is.
@@ -296,18 +297,21 @@ class Background:
         driver.waker.fire()
 
     def receive(self, timeout: float | None) -> bool:
-        """Wait for a version to go live, if none has since the last call.
+        """Wait for a version to go live or be refused, if none has since the last call.
+
+        Returns:
+            Whether one went live since the last call, also if a later one was refused.
 
         Raises:
             TransportError: the sender is gone.
             WeightSyncError: an error on the thread since the last call. It is raised once.
         """
-        driver, before = self._receiver.driver, self._reported
-        if not self.wait_until(lambda: driver.data.decided != before, Deadline(timeout)):
+        driver, (decided, live) = self._receiver.driver, self._reported
+        if not self.wait_until(lambda: driver.data.decided != decided, Deadline(timeout)):
             return False
         data = driver.data
-        self._reported = data.decided
-        return data.served == data.decided
+        self._reported = data.decided, data.served
+        return data.served not in (None, live)
 
     def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``met()``, which is called whenever something has happened; False: time is up.

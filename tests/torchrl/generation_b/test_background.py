@@ -253,6 +253,16 @@ def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(
     assert duo.model() == {1.0}
 
 
+def test_a_version_that_went_live_is_given_although_a_later_one_was_refused(duo: Duo) -> None:
+    duo.send(2.0)
+    duo.sending.model = None
+    with pytest.raises(RefusedError):
+        duo.sending.send({"another": torch.zeros(3)})
+
+    assert duo.receiving.receive(timeout=PATIENCE)["mark"].tolist() == [2.0] * 64
+    assert duo.receiving.receive(timeout=0) is None
+
+
 def test_weights_applied_by_hand_are_not_a_version(duo: Duo) -> None:
     duo.receiving.apply_weights(reader(7.0).state_dict())
 
