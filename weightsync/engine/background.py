@@ -145,6 +145,8 @@ class Background:
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        #: Whether `stop` has ended: the receiver's own callers read the links again.
+        self._stopped = False
         self._guard = Guard(receiver)
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
@@ -156,7 +158,7 @@ class Background:
 
     def start(self) -> None:
         """Become the receiver's background reader, guard its model and start to read."""
-        self._stopping = False
+        self._stopping = self._stopped = False
         self._receiver.attend(self)
         self.model_set(self._receiver.model)
         atexit.register(self.stop)
@@ -186,6 +188,9 @@ class Background:
                     JOIN_SECONDS,
                 )
         self._receiver.attend(None)
+        with self._news:
+            self._stopped = True
+            self._news.notify_all()
         self._guard.clear()
         atexit.unregister(self.stop)
 
@@ -299,6 +304,8 @@ class Background:
     def receive(self, timeout: float | None) -> bool:
         """Wait for a version to go live or be refused, if none has since the last call.
 
+        A caller that waits when this reader is stopped goes on without it: it then reads the links itself.
+
         Returns:
             Whether one went live since the last call, also if a later one was refused.
 
@@ -306,10 +313,12 @@ class Background:
             TransportError: the sender is gone.
             WeightSyncError: an error on the thread since the last call. It is raised once.
         """
-        driver, (decided, live) = self._receiver.driver, self._reported
-        if not self.wait_until(lambda: driver.data.decided != decided, Deadline(timeout)):
+        driver, (decided, live), deadline = self._receiver.driver, self._reported, Deadline(timeout)
+        if not self.wait_until(lambda: self._stopped or driver.data.decided != decided, deadline):
             return False
         data = driver.data
+        if data.decided == decided:
+            return self._receiver.receive(deadline.remaining)
         self._reported = data.decided, data.served
         return data.served not in (None, live)
 

@@ -369,6 +369,28 @@ def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
     theirs.close()
 
 
+def test_a_receive_that_waits_when_the_thread_is_stopped_reads_the_next_version_itself(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`connect` stops the thread if it fails, which a `receive` in another thread may be waiting for."""
+    receiver, waits = duo.receiving.get_receiver(), threading.Event()
+    background, shipped = receiver._listening.background_reader, Background.wait_until
+    assert isinstance(background, Background)
+
+    def wait_until(*given: Any) -> bool:
+        waits.set()
+        return shipped(*given)
+
+    monkeypatch.setattr(Background, "wait_until", wait_until)
+    with beside(lambda: receiver.receive(PATIENCE)) as received:
+        assert waits.wait(PATIENCE)
+        background.stop()
+        assert duo.send(2.0, timeout=PATIENCE).ok
+
+    assert received == [True]
+    assert duo.model() == {2.0}
+
+
 def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_the_trainer(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
