@@ -220,18 +220,18 @@ class Background:
         self._spawn()
 
     def _run(self) -> None:
-        waker = self._receiver.driver.waker
-        while True:
-            seen = waker.fired
-            if not self._go_on():
-                return
-            self._receiver.driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
+        while self._go_on():
+            pass
 
     def _go_on(self) -> bool:
-        """Run one round of the thread's loop; False: the thread has ended."""
+        """Run one round of the thread's loop, and wait for the next; False: the thread has ended."""
+        driver = self._receiver.driver
         try:
+            seen = driver.waker.fired
             if not self._over():
                 self._attend()
+            if not self._over():
+                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
         except ProtocolError as broken:  # that link is down, others may be well
             logger.error("model %r: %s", self._receiver.model_id, broken)
             self._news_of(broken)

@@ -407,6 +407,19 @@ def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_
         duo.send(2.0, timeout=PATIENCE)
 
 
+def test_an_unforeseen_error_of_the_threads_wait_is_raised_by_receive_too(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(timeout: float | None, since: int) -> Any:
+        raise ZeroDivisionError("planted")
+
+    driver = duo.receiving.get_receiver().driver
+    monkeypatch.setattr(driver, "wait", wait)
+    driver.waker.fire()
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        duo.receiving.receive(timeout=PATIENCE)
+
+
 def test_what_a_property_of_the_users_raises_refuses_the_version_and_later_ones_are_applied(duo: Duo) -> None:
     receiver, model = duo.receiving.get_receiver(), duo.receiving.model
 
