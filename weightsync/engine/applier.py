@@ -24,6 +24,7 @@ from weightsync.transports.buffers import NoRoom
 from weightsync.transports.device import Slot
 from weightsync.transports.mapping import Mapping
 from weightsync.weights.destination_checks import FunctionalCallError
+from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.target import Mode, SwapBroken, Target
 from weightsync.weights.tree_digest import digest
 
@@ -163,7 +164,7 @@ class Applier:
         try:
             digest = self.verified(pending)
             in_slot = pending.slot is not None
-            staged = target.stage(pending.layout, pending.payload, pending.update.extras, in_slot)
+            staged = target.stage(pending.layout, self._to_stage(pending), pending.update.extras, in_slot)
             if isinstance(pending.slot, Mapping) and pending.slot.pinnable and target.device is not None:
                 register = partial(target.device.register, read_only=True)
                 staged = replace(staged, pinned=pending.slot.pinned(pending.layout.nbytes, register))
@@ -172,6 +173,13 @@ class Applier:
             return False
         self._served.staged = Ready(pending, staged, digest, stopwatch.seconds)
         return True
+
+    def _to_stage(self, pending: Pending) -> memoryview | DeviceMemory:
+        """The payload; read-only if the next version may be a delta against it, so that nobody gets views to write."""
+        payload, base = pending.payload, pending.update.base
+        if base is None or not isinstance(payload, memoryview) or self._served.apply_mode is Mode.COPY:
+            return payload
+        return payload.toreadonly()
 
     def apply(self, target: Target) -> bool:
         """Stage the pending version if need be, and swap it in. The caller holds the serving lock and the driver's.
@@ -275,6 +283,15 @@ class Applier:
                 "were packed. The old weights stay."
             )
         return found
+
+    def digest_sent(self, pending: Pending) -> bytes:
+        """The digest of a pending version as its sender sent it; it is computed here if the sender computed none."""
+        update, slot = pending.update, pending.slot
+        if update.digest:
+            return update.digest
+        if slot is not None and self._served.apply_mode is not Mode.COPY:
+            slot.remap()  # this process may have written there when it held older weights
+        return digest(pending.on_host(), update.extras)
 
     def _identified(self, update: Update, slot: Slot) -> bytes:
         """Check that a slot is the one that the update's sender filled for it; returns what an ack names of it."""

@@ -145,25 +145,28 @@ class Background:
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        #: Whether `stop` has ended: the receiver's own callers read the links again.
+        self._stopped = False
         self._guard = Guard(receiver)
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
         self.decided_before = receiver.driver.data.decided
-        #: The version that the last `receive` reported.
-        self._reported: object = None
+        #: The version that was applied or refused last when `receive` returned last, and the one that was live then.
+        self._reported: tuple[object, object] = None, None
         self._next: RelayCall | None = None
         forget_after_fork(self)
 
     def start(self) -> None:
         """Become the receiver's background reader, guard its model and start to read."""
-        self._stopping = False
+        self._stopping = self._stopped = False
         self._receiver.attend(self)
         self.model_set(self._receiver.model)
         atexit.register(self.stop)
 
     def seen(self) -> None:
         """Ignore what has happened so far: `receive` waits for the next version."""
-        self._reported = self._receiver.driver.data.decided
+        data = self._receiver.driver.data
+        self._reported = data.decided, data.served
 
     def stop(self) -> None:
         """End the thread and the guard. The receiver stays as it is.
@@ -185,6 +188,9 @@ class Background:
                     JOIN_SECONDS,
                 )
         self._receiver.attend(None)
+        with self._news:
+            self._stopped = True
+            self._news.notify_all()
         self._guard.clear()
         atexit.unregister(self.stop)
 
@@ -214,24 +220,24 @@ class Background:
         self._spawn()
 
     def _run(self) -> None:
-        waker = self._receiver.driver.waker
-        while True:
-            seen = waker.fired
-            if not self._go_on():
-                return
-            self._receiver.driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
+        while self._go_on():
+            pass
 
     def _go_on(self) -> bool:
-        """Run one round of the thread's loop; False: the thread has ended."""
+        """Run one round of the thread's loop, and wait for the next; False: the thread has ended."""
+        driver = self._receiver.driver
         try:
+            seen = driver.waker.fired
             if not self._over():
                 self._attend()
+            if not self._over():
+                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
         except ProtocolError as broken:  # that link is down, others may be well
             logger.error("model %r: %s", self._receiver.model_id, broken)
             self._news_of(broken)
         except TransportError as gone:
             logger.info("model %r: %s", self._receiver.model_id, gone)
-            return self._end(gone)
+            return self._end_unless_linked(gone)
         except BaseException as raised:  # code of the user's may raise SystemExit, which would end the thread silently
             if not self._over():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
@@ -257,6 +263,14 @@ class Background:
             self._error = error or self._error
             self._news.notify_all()
         return False
+
+    def _end_unless_linked(self, gone: TransportError) -> bool:
+        """End the thread, as the last link has ended; True: another was added meanwhile, and the thread goes on.
+
+        `link_added` starts no thread while there is one, so both decide under the same lock.
+        """
+        with self._news:
+            return bool(self._receiver.links()) or self._end(gone)
 
     def _news_of(self, error: Exception | None = None) -> None:
         with self._news:
@@ -288,18 +302,25 @@ class Background:
         driver.waker.fire()
 
     def receive(self, timeout: float | None) -> bool:
-        """Wait for a version to go live, if none has since the last call.
+        """Wait for a version to go live or be refused, if none has since the last call.
+
+        A caller that waits when this reader is stopped goes on without it: it then reads the links itself.
+
+        Returns:
+            Whether one went live since the last call, also if a later one was refused.
 
         Raises:
             TransportError: the sender is gone.
             WeightSyncError: an error on the thread since the last call. It is raised once.
         """
-        driver, before = self._receiver.driver, self._reported
-        if not self.wait_until(lambda: driver.data.decided != before, Deadline(timeout)):
+        driver, (decided, live), deadline = self._receiver.driver, self._reported, Deadline(timeout)
+        if not self.wait_until(lambda: self._stopped or driver.data.decided != decided, deadline):
             return False
         data = driver.data
-        self._reported = data.decided
-        return data.served == data.decided
+        if data.decided == decided:
+            return self._receiver.receive(deadline.remaining)
+        self._reported = data.decided, data.served
+        return data.served not in (None, live)
 
     def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``met()``, which is called whenever something has happened; False: time is up.

@@ -28,7 +28,6 @@ from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import SwapBroken, Target
-from weightsync.weights.tree_digest import digest
 
 
 class WeightReceiver(Participant):
@@ -70,7 +69,9 @@ class WeightReceiver(Participant):
             model_ref: the same, by TorchRL's older name.
 
         Raises:
-            ConfigurationError: neither is given, or both.
+            ConfigurationError: neither is given, or both; nothing has changed.
+            ConfigurationError, LayoutError: weights cannot be applied to this model: its type, or a tensor in it. The
+                previous model is no longer served, and what arrives is refused until another model is registered.
             ModelBusyError: (a TimeoutError) other threads used the previous model for `WEIGHTSYNC_TIMEOUT` or 60
                 seconds; nothing has changed.
         """
@@ -186,6 +187,9 @@ class WeightReceiver(Participant):
             StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
+            WeightSyncError: they are the pending version's weights, and that version was refused: the message and
+                `last_refusal` say why, and the sender is told the same. Or a swap failed halfway, and the receiver is
+                closed.
         """
         deadline, target = Deadline(timeout), self._served.destination()
         driver, serving = self._driver, self._served.serving
@@ -195,14 +199,31 @@ class WeightReceiver(Participant):
             if not self._manual.owes_ack and self._listening.background_reader is None:
                 driver.pump()
             pending = driver.pending
-            if pending is not None and _are_of(pending, weights):
+            if pending is not None and self._are_of(pending, weights):
                 self._manual.forget()
-                self._applier.apply(target)
+                if not self._applier.apply(target):
+                    raise self._turned_down(pending)
                 return
             self._write(target, weights, inplace)
             driver.take(pure.Invalidate())
             if pending is not None:
                 self._applier.refuse(pending, "other weights were applied by hand", "")
+
+    def _are_of(self, pending: Pending, weights: Any) -> bool:
+        """Whether weights that the user passed are those of the pending version, compared by digest."""
+        read = read_weights(weights)
+        if pending.untaken or layout_of(read, pending.layout) != pending.layout:
+            return False
+        return self._applier.digest_sent(pending) == digest_of(read, pending.layout, encode_extras(read.extras()))
+
+    def _turned_down(self, pending: Pending) -> WeightSyncError:
+        """The error for weights that were given by hand and are those of a version that was refused."""
+        reason = self.last_refusal.rstrip(".")
+        return WeightSyncError(
+            f"apply_weights(): these are the weights of version {pending.update.version} of {self._model_id!r}, which "
+            f"was refused: {reason}. The model keeps the weights that it had. Correct the cause, then have the trainer "
+            "send again."
+        )
 
     def _write(self, target: Target, weights: Any, inplace: bool) -> None:
         try:
@@ -449,12 +470,3 @@ class WeightReceiver(Participant):
         self._served.copy_of(path)
         if endpoint is not None:
             self.register_worker_transport(endpoint)
-
-
-def _are_of(pending: Pending, weights: Any) -> bool:
-    """Whether weights that the user passed are those of the pending version, compared by digest."""
-    read = read_weights(weights)
-    if pending.untaken or layout_of(read, pending.layout) != pending.layout:
-        return False
-    wanted = pending.update.digest or digest(pending.on_host(), pending.update.extras)
-    return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))

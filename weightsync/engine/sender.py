@@ -116,7 +116,7 @@ class WeightSender(Participant):
             timeout: seconds; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
-            StateError: the sender is not connected, or closed.
+            StateError: the sender is not connected, or closed, or an asynchronous update is outstanding.
             AckTimeoutError: some workers had not answered by the deadline. The method may be called again.
             WorkerLostError: the links to some workers were lost; all others have answered.
             RefusedError: some workers refused the handshake (their models do not fit); all others have answered.

@@ -455,6 +455,7 @@ class WeightSyncScheme(Configured):
         Raises:
             StateError: the receiver's side is not initialised, or closed.
             ConfigurationError, LayoutError: no model, or weights that do not fit; nothing was changed.
+            WeightSyncError: they are the pending version's weights, and that version was refused.
         """
         self.get_receiver().apply_weights(weights, inplace=inplace)
 

@@ -38,8 +38,8 @@ class Loader:
             the previous one. If it does not, raise `PartlyLoadedError`. A tensor is valid until ``load`` returns: clone
             what you keep.
         name_map: maps names in the trainer's weights to the engine's names; other names are unchanged.
-        bucket_bytes: tensors are views of what arrived. Where that cannot be viewed (read-only or unaligned memory),
-            they are copied in buckets of this size, or of one larger tensor.
+        bucket_bytes: tensors are views of what arrived. Where that cannot be viewed (read-only or unaligned memory, or
+            memory that is kept for the next delta), they are copied in buckets of this size, or of one larger tensor.
 
     Raises:
         ConfigurationError: an argument is of another type, or ``load`` is ``async``.

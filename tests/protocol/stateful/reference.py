@@ -617,7 +617,8 @@ class Receiver:
             raise Raised("StateError")
         self.pump()
         if self.pending is not None and content == self.arrived:
-            self._apply()
+            if not self._apply():
+                raise Raised("WeightSyncError")
             return
         if not content.fits:
             raise Raised("LayoutError")

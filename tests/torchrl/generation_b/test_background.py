@@ -253,6 +253,16 @@ def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(
     assert duo.model() == {1.0}
 
 
+def test_a_version_that_went_live_is_given_although_a_later_one_was_refused(duo: Duo) -> None:
+    duo.send(2.0)
+    duo.sending.model = None
+    with pytest.raises(RefusedError):
+        duo.sending.send({"another": torch.zeros(3)})
+
+    assert duo.receiving.receive(timeout=PATIENCE)["mark"].tolist() == [2.0] * 64
+    assert duo.receiving.receive(timeout=0) is None
+
+
 def test_weights_applied_by_hand_are_not_a_version(duo: Duo) -> None:
     duo.receiving.apply_weights(reader(7.0).state_dict())
 
@@ -328,6 +338,59 @@ def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: 
     theirs.close()
 
 
+def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, ended, go_on = duo.receiving.get_receiver(), threading.Event(), threading.Event()
+    shipped = receiver.receive_and_apply_here
+
+    def delayed() -> bool | None:
+        try:
+            return shipped()
+        except TransportError:
+            ended.set()
+            assert go_on.wait(PATIENCE)
+            raise
+
+    monkeypatch.setattr(receiver, "receive_and_apply_here", delayed)
+    duo.sending.shutdown()
+    assert ended.wait(PATIENCE)
+    monkeypatch.undo()
+    ours, theirs = multiprocessing.Pipe()
+    receiver.register_worker_transport(theirs)
+    go_on.set()
+    with type(duo.sending)() as another:
+        another.init_on_sender(model_id="policy", model=reader(9.0), pipes=[ours])
+        another.connect(timeout=PATIENCE)
+
+        assert duo.receiving.receive(timeout=PATIENCE)["mark"].tolist() == [9.0] * 64
+        duo.receiving.shutdown()
+    ours.close()
+    theirs.close()
+
+
+def test_a_receive_that_waits_when_the_thread_is_stopped_reads_the_next_version_itself(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`connect` stops the thread if it fails, which a `receive` in another thread may be waiting for."""
+    receiver, waits = duo.receiving.get_receiver(), threading.Event()
+    background, shipped = receiver._listening.background_reader, Background.wait_until
+    assert isinstance(background, Background)
+
+    def wait_until(*given: Any) -> bool:
+        waits.set()
+        return shipped(*given)
+
+    monkeypatch.setattr(Background, "wait_until", wait_until)
+    with beside(lambda: receiver.receive(PATIENCE)) as received:
+        assert waits.wait(PATIENCE)
+        background.stop()
+        assert duo.send(2.0, timeout=PATIENCE).ok
+
+    assert received == [True]
+    assert duo.model() == {2.0}
+
+
 def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_the_trainer(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +405,19 @@ def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_
 
     with pytest.raises(WorkerLostError, match="ZeroDivisionError: planted"):
         duo.send(2.0, timeout=PATIENCE)
+
+
+def test_an_unforeseen_error_of_the_threads_wait_is_raised_by_receive_too(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(timeout: float | None, since: int) -> Any:
+        raise ZeroDivisionError("planted")
+
+    driver = duo.receiving.get_receiver().driver
+    monkeypatch.setattr(driver, "wait", wait)
+    driver.waker.fire()
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        duo.receiving.receive(timeout=PATIENCE)
 
 
 def test_what_a_property_of_the_users_raises_refuses_the_version_and_later_ones_are_applied(duo: Duo) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from fleet import PATIENCE, Pair, constants, filled, large
 from torch import nn
 
@@ -180,6 +181,37 @@ def test_weights_given_by_hand_that_are_the_pending_ones_are_acked_as_they_are(p
 
     assert (pair.receiver.version, constants(pair.model.linear)) == (1, {1.0})
     assert pair.sender.wait_async(timeout=PATIENCE).ok
+
+
+def test_weights_given_by_hand_are_the_pending_ones_also_where_the_worker_wrote_into_older_ones() -> None:
+    """In shared memory, the pending version lies where an older one did, which the parameters were views of."""
+    pair = Pair(SharedMemWeightSyncScheme, model=large)
+    try:
+        for _ in range(4):
+            pair.sync()
+            with torch.no_grad():
+                pair.model[0].weight.add_(1.0)
+        filled(pair.source, 7.0)
+        pair.sender.send_async()
+        pair.receiver.apply_weights(pair.source.state_dict())
+
+        assert pair.sender.wait_async(timeout=PATIENCE).ok
+        assert (pair.receiver.version, constants(pair.model)) == (5, {7.0})
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_pending_weights_given_by_hand_that_are_refused_raise_once_the_sender_is_told(pair: Pair, taken: bool) -> None:
+    pair.source.mood = 13
+    pair.sender.send_async()
+    weights = pair.receiver.take_update(PATIENCE) if taken else pair.source.state_dict()
+    with pytest.raises(WeightSyncError, match=r"version 1 of 'policy'.*refused: ValueError: no thirteen here"):
+        pair.receiver.apply_weights(weights)
+
+    assert (pair.receiver.version, constants(pair.model.linear)) == (None, {0.0})
+    with pytest.raises(RefusedError, match="no thirteen here"):
+        pair.sender.wait_async(timeout=PATIENCE)
 
 
 def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> None:

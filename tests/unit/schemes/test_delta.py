@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Pair, large
+from fleet import PATIENCE, Pair, large, small
 from pools import statistics
 from torch import nn
 
 from weightsync import (
     ConfigurationError,
     DistributedWeightSyncScheme,
+    Loader,
     MultiProcessWeightSyncScheme,
     OutcomeKind,
     RefusedError,
@@ -275,6 +276,24 @@ def test_weights_that_were_written_by_hand_do_not_reach_the_base(one: Pair) -> N
 
     assert report.payload_nbytes[0] < WHOLE / 10
     assert bits(one.model) == bits(one.source)
+
+
+@pytest.mark.parametrize("model", [small, large])
+def test_what_a_loader_writes_into_its_tensors_does_not_reach_the_base(model: Callable[[float], nn.Module]) -> None:
+    loaded: dict[str, torch.Tensor] = {}
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        loaded.update({name: tensor.mul_(2) for name, tensor in weights})
+
+    with _pair(model=lambda fill: model(fill) if fill else Loader(load)) as pair:
+        for version in range(1, 4):
+            report = pair.sync()
+            sent = pair.source.state_dict()
+
+            assert report[0].kind is OutcomeKind.APPLIED
+            assert (report.payload_nbytes[0] < report.nbytes) is (version > 1)
+            assert all(torch.equal(loaded[name], sent[name] * 2) for name in sent)
+            step(pair)
 
 
 def test_a_base_that_was_overwritten_is_found_by_the_digest_of_the_result(one: Pair) -> None:
