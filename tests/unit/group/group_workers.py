@@ -213,13 +213,15 @@ def nothing() -> None:
 
 
 def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel) -> None:
-    """Be a rank of a world, and a worker of its rank 0."""
+    """Be a rank of a world, and a worker of its rank 0. Fails if the model keeps a hook of the group that has ended."""
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         if run in {come_late, come_late_and_put}:
             store.wait(["the group is closed"])
-        run_worker(run, make_model())
+        model = make_model()
+        run_worker(run, model)
+        assert not model._forward_pre_hooks
     finally:
         dist.destroy_process_group()
 
