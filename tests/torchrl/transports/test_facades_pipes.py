@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet import PATIENCE, constants, small
@@ -231,6 +232,15 @@ def test_an_ack_text_with_nothing_to_answer_is_the_users_message(ends: Ends) -> 
     ends.worker.pipe.send((None, "updated"))
 
     assert (None, "updated") == ends.trainer.pipe.recv()
+
+
+@pytest.mark.parametrize("mine", [np.ones(3), (np.ones(3), "updated"), (None, np.ones(3))])
+def test_a_message_that_is_not_an_ack_is_sent_whatever_its_comparison_returns(ends: Ends, mine: Any) -> None:
+    ends.trainer.send_weights_async("policy", filled(1.0))
+    ends.worker.pipe.recv()  # this update is owed an ack
+    ends.worker.pipe.send(mine)
+    assert repr(ends.trainer.pipe.recv()) == repr(mine)
+    assert ends.trainer.pipe.poll() is False
 
 
 def test_the_pipe_of_a_trainer_that_is_gone_is_at_its_end(ends: Ends) -> None:
