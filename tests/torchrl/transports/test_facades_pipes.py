@@ -150,6 +150,21 @@ def test_weights_that_do_not_fit_a_buffer_are_refused_and_the_sender_is_told(end
         ends.trainer.wait_ack()
 
 
+@pytest.mark.parametrize(("width", "height"), [(9, 2), (3, 9)])
+def test_weights_that_fit_only_a_buffer_or_only_a_model_change_neither(ends: Ends, width: int, height: int) -> None:
+    buffer = {"weight": torch.zeros(2, width), "bias": torch.zeros(2)}
+    model = torch.nn.Linear(3, height)
+    kept = constants(model)
+    ends.trainer.send_weights_async(filled(4.0))
+
+    with pytest.raises(LayoutError):
+        ends.worker.receive_weights(weights=buffer, model=model, strategy=WeightStrategy())
+
+    assert (value(buffer), constants(model)) == (0.0, kept)
+    with pytest.raises(RefusedError, match="do not fit"):
+        ends.trainer.wait_ack()
+
+
 def test_an_update_is_handed_out_once(ends: Ends) -> None:
     ends.trainer.send_weights_async(filled(1.0))
 
