@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -483,6 +484,21 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
 def test_unusable_arguments_are_refused(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         make()
+
+
+@pytest.mark.parametrize("value", ["Bearer s3cret\n", "Bearer s3cret\r\nHost: b", "s3cret \u20ac", b"s3cret", None])
+@pytest.mark.parametrize("make", [SGLangEngine, lambda url, **options: VLLMEngine(url, Inline(), **options)])
+def test_a_header_that_cannot_be_sent_is_refused_without_its_value(make: Callable[..., Any], value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="headers= has 'Authorization', whose value") as caught:
+        make("http://localhost:1", headers={"Authorization": value})
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_only_the_name_of_a_header_is_a_name() -> None:
+    for name in ("a b", "a:", "", 3):
+        with pytest.raises(ConfigurationError, match="is not the name of an HTTP header"):
+            SGLangEngine("http://localhost:1", headers={name: "1"})  # type: ignore[dict-item]
+    SGLangEngine("http://localhost:1", headers={"X-Api_Key": "caf\u00e9\t=="})
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1.5, "256", True, None])
