@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import traceback
 from collections import Counter
@@ -26,6 +27,7 @@ from weightsync import (
     VLLMEngine,
     WorkerLostError,
 )
+from weightsync.schemes.engines.carrier import beside
 from weightsync.schemes.engines.client import Engine, bucketed
 
 KINDS = {
@@ -227,6 +229,23 @@ def test_a_carrier_is_told_to_give_up_when_its_engine_fails(server: EngineServer
     with scheme_with(VLLMEngine(server.url, carrier), small(1.0)) as scheme:
         assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.LOST
         assert carrier.given_up.is_set()
+
+
+def test_a_carrier_is_told_to_give_up_when_its_call_cannot_be_made() -> None:
+    """And its thread ends: it would keep a bucket of the model's tensors."""
+    given_up, ended = threading.Event(), threading.Event()
+
+    def carry() -> None:
+        given_up.wait(PATIENCE)
+        ended.set()
+
+    def call() -> None:
+        json.dumps({"chunk": object()})
+
+    with pytest.raises(TypeError, match="JSON"):
+        beside(call, carry, given_up.set, lambda: None, "update_weights")
+    assert given_up.is_set()
+    assert ended.is_set()
 
 
 class Handle:
