@@ -179,15 +179,9 @@ class CopiedModel:
                 "keep those that are not sent: give make_model=, a function that makes a worker's model with its "
                 "weights. Nothing was started."
             )
-        bare: dict[int, Any] = {}
-        for parameter in model.parameters():
-            data = _on_host(parameter) if whole else parameter.detach().to("meta")
-            bare[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
-        for buffer in model.buffers():
-            bare[id(buffer)] = _on_host(buffer)
         try:
             # Plain pickle: multiprocessing's would put tensors into shared memory.
-            self._pickled = pickle.dumps(copy.deepcopy(model, bare))
+            self._pickled = pickle.dumps(copy.deepcopy(model, _tensors_of_copy(model, whole)))
         except Exception as error:
             raise ConfigurationError(
                 f"the model {type(model).__name__} cannot be copied to workers ({type(error).__name__}: {error}): give "
@@ -198,6 +192,17 @@ class CopiedModel:
         """A new model. Its parameters are on the meta device, unless it is whole."""
         model: nn.Module = pickle.loads(self._pickled)
         return model
+
+
+def _tensors_of_copy(model: nn.Module, whole: bool) -> dict[int, Any]:
+    """What a copy of a model has in place of its tensors, by their ids."""
+    bare: dict[int, Any] = {}
+    for parameter in model.parameters():
+        data = _on_host(parameter) if whole else parameter.detach().to("meta")
+        bare[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+    for buffer in model.buffers():
+        bare[id(buffer)] = _on_host(buffer)
+    return bare
 
 
 def _on_host(tensor: Tensor) -> Tensor:

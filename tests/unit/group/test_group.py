@@ -488,6 +488,8 @@ def test_arguments_that_cannot_be_are_refused(
         (None, {}, r"model= is None: give the trainer's nn\.Module"),
         (nn.Linear(1, 1, device="meta"), {}, "no weights to send.*make_model="),
         (nn.Linear(1, 1, device="meta"), {"names": "bias"}, r"names= workers keep.*make_model="),
+        (nn.LazyLinear(1), {}, r"LazyLinear cannot be copied.*initialize the parameters"),
+        (nn.LazyLinear(1), {"names": "bias"}, r"LazyLinear cannot be copied.*initialize the parameters"),
         (nn.Linear(1, 1), {"ctx": "fork"}, r"ctx= is 'fork': give .*, such as multiprocessing\.get_context\('fork'\)"),
     ],
 )
