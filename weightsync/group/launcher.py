@@ -22,6 +22,7 @@ from weightsync.group.worker import MakeModel, Plan, Worker
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.meta_device import is_on_meta
 from weightsync.weights.selection import Selection
+from weightsync.weights.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GroupArguments:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError: the model is not a module or has no weights; or its name or ``ctx`` is wrong."""
+        """Raise ConfigurationError: the model is no module with whole weights; or its name or ``ctx`` is wrong."""
         require_name(self.model_id, "model_id")
         if self.ctx is not None:
             require_context(self.ctx)
@@ -49,6 +50,13 @@ class GroupArguments:
             raise ConfigurationError(
                 f"model= is {self.model!r}: give the trainer's nn.Module, whose weights the workers get. Nothing was "
                 "started."
+            )
+        if is_sharded(self.model):
+            raise ConfigurationError(
+                f"model= ({type(self.model).__name__}) is sharded over ranks (fully_shard(), or DTensors): this rank "
+                "holds only its shards, and a group sends whole weights. Start the workers yourself, initialise a "
+                "scheme without model=, and call weightsync.send_sharded(scheme, model) on every rank for each version "
+                "(see docs/guide.md). Nothing was started."
             )
         if self.names is None and is_on_meta(self.model):
             raise ConfigurationError(

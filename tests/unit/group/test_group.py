@@ -500,6 +500,20 @@ def test_a_model_that_cannot_be_sent_or_copied_or_a_context_that_is_none_is_refu
         WorkerGroup(workers.act, model, 1, **options)
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", [{}, {"make_model": workers.policy}, {"names": "weight"}])
+def test_a_sharded_model_is_refused_with_what_sends_it(
+    model: nn.Module, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - it takes long
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    fully_shard(model)
+    with pytest.raises(ConfigurationError, match=r"^model= \(FSDPLinear\).*call weightsync\.send_sharded\(scheme"):
+        WorkerGroup(workers.act, model, 1, **options)
+
+
 def test_a_scheme_that_is_in_use_is_refused_as_such(make: Make) -> None:
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
