@@ -21,6 +21,7 @@ from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.meta_device import is_on_meta
+from weightsync.weights.reading import merges_into_others
 from weightsync.weights.selection import Selection
 from weightsync.weights.sharded import is_sharded
 
@@ -69,11 +70,22 @@ class GroupArguments:
         """What the workers have in common, where the group starts them.
 
         Raises:
-            ConfigurationError: the function or ``make_model`` cannot be called, or the model cannot be copied.
+            ConfigurationError: the function or ``make_model`` cannot be called, or the model cannot be copied, or a
+                copy of it would not have the weights that are sent.
         """
+        self._refuse_unmerged_copies()
         run, given = require_run(self.run), self.make_model
         made = CopiedModel(self.model, self.names is not None) if given is None else require_make_model(given)
         return Plan(run, made, self.model_id, self.capacity, self.staleness, self.names)
+
+    def _refuse_unmerged_copies(self) -> None:
+        if self.make_model is None and self.names is None and merges_into_others(self.model):
+            raise ConfigurationError(
+                f"model= ({type(self.model).__name__}) has adapters, which merge_and_unload() merges into the weights "
+                "that are sent: they would not fit a worker's copy of the model, which is not merged. Either give "
+                "make_model=, a function that makes the model as it is once merged; or send only the adapters' "
+                'weights, which are then not merged: names="*lora_?.*", for example. Nothing was started.'
+            )
 
     def least_one_worker(self) -> int:
         """How many workers are to be started. Raises ConfigurationError: none."""

@@ -514,6 +514,20 @@ def test_a_sharded_model_is_refused_with_what_sends_it(
         WorkerGroup(workers.act, model, 1, **options)
 
 
+def test_a_model_whose_adapters_are_merged_is_refused_with_two_ways_that_work(forkserver: ForkServerContext) -> None:
+    """A worker acts with the sum of a weight, 1, and an adapter, which is 2 in the trainer."""
+    with pytest.raises(ConfigurationError, match=r"model= \(Adapted\) has adapters.*make_model=.*names=\"\*lora"):
+        WorkerGroup(workers.act, workers.Adapted(2.0), 1, ctx=forkserver)
+    for options in ({"make_model": workers.policy}, {"names": "*lora_?.*"}):
+        with WorkerGroup(workers.act, workers.Adapted(2.0), 1, ctx=forkserver, **options) as group:
+            assert next(group.results()).value == 3.0
+
+
+def test_a_model_that_is_merged_in_place_is_copied_as_any_other(forkserver: ForkServerContext) -> None:
+    with WorkerGroup(workers.act, workers.MergedInPlace(1, 1, bias=False), 1, ctx=forkserver) as group:
+        assert next(group.results()).versions == (1,)
+
+
 def test_a_scheme_that_is_in_use_is_refused_as_such(make: Make) -> None:
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
