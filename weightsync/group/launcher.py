@@ -21,7 +21,9 @@ from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.meta_device import is_on_meta
+from weightsync.weights.reading import merges_into_others
 from weightsync.weights.selection import Selection
+from weightsync.weights.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class GroupArguments:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError: the model is not a module or has no weights; or its name or ``ctx`` is wrong."""
+        """Raise ConfigurationError: the model is no module with whole weights; or its name or ``ctx`` is wrong."""
         require_name(self.model_id, "model_id")
         if self.ctx is not None:
             require_context(self.ctx)
@@ -49,6 +51,13 @@ class GroupArguments:
             raise ConfigurationError(
                 f"model= is {self.model!r}: give the trainer's nn.Module, whose weights the workers get. Nothing was "
                 "started."
+            )
+        if is_sharded(self.model):
+            raise ConfigurationError(
+                f"model= ({type(self.model).__name__}) is sharded over ranks (fully_shard(), or DTensors): this rank "
+                "holds only its shards, and a group sends whole weights. Start the workers yourself, initialise a "
+                "scheme without model=, and call weightsync.send_sharded(scheme, model) on every rank for each version "
+                "(see docs/guide.md). Nothing was started."
             )
         if self.names is None and is_on_meta(self.model):
             raise ConfigurationError(
@@ -61,11 +70,22 @@ class GroupArguments:
         """What the workers have in common, where the group starts them.
 
         Raises:
-            ConfigurationError: the function or ``make_model`` cannot be called, or the model cannot be copied.
+            ConfigurationError: the function or ``make_model`` cannot be called, or the model cannot be copied, or a
+                copy of it would not have the weights that are sent.
         """
+        self._refuse_unmerged_copies()
         run, given = require_run(self.run), self.make_model
         made = CopiedModel(self.model, self.names is not None) if given is None else require_make_model(given)
         return Plan(run, made, self.model_id, self.capacity, self.staleness, self.names)
+
+    def _refuse_unmerged_copies(self) -> None:
+        if self.make_model is None and self.names is None and merges_into_others(self.model):
+            raise ConfigurationError(
+                f"model= ({type(self.model).__name__}) has adapters, which merge_and_unload() merges into the weights "
+                "that are sent: they would not fit a worker's copy of the model, which is not merged. Either give "
+                "make_model=, a function that makes the model as it is once merged; or send only the adapters' "
+                'weights, which are then not merged: names="*lora_?.*", for example. Nothing was started.'
+            )
 
     def least_one_worker(self) -> int:
         """How many workers are to be started. Raises ConfigurationError: none."""
@@ -179,15 +199,9 @@ class CopiedModel:
                 "keep those that are not sent: give make_model=, a function that makes a worker's model with its "
                 "weights. Nothing was started."
             )
-        bare: dict[int, Any] = {}
-        for parameter in model.parameters():
-            data = _on_host(parameter) if whole else parameter.detach().to("meta")
-            bare[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
-        for buffer in model.buffers():
-            bare[id(buffer)] = _on_host(buffer)
         try:
             # Plain pickle: multiprocessing's would put tensors into shared memory.
-            self._pickled = pickle.dumps(copy.deepcopy(model, bare))
+            self._pickled = pickle.dumps(copy.deepcopy(model, _tensors_of_copy(model, whole)))
         except Exception as error:
             raise ConfigurationError(
                 f"the model {type(model).__name__} cannot be copied to workers ({type(error).__name__}: {error}): give "
@@ -198,6 +212,17 @@ class CopiedModel:
         """A new model. Its parameters are on the meta device, unless it is whole."""
         model: nn.Module = pickle.loads(self._pickled)
         return model
+
+
+def _tensors_of_copy(model: nn.Module, whole: bool) -> dict[int, Any]:
+    """What a copy of a model has in place of its tensors, by their ids."""
+    bare: dict[int, Any] = {}
+    for parameter in model.parameters():
+        data = _on_host(parameter) if whole else parameter.detach().to("meta")
+        bare[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+    for buffer in model.buffers():
+        bare[id(buffer)] = _on_host(buffer)
+    return bare
 
 
 def _on_host(tensor: Tensor) -> Tensor:

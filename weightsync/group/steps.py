@@ -114,10 +114,16 @@ class Steps:
         self._is_old = False  # the result that these versions belong to was put
         self._without_a_step = 0
 
-    def guard(self, model: nn.Module) -> None:
-        """Count the outermost forwards of the model as steps."""
-        model.register_forward_pre_hook(_Begins(self), prepend=True)  # before a staged version is swapped in
-        model.register_forward_pre_hook(_Acts(self))  # after that
+    @contextlib.contextmanager
+    def guard(self, model: nn.Module) -> Iterator[None]:
+        """In a block, count the outermost forwards of the model as steps. A rank may go on using its model after it."""
+        begins = model.register_forward_pre_hook(_Begins(self), prepend=True)  # before a staged version is swapped in
+        acts = model.register_forward_pre_hook(_Acts(self))  # after that
+        try:
+            yield
+        finally:
+            begins.remove()
+            acts.remove()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[int | None]:

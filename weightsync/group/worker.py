@@ -217,9 +217,9 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
     _connect(scheme, receiver)
     _await_weights(receiver, channel)
     steps = Steps(receiver, channel if announced is None else announced, plan.staleness, channel)
-    steps.guard(model)
-    channel.say(Started())
-    require_ran(plan.run, plan.run(Worker(job, receiver, steps, channel)))
+    with steps.guard(model):
+        channel.say(Started())
+        require_ran(plan.run, plan.run(Worker(job, receiver, steps, channel)))
 
 
 def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from msgspec import Struct, field
@@ -70,12 +70,21 @@ def read_weights(source: object) -> Weights:
         LayoutError: a module's state dict has an entry that is neither a parameter, a persistent buffer nor extra
             state.
     """
+    if _is_mergeable(source):
+        source = copy.deepcopy(source).merge_and_unload()
+    return read_live(source)
+
+
+def merges_into_others(model: nn.Module) -> bool:
+    """Whether the weights that are read to be sent have other names than the model itself: adapters are merged."""
+    return _is_mergeable(model) and read_weights(model).tensors.keys() != read_live(model).tensors.keys()
+
+
+def _is_mergeable(source: object) -> TypeGuard[_Mergeable]:
     kind: Any = type(source)
     # It is asked only where it is worthwhile: that takes a dozen calls in Python.
     may_merge = isinstance(source, nn.Module) and ("merge_and_unload" in vars(source) or _kind_may_merge(kind))
-    if may_merge and isinstance(source, _Mergeable):
-        source = copy.deepcopy(source).merge_and_unload()
-    return read_live(source)
+    return may_merge and isinstance(source, _Mergeable)
 
 
 @lru_cache(maxsize=1024)

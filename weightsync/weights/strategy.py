@@ -14,7 +14,7 @@ from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import extra_state_name
 from weightsync.weights.packing import pack, views
 from weightsync.weights.reading import Weights, layout_of, ordered, read_live, read_weights
-from weightsync.weights.target import Mode, Target
+from weightsync.weights.target import Mode, Staged, Target
 from weightsync.weights.tensors import PLAIN, on_cpu, why_unsupported
 
 #: The formats in which weights are extracted.
@@ -125,15 +125,30 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _replace(destination: object, weights: Weights) -> None:
-    """Give a dict or TensorDict new tensors. All checks come before the first change."""
-    target = Target(destination)
-    _refuse_fixed(destination)
+def refuse_misfit(destination: object, weights: object) -> None:
+    """Refuse weights that do not fit a destination, as `WeightStrategy.apply_weights` does. Nothing is changed.
+
+    Raises:
+        LayoutError, ConfigurationError: as `WeightStrategy.apply_weights`.
+    """
+    _stage(Target(destination), read_weights(weights))
+
+
+def _stage(target: Target, weights: Weights) -> tuple[Staged, Tensor]:
+    """Stage weights through a separate buffer, which is returned too."""
     layout = layout_of(weights, target.layout)
     flat = on_cpu(layout.nbytes)
     payload = flat.numpy().data
     pack(weights, layout, payload)
-    staged = target.stage(layout, payload, encode_extras(weights.extras()))
+    return target.stage(layout, payload, encode_extras(weights.extras())), flat
+
+
+def _replace(destination: object, weights: Weights) -> None:
+    """Give a dict or TensorDict new tensors. All checks come before the first change."""
+    target = Target(destination)
+    _refuse_fixed(destination)
+    staged, flat = _stage(target, weights)
+    layout = staged.layout
     live = read_live(destination)
     olds, news = ordered(live, layout), views(layout, flat)
     names = [entry.name for entry in layout.entries]

@@ -47,6 +47,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_written",
             "test_a_version_counts_as_loaded_only_once_the_prefix_cache_was_reset",
             "test_a_version_that_is_being_written_is_not_read",
+            "test_a_dtype_that_no_reader_could_load_is_refused_and_the_newest_version_stays",
+            "test_every_dtype_that_is_written_is_read",
             "test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest",
             "test_a_version_that_is_removed_while_an_engines_workers_load_it_does_not_count_as_loaded",
             "test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load",

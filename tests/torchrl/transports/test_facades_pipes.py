@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet import PATIENCE, constants, small
@@ -149,6 +150,21 @@ def test_weights_that_do_not_fit_a_buffer_are_refused_and_the_sender_is_told(end
         ends.trainer.wait_ack()
 
 
+@pytest.mark.parametrize(("width", "height"), [(9, 2), (3, 9)])
+def test_weights_that_fit_only_a_buffer_or_only_a_model_change_neither(ends: Ends, width: int, height: int) -> None:
+    buffer = {"weight": torch.zeros(2, width), "bias": torch.zeros(2)}
+    model = torch.nn.Linear(3, height)
+    kept = constants(model)
+    ends.trainer.send_weights_async(filled(4.0))
+
+    with pytest.raises(LayoutError):
+        ends.worker.receive_weights(weights=buffer, model=model, strategy=WeightStrategy())
+
+    assert (value(buffer), constants(model)) == (0.0, kept)
+    with pytest.raises(RefusedError, match="do not fit"):
+        ends.trainer.wait_ack()
+
+
 def test_an_update_is_handed_out_once(ends: Ends) -> None:
     ends.trainer.send_weights_async(filled(1.0))
 
@@ -231,6 +247,15 @@ def test_an_ack_text_with_nothing_to_answer_is_the_users_message(ends: Ends) -> 
     ends.worker.pipe.send((None, "updated"))
 
     assert (None, "updated") == ends.trainer.pipe.recv()
+
+
+@pytest.mark.parametrize("mine", [np.ones(3), (np.ones(3), "updated"), (None, np.ones(3))])
+def test_a_message_that_is_not_an_ack_is_sent_whatever_its_comparison_returns(ends: Ends, mine: Any) -> None:
+    ends.trainer.send_weights_async("policy", filled(1.0))
+    ends.worker.pipe.recv()  # this update is owed an ack
+    ends.worker.pipe.send(mine)
+    assert repr(ends.trainer.pipe.recv()) == repr(mine)
+    assert ends.trainer.pipe.poll() is False
 
 
 def test_the_pipe_of_a_trainer_that_is_gone_is_at_its_end(ends: Ends) -> None:

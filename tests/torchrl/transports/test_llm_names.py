@@ -17,7 +17,16 @@ from missing import not_tested
 from test_signatures import calls_of, members, rendered, takes
 from torch import Tensor
 
-from weightsync import ConfigurationError, EngineError, Evidence, OutcomeKind, RefusedError, StateError, WorkerLostError
+from weightsync import (
+    ConfigurationError,
+    EngineError,
+    Evidence,
+    LayoutError,
+    OutcomeKind,
+    RefusedError,
+    StateError,
+    WorkerLostError,
+)
 from weightsync.torchrl import llm
 from weightsync.torchrl.llm import double_buffer
 
@@ -233,6 +242,31 @@ def test_a_version_that_is_being_written_is_not_read(tmp_path: Path, monkeypatch
     assert torch.equal(found["a"], torch.ones(2))
     transport.send_weights("policy", {"a": torch.full((2,), 3.0)})
     assert torch.equal(transport.receive_weights()["a"], torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_a_dtype_that_no_reader_could_load_is_refused_and_the_newest_version_stays(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    transport = llm.VLLMDoubleBufferTransport(str(tmp_path))
+    transport.send_weights("policy", {"a": {"w": torch.ones(2)}})
+    with pytest.raises(LayoutError, match=rf"^'a\.w' has dtype {str(dtype).removeprefix('torch.')}, which") as caught:
+        transport.send_weights("policy", {"a": {"w": torch.zeros(2).to(dtype)}})
+    assert list(caught.value.mismatched) == ["a.w"]
+    found = transport.receive_weights()
+    assert found is not None
+    assert torch.equal(found["a.w"], torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", sorted(double_buffer._READABLE, key=str), ids=str)
+def test_every_dtype_that_is_written_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    transport, sent = llm.VLLMDoubleBufferTransport(str(tmp_path)), torch.tensor([0, 1]).to(dtype)
+    transport.send_weights("policy", {"a": sent})
+    found = transport.receive_weights()
+    assert found is not None
+    assert found["a"].dtype == dtype
+    assert found["a"].tolist() == sent.tolist()
 
 
 def test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from weightsync import (
     VLLMEngine,
     WorkerLostError,
 )
+from weightsync.schemes.engines.carrier import beside
 from weightsync.schemes.engines.client import Engine, bucketed
 
 KINDS = {
@@ -226,6 +229,23 @@ def test_a_carrier_is_told_to_give_up_when_its_engine_fails(server: EngineServer
     with scheme_with(VLLMEngine(server.url, carrier), small(1.0)) as scheme:
         assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is OutcomeKind.LOST
         assert carrier.given_up.is_set()
+
+
+def test_a_carrier_is_told_to_give_up_when_its_call_cannot_be_made() -> None:
+    """And its thread ends: it would keep a bucket of the model's tensors."""
+    given_up, ended = threading.Event(), threading.Event()
+
+    def carry() -> None:
+        given_up.wait(PATIENCE)
+        ended.set()
+
+    def call() -> None:
+        json.dumps({"chunk": object()})
+
+    with pytest.raises(TypeError, match="JSON"):
+        beside(call, carry, given_up.set, lambda: None, "update_weights")
+    assert given_up.is_set()
+    assert ended.is_set()
 
 
 class Handle:
@@ -483,6 +503,21 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
 def test_unusable_arguments_are_refused(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         make()
+
+
+@pytest.mark.parametrize("value", ["Bearer s3cret\n", "Bearer s3cret\r\nHost: b", "s3cret \u20ac", b"s3cret", None])
+@pytest.mark.parametrize("make", [SGLangEngine, lambda url, **options: VLLMEngine(url, Inline(), **options)])
+def test_a_header_that_cannot_be_sent_is_refused_without_its_value(make: Callable[..., Any], value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="headers= has 'Authorization', whose value") as caught:
+        make("http://localhost:1", headers={"Authorization": value})
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_only_the_name_of_a_header_is_a_name() -> None:
+    for name in ("a b", "a:", "", 3):
+        with pytest.raises(ConfigurationError, match="is not the name of an HTTP header"):
+            SGLangEngine("http://localhost:1", headers={name: "1"})  # type: ignore[dict-item]
+    SGLangEngine("http://localhost:1", headers={"X-Api_Key": "caf\u00e9\t=="})
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1.5, "256", True, None])

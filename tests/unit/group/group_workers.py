@@ -35,6 +35,33 @@ def biased() -> nn.Module:
     return model
 
 
+class Adapted(nn.Module):
+    """A policy whose weight is 1, with an adapter that is added to it."""
+
+    def __init__(self, adapter: float) -> None:
+        super().__init__()
+        self.base, self.lora_a = policy(), policy()
+        with torch.no_grad():
+            self.base.weight.fill_(1.0)  # type: ignore[operator]
+            self.lora_a.weight.fill_(adapter)  # type: ignore[operator]
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = self.base(observation) + self.lora_a(observation)
+        return summed
+
+    def merge_and_unload(self) -> nn.Module:
+        with torch.no_grad():
+            self.base.weight.add_(self.lora_a.weight)  # type: ignore[operator]
+        return self.base
+
+
+class MergedInPlace(nn.Linear):
+    """A policy whose merged weights have the same names as its own."""
+
+    def merge_and_unload(self) -> nn.Module:
+        return self
+
+
 def act(worker: Worker) -> None:
     """Act until stopped; each result is what the model computed, which is its weight."""
     while not worker.stopped:
@@ -213,13 +240,15 @@ def nothing() -> None:
 
 
 def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel) -> None:
-    """Be a rank of a world, and a worker of its rank 0."""
+    """Be a rank of a world, and a worker of its rank 0. Fails if the model keeps a hook of the group that has ended."""
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         if run in {come_late, come_late_and_put}:
             store.wait(["the group is closed"])
-        run_worker(run, make_model())
+        model = make_model()
+        run_worker(run, model)
+        assert not model._forward_pre_hooks
     finally:
         dist.destroy_process_group()
 

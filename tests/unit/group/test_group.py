@@ -488,6 +488,8 @@ def test_arguments_that_cannot_be_are_refused(
         (None, {}, r"model= is None: give the trainer's nn\.Module"),
         (nn.Linear(1, 1, device="meta"), {}, "no weights to send.*make_model="),
         (nn.Linear(1, 1, device="meta"), {"names": "bias"}, r"names= workers keep.*make_model="),
+        (nn.LazyLinear(1), {}, r"LazyLinear cannot be copied.*initialize the parameters"),
+        (nn.LazyLinear(1), {"names": "bias"}, r"LazyLinear cannot be copied.*initialize the parameters"),
         (nn.Linear(1, 1), {"ctx": "fork"}, r"ctx= is 'fork': give .*, such as multiprocessing\.get_context\('fork'\)"),
     ],
 )
@@ -496,6 +498,34 @@ def test_a_model_that_cannot_be_sent_or_copied_or_a_context_that_is_none_is_refu
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
         WorkerGroup(workers.act, model, 1, **options)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", [{}, {"make_model": workers.policy}, {"names": "weight"}])
+def test_a_sharded_model_is_refused_with_what_sends_it(
+    model: nn.Module, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - it takes long
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    fully_shard(model)
+    with pytest.raises(ConfigurationError, match=r"^model= \(FSDPLinear\).*call weightsync\.send_sharded\(scheme"):
+        WorkerGroup(workers.act, model, 1, **options)
+
+
+def test_a_model_whose_adapters_are_merged_is_refused_with_two_ways_that_work(forkserver: ForkServerContext) -> None:
+    """A worker acts with the sum of a weight, 1, and an adapter, which is 2 in the trainer."""
+    with pytest.raises(ConfigurationError, match=r"model= \(Adapted\) has adapters.*make_model=.*names=\"\*lora"):
+        WorkerGroup(workers.act, workers.Adapted(2.0), 1, ctx=forkserver)
+    for options in ({"make_model": workers.policy}, {"names": "*lora_?.*"}):
+        with WorkerGroup(workers.act, workers.Adapted(2.0), 1, ctx=forkserver, **options) as group:
+            assert next(group.results()).value == 3.0
+
+
+def test_a_model_that_is_merged_in_place_is_copied_as_any_other(forkserver: ForkServerContext) -> None:
+    with WorkerGroup(workers.act, workers.MergedInPlace(1, 1, bias=False), 1, ctx=forkserver) as group:
+        assert next(group.results()).versions == (1,)
 
 
 def test_a_scheme_that_is_in_use_is_refused_as_such(make: Make) -> None:

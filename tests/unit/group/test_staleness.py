@@ -12,7 +12,7 @@ from typing import Any
 
 import group_workers as workers
 import pytest
-from group_worlds import PIPES, RANKS, RAY, SHARED, Make, await_results
+from group_worlds import PIPES, RANKS, RAY, SHARED, WORLD, Make, await_results
 from torch import nn
 
 from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup
@@ -168,3 +168,13 @@ def test_a_worker_begins_no_step_that_is_too_old(make_over: Make, on_stale: OnSt
     refused = [] if on_stale is OnStale.BLOCK else [(1, 1, "stale", 1, 0)]  # unless version 2 had arrived
     assert results[:2] == ["holding", "released"]
     assert results[2] in [(1, 2, "stepped"), *refused]
+
+
+@pytest.mark.parametrize("make_over", [RANKS], indirect=True)
+def test_a_group_that_has_ended_leaves_no_hooks_on_a_ranks_model(
+    make_over: Make, request: pytest.FixtureRequest
+) -> None:
+    """They would compare its version with what that group has announced, at each forward."""
+    with make_over(workers.act_twice, max_staleness=0) as group:
+        assert [result.value for result in group.results()] == [1.0, 1.0]
+    assert request.node.stash[WORLD].codes() == [0]

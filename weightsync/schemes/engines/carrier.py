@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from weightsync.errors import ConfigurationError, EngineError, PartlyLoadedError, TransportError
+from weightsync.errors import ConfigurationError, PartlyLoadedError, TransportError
 from weightsync.schemes.engines.client import Bucket
 from weightsync.schemes.peers.base import refuse_coroutines
 from weightsync.weights.loader import is_unawaited
@@ -88,6 +88,7 @@ def beside(
     Raises:
         EngineError, TransportError: the call failed.
         PartlyLoadedError: the carrier failed.
+        Exception: the call could not be made, for example of a body that is not JSON.
     """
     failures: list[BaseException] = []
     calling, lock = [True], threading.Lock()
@@ -106,7 +107,7 @@ def beside(
     carrying.start()
     try:
         call()
-    except (EngineError, TransportError) as error:
+    except BaseException as error:
         with lock:
             calling.clear()
         give_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Mapping
@@ -24,6 +25,9 @@ _SUCCESS: Final = 200
 _REDIRECTED: Final = 300
 #: How long an answer may be, in bytes.
 _LONGEST: Final = 2**22
+#: The names and values of headers that can be sent.
+_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE: Final = re.compile(r"[^\r\n\u0100-\U0010ffff]*")
 
 
 class UnreachedError(TransportError):
@@ -40,13 +44,13 @@ class HttpCalls:
         headers: sent with each call, such as an ``Authorization``.
 
     Raises:
-        ConfigurationError: the URL is not one of http or https.
+        ConfigurationError: the URL is not one of http or https, or a header cannot be sent.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._at = _parsed(url)
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._headers = {"Content-Type": "application/json", **_sendable(headers or {})}
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
@@ -150,6 +154,19 @@ def _has_usable_port(at: SplitResult) -> bool:
         return at.port != 0
     except ValueError:  # it is no number, or too large
         return False
+
+
+def _sendable(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Headers that http.client sends: it would quote another's value, which may be secret, in its error."""
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigurationError(f"headers= has {name!r}, which is not the name of an HTTP header.")
+        if not isinstance(value, str) or not _VALUE.fullmatch(value):
+            raise ConfigurationError(
+                f"headers= has {name!r}, whose value cannot be sent: give text of Latin-1 characters without a line "
+                "break (a token that was read from a file may end in one)."
+            )
+    return headers
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:

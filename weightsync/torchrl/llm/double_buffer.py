@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from weightsync.clock import Deadline
 from weightsync.engine.copies import MISSING, optional
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.vllm import require_reset
 from weightsync.torchrl.llm.senders import EngineSender
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.tensors import DTYPES
 
 #: The file that names the newest version.
 _NEWEST: Final = "newest"
+#: The dtypes that `TensorDict.load_memmap` knows.
+_READABLE: Final = {dtype for name, dtype in DTYPES.items() if not name.startswith("float8")}
 #: Seconds between two checks for a newer version.
 _STEP: Final = 0.02
 
@@ -52,9 +56,11 @@ class VLLMDoubleBufferTransport:
 
         Raises:
             ConfigurationError: these are not weights.
+            LayoutError: a tensor has a dtype that readers cannot load. Nothing was written.
             OSError: the directory cannot be written. The newest version stays the same.
         """
         found: TensorDict = WeightStrategy("tensordict").extract_weights(weights)
+        _refuse_unreadable(found)
         at = Path(self.remote_addr)
         at.mkdir(parents=True, exist_ok=True)
         before = newest(at)
@@ -79,6 +85,18 @@ class VLLMDoubleBufferTransport:
     def check_connection(self) -> bool:
         """Whether the directory exists or can be made."""
         return Path(self.remote_addr).is_dir() or Path(self.remote_addr).parent.is_dir()
+
+
+def _refuse_unreadable(weights: TensorDict) -> None:
+    """Refuse tensors that `TensorDict.load_memmap` could not load."""
+    for name, tensor in weights.flatten_keys(".").items():
+        if isinstance(tensor, Tensor) and tensor.dtype not in _READABLE:
+            why = f"has dtype {str(tensor.dtype).removeprefix('torch.')}, which TensorDict.load_memmap() cannot load"
+            raise LayoutError(
+                f"'{name}' {why} for a reader of the directory: convert it, to bfloat16 for example, or view it as "
+                "uint8. Nothing was written.",
+                mismatched={name: why},
+            )
 
 
 def newest(at: Path) -> int:

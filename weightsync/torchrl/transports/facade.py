@@ -22,7 +22,7 @@ from weightsync.schemes.facade_services import FacadeServices
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
-from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.strategy import WeightStrategy, refuse_misfit
 
 
 class TransportFacade(Configured):
@@ -296,14 +296,21 @@ class TransportFacade(Configured):
             return None
         model_id, given = found
         try:
-            if weights is not None:
-                (strategy or self._services.strategy).apply_weights(weights, given)
-            if model is not None and strategy is not None:
-                strategy.apply_weights(model, given)
+            self._write(given, weights, model, strategy)
         except Exception as error:
             self._receivers[model_id].nack(error)
             raise
         return (model_id, given) if self._form is Form.A else given
+
+    def _write(self, given: Any, weights: Any, model: Any, strategy: WeightStrategy | None) -> None:
+        """Write what has arrived into a buffer and a model, or into neither if it does not fit both."""
+        own = strategy or self._services.strategy
+        if model is not None and strategy is not None:
+            if weights is not None and type(own) is WeightStrategy:  # another may rename what it applies
+                refuse_misfit(weights, given)
+            strategy.apply_weights(model, given)
+        if weights is not None:
+            own.apply_weights(weights, given)
 
     def send_ack(self, message: str = UPDATED) -> None:
         """Ack the update that was received last. The sender's outcome has the evidence `CALL`.

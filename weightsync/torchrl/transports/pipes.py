@@ -80,7 +80,7 @@ class ReferencePipe:
 
         Raises TransportError: the connection is dead or closed.
         """
-        if obj == (None, UPDATED) and self._inbox._owes_ack():
+        if _is_ack(obj) and self._inbox._owes_ack():
             self._inbox.send_ack()
         else:
             self._user.send(obj)
@@ -131,3 +131,11 @@ class ReferencePipe:
     def _wait(self, waker: Waker, deadline: Deadline, seen: int) -> None:
         watched: list[Waitable] = [*self._inbox._links(), self._channel]
         wait(waker, watched, deadline.nap, seen)
+
+
+def _is_ack(obj: object) -> bool:
+    """Whether this is ``(None, "updated")``. Only text is compared: ``==`` of arrays and tensors is no bool."""
+    if not isinstance(obj, tuple) or len(obj) != 2:
+        return False
+    first, text = obj
+    return first is None and isinstance(text, str) and text == UPDATED
