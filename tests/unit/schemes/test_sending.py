@@ -33,7 +33,9 @@ from weightsync import (
     TransportError,
     WorkerLostError,
 )
+from weightsync.clock import Deadline
 from weightsync.engine.reporter import Reporter
+from weightsync.engine.sequential import SequentialSends
 from weightsync.protocol.sender import LinkState
 from weightsync.testing import FakeClock
 
@@ -266,6 +268,36 @@ def test_on_pending_supersede_lists_what_each_worker_skipped(pair: Pair) -> None
     assert report.version == 3
     assert report.superseded == {0: (1, 2)}
     assert pair.sync().superseded == {}
+
+
+def test_a_goodbye_during_an_update_that_is_superseded_is_in_the_next_report(three: Pair) -> None:
+    three.sync()
+    three.sender.send_async()
+    three.receivers[1].receive(timeout=0)
+    three.receivers[1].close()
+    so_far = three.sender.send_async(on_pending="supersede")
+    for index in (0, 2):
+        three.receivers[index].receive(timeout=0)
+    report = three.sender.wait_async()
+
+    assert (list(so_far.left), list(report.left), list(report)) == ([1], [1], [0, 2])
+
+
+@pytest.mark.parametrize("answering", [(1,), (0, 1, 2)], ids=["abandoned", "answered"])
+def test_a_goodbye_during_an_update_that_the_schemes_next_send_settles_is_in_its_report(
+    three: Pair, answering: tuple[int, ...]
+) -> None:
+    sends, time = SequentialSends(three.sender), Deadline(PATIENCE)
+    if answering == (1,):
+        sends.send(None, None, Deadline(0), OnFailure.REPORT)  # times out, so that it is reported
+    else:
+        sends.dispatch(None, None, time, OnFailure.REPORT)
+    for index in answering:
+        three.receivers[index].receive(timeout=0)
+    three.receivers[1].close()
+    report = sends.dispatch(None, None, time, OnFailure.REPORT)
+
+    assert (list(report.left), list(report)) == ([1], [0, 2])
 
 
 @pytest.mark.parametrize("on_pending", ["supersede", "wait"])
