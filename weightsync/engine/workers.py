@@ -7,11 +7,11 @@ from typing import Any, Final, NoReturn
 from msgspec import Struct
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import SchemeServices, require_worker_id
+from weightsync.engine.copies import SchemeServices, expected_number, require_worker_id
 from weightsync.engine.driver import Shield
 from weightsync.engine.packer import Packer
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.errors import AckTimeoutError, RefusedError, WorkerLostError
+from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError, WorkerLostError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
@@ -111,6 +111,22 @@ class Workers:
         """The workers whose link is in a state."""
         workers = dict(self._driver.data.workers.items())
         return {worker: entry for worker, entry in workers.items() if entry.link_state is link_state}
+
+    def refuse_too_few(self, wanted: SendTargets, always: int | None) -> None:
+        """Raise ConfigurationError: there are fewer workers than expected, or what is expected is not a number.
+
+        Args:
+            always: how many workers the sender expects if the send does not say so.
+        """
+        data, expected = self._driver.data, expected_number(wanted.expected)
+        expected = expected_number(always) if expected is None else expected
+        if expected is not None and len(data.workers) < expected:
+            left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
+            raise ConfigurationError(
+                f"{expected} workers are expected, and {len(data.workers)} have been added: "
+                f"{sorted(data.workers)}.{left} "
+                "Nothing was sent and no version was used. add_worker() adds a worker."
+            )
 
     def pipe(self, worker_id: int) -> UserMessages:
         """See `WeightSender.pipe`."""

@@ -563,6 +563,32 @@ def test_without_workers_the_report_is_empty_where_that_is_allowed(scheme_class:
 # --------------------------------------------------------------------------------------------- threads
 
 
+@pytest.mark.parametrize("on_pending", ["wait", "supersede"])
+def test_a_send_that_finds_no_worker_settles_the_outstanding_update_and_reports_it(pair: Pair, on_pending: str) -> None:
+    pair.sync()
+    pair.sender.send_async()
+    pair.receiver.close()
+    report = pair.sender.send(allow_empty=True, on_pending=on_pending, on_failure="report")
+
+    assert (dict(report.outcomes), report.version, pair.sender.state) == ({}, None, State.READY)
+    if on_pending == "wait":
+        assert report.previous is not None
+        assert (report.previous[0].kind, list(report.previous.left)) == (OutcomeKind.LOST, [0])
+    else:
+        assert (report.previous, list(report.left)) == (None, [0])
+
+
+def test_a_send_that_finds_no_worker_raises_what_became_of_the_update_it_waited_for(pair: Pair) -> None:
+    pair.sync()
+    pair.sender.send_async()
+    pair.receiver.close()
+    said = "there was no worker to send 'policy' to, but an earlier update did not reach every worker:\nversion 2"
+    with pytest.raises(WorkerLostError, match=said):
+        pair.sender.send_async(allow_empty=True, on_pending="wait")
+
+    assert pair.sender.state is State.READY
+
+
 def test_close_wakes_a_thread_that_waits(pair: Pair) -> None:
     waiting_now = reach(pair.sender, State.AWAITING_ACK)
     waiting = Thread(lambda: pair.sender.send(timeout=None))
