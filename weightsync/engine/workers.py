@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import SchemeServices, expected_number, require_worker_id
-from weightsync.engine.driver import Shield
+from weightsync.engine.driver import Shield, close
 from weightsync.engine.packer import Packer
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError, WorkerLostError
+from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
@@ -52,8 +52,13 @@ class Workers:
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
         link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
-        self.endpoints[worker_id] = endpoint
-        with Shield(self._driver.waker.fire):
+        with Shield(self._driver.waker.fire), self._driver.lock:
+            try:
+                self._driver.require_open("add_worker")
+            except StateError:  # another thread has closed the sender meanwhile
+                close(link)
+                raise
+            self.endpoints[worker_id] = endpoint
             self._driver.join(worker_id, link, awaited)
 
     def remove(self, worker_id: int) -> None:

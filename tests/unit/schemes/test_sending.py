@@ -527,6 +527,24 @@ def test_removing_a_worker_that_owes_tells_it_lost(three: Pair) -> None:
         three.receivers[1].receive(timeout=PATIENCE)
 
 
+def test_a_worker_that_is_added_while_another_thread_closes_has_its_link_closed(pair: Pair) -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    class Context:
+        """A context whose pipe is looked up just as the sender closes."""
+
+        @property
+        def pipe(self) -> Any:
+            pair.sender.close()
+            return ours
+
+    with pytest.raises(StateError, match="add_worker"):
+        pair.sender.add_worker(1, Context())
+
+    assert (ours.closed, pair.sender.transports(), pair.sender._workers.endpoints) == (True, {}, {})
+    theirs.close()
+
+
 @pytest.mark.parametrize("worker_id", [-1, True, "1", 1.0, None])
 def test_bad_ids_of_joiners_are_refused(pair: Pair, worker_id: Any) -> None:
     ours, _theirs = multiprocessing.Pipe()
