@@ -36,7 +36,9 @@ class Reporter:
         #: How the payload of the version travels, where deltas may be sent.
         self._travelling: Travelling | None = None
         self._dispatched = Stopwatch()
+        #: For each worker, the versions that were superseded since it last had an outcome.
         self._given_up: dict[int, tuple[int, ...]] = {}
+        driver.kept.append(self._given_up)
         #: A report that was not returned to a caller yet: it becomes part of the next one.
         self._previous: SyncReport | None = None
         #: For each worker whose end came with a traceback: its link, and the version of the first report with it that a
@@ -111,8 +113,8 @@ class Reporter:
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         if self._given_up:
-            reported = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
-            self._given_up = {w: versions for w, versions in self._given_up.items() if w not in reported}
+            for worker in report.outcomes.keys() - report.of(OutcomeKind.ABANDONED):
+                self._given_up.pop(worker, None)
         if self._left or self._not_caught_up:
             report = self._with_carried(report)
             self._left, self._not_caught_up = {}, {}

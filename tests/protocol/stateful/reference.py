@@ -269,6 +269,7 @@ class Sender:
             raise Raised("ConfigurationError")
         self._give_up(worker)
         del self.setups[worker]
+        self.given_up.pop(worker, None)
 
     def send(self, **asked: object) -> Generator[None, None, Report]:
         try:

@@ -261,6 +261,21 @@ def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_work
     assert made.reporter._given_up == {}
 
 
+@pytest.mark.parametrize("how", ["removed", "goodbye"])
+def test_a_worker_that_is_added_again_has_skipped_no_version_of_its_former_life(how: str) -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends()
+    made.gives_up(1)
+    if how == "removed":
+        made.driver.remove(1, "not needed")
+    else:
+        made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+    made.driver.join(1, Scripted())
+    made.sends()
+
+    assert made.reporter.so_far(OutcomeKind.PENDING).superseded == {0: (1,)}
+
+
 def test_a_report_is_part_of_the_next_one_until_a_caller_has_got_it() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
