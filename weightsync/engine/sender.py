@@ -377,7 +377,7 @@ class WeightSender(Participant):
         return packed.digested() if packed else b""
 
     def _carried(self) -> dict[int, Any]:
-        return dict(self._workers.endpoints) if pipes_travel() else {}
+        return self._workers.open_endpoints() if pipes_travel() else {}
 
     def _restore(self, carried: dict[int, Any]) -> None:
         for worker_id, endpoint in carried.items():

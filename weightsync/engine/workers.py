@@ -45,6 +45,7 @@ class Workers:
         self._packer = packer
         #: How each worker is reached, by its id: what `SchemeServices.create_link` was given.
         self.endpoints: dict[int, Any] = {}
+        driver.kept.append(self.endpoints)
 
     def add(self, worker_id: int, endpoint: Any, process: Any) -> None:
         """See `WeightSender.add_worker`."""
@@ -66,7 +67,13 @@ class Workers:
         self._driver.require_open("remove_worker")
         with Shield(self._driver.waker.fire):
             self._driver.remove(worker_id, "it was removed from the workers")
-        self.endpoints.pop(worker_id, None)
+
+    def open_endpoints(self) -> dict[int, Any]:
+        """How each worker is reached whose link is open. A pipe that was closed with its link reaches nobody."""
+        workers, endpoints = self._driver.data.workers, self.endpoints.copy()
+        return {
+            w: endpoint for w, endpoint in endpoints.items() if (entry := workers.get(w)) is not None and entry.open
+        }
 
     def wait(self, timeout: float | Timeout | None, asked: str = "await_workers") -> None:
         """See `WeightSender.await_workers`; ``asked`` is the method that the user called."""
