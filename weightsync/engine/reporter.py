@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from operator import attrgetter
 
@@ -16,6 +17,8 @@ from weightsync.errors import RefusedError, WorkerLostError
 from weightsync.options import WireDtype
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.protocol.sender import LinkState, ended
+
+logger = logging.getLogger("weightsync")
 
 
 class Reporter:
@@ -33,7 +36,9 @@ class Reporter:
         #: How the payload of the version travels, where deltas may be sent.
         self._travelling: Travelling | None = None
         self._dispatched = Stopwatch()
+        #: For each worker, the versions that were superseded since it last had an outcome.
         self._given_up: dict[int, tuple[int, ...]] = {}
+        driver.kept.append(self._given_up)
         #: A report that was not returned to a caller yet: it becomes part of the next one.
         self._previous: SyncReport | None = None
         #: For each worker whose end came with a traceback: its link, and the version of the first report with it that a
@@ -41,6 +46,12 @@ class Reporter:
         self._reported: dict[int, tuple[int, int]] = {}
         #: The same for the newest report, which was not returned to a caller yet.
         self._unreported: dict[int, tuple[int, int]] = {}
+        #: Workers that left or did not catch up, in reports that no caller got. The next reports repeat them, up to the
+        #: first of a version that has ended.
+        self._left: dict[int, str] = {}
+        self._not_caught_up: dict[int, Outcome] = {}
+        #: The newest report of an update that was outstanding.
+        self._shown: SyncReport | None = None
 
     def delivered(self) -> None:
         """Note that a caller gets the newest report: the next one need not contain it."""
@@ -61,9 +72,38 @@ class Reporter:
         for worker in report.of(OutcomeKind.ABANDONED):
             assert report.version is not None
             self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
+        self.withheld(report)
+
+    def withheld(self, report: SyncReport) -> None:
+        """Note that no caller gets the report of an abandoned update: the next ones repeat what is new in it.
+
+        No later report has the refusals of its version, since their workers go on: they are logged.
+        """
         self._previous = report.previous
-        # No caller gets this report, so the next one repeats what is new in it.
         self._reported = {worker: end for worker, end in self._reported.items() if end[1] != report.version}
+        self.carry(report)
+        shown = self._shown.outcomes if self._shown is not None and self._shown.version == report.version else {}
+        if any(shown.get(w) != o and self._is_dropped(w, o, report) for w, o in report.outcomes.items()):
+            logger.warning("the previous update: %s", replace(report, previous=None).error())
+
+    def _is_dropped(self, worker: int, outcome: Outcome, report: SyncReport) -> bool:
+        """Whether an outcome is a failure that no later report repeats, of a worker that is still sent to."""
+        if outcome.fine or outcome.kind is OutcomeKind.ABANDONED or worker in report.left:
+            return False
+        entry = self._driver.data.workers.get(worker)
+        return entry is not None and entry.open
+
+    def carry(self, report: SyncReport) -> None:
+        """Have the next reports repeat who left or did not catch up, of a report that no caller gets."""
+        self._left |= report.left
+        self._not_caught_up |= report.not_caught_up
+
+    def _with_carried(self, report: SyncReport) -> SyncReport:
+        """A report with what was carried into it."""
+        if not (self._left or self._not_caught_up):
+            return report
+        not_caught_up = {**self._not_caught_up, **report.not_caught_up}
+        return replace(report, left={**self._left, **report.left}, not_caught_up=not_caught_up)
 
     def concluded(self, version: int) -> SyncReport:
         """The report of a version that has ended.
@@ -73,8 +113,11 @@ class Reporter:
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         if self._given_up:
-            reported = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
-            self._given_up = {w: versions for w, versions in self._given_up.items() if w not in reported}
+            for worker in report.outcomes.keys() - report.of(OutcomeKind.ABANDONED):
+                self._given_up.pop(worker, None)
+        if self._left or self._not_caught_up:
+            report = self._with_carried(report)
+            self._left, self._not_caught_up = {}, {}
         self._previous = report
         return report
 
@@ -89,10 +132,16 @@ class Reporter:
             report = self._report(outstanding.version, {**outstanding.outcomes, **owed}, {}, left)
             if owing is OutcomeKind.PENDING:
                 self._unreported = {}  # few callers look at it: the report of the wait says it again
+            if self._left or self._not_caught_up:
+                report = self._with_carried(report)
+            self._shown = report
             return report
 
     def empty(self) -> SyncReport:
         """The report of a send to no worker."""
+        return self._with_carried(self._nothing())
+
+    def _nothing(self) -> SyncReport:
         return SyncReport(
             model_id=self._driver.model_id,
             version=None,
@@ -113,9 +162,10 @@ class Reporter:
         """``error``, raised because every target is lost or has refused the handshake, with its report added."""
         workers, named = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
         outcomes = {worker: ended(workers[worker]) for worker in named if worker in workers}
-        error.report = replace(self.empty(), outcomes=outcomes, reported_before=self._reported_before(0, outcomes))
+        report = replace(self._nothing(), outcomes=outcomes, reported_before=self._reported_before(0, outcomes))
         self.delivered()
-        self._driver.reported(error.report)
+        self._driver.reported(report)
+        error.report = self._with_carried(report)
         return error
 
     def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:

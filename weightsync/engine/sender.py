@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
-from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_fence, worker_ids_of
+from weightsync.engine.copies import Participant, pipes_travel, require_fence, worker_ids_of
 from weightsync.engine.driver import Shield
 from weightsync.engine.events import Events
 from weightsync.engine.observing import SenderObserver
@@ -17,7 +17,7 @@ from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.workers import SendTargets, Workers, until_look
-from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
+from weightsync.errors import RefusedError, WorkerLostError, warn_renamed
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
@@ -147,7 +147,8 @@ class WeightSender(Participant):
             on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" its report is in
                 `SyncReport.previous`, and its failures are raised once this version was sent. If the deadline passes
                 first, nothing is sent.
-            allow_empty: if there are no workers, a send to all returns an empty report and uses no version.
+            allow_empty: if there are no workers, a send to all returns an empty report and uses no version. What
+                ``on_pending`` says of an outstanding update is done first.
             expected_workers: the least number of workers there must be; None: the sender's `expected_workers`.
 
         Returns:
@@ -376,7 +377,7 @@ class WeightSender(Participant):
         return packed.digested() if packed else b""
 
     def _carried(self) -> dict[int, Any]:
-        return dict(self._workers.endpoints) if pipes_travel() else {}
+        return self._workers.open_endpoints() if pipes_travel() else {}
 
     def _restore(self, carried: dict[int, Any]) -> None:
         for worker_id, endpoint in carried.items():
@@ -399,9 +400,9 @@ class WeightSender(Participant):
         if not (in_the_way or unlaid):
             self._driver.require(asked)
         if wanted.expected is not None or self.expected_workers is not None:
-            self._refuse_too_few(wanted)
+            self._workers.refuse_too_few(wanted, self.expected_workers)
         if wanted.targets is None and not data.workers and wanted.allow_empty:
-            return self._reporter.empty()
+            return self._to_nobody(deadline, pending if in_the_way else OnPending.RAISE)
         try:
             pure.targets_of(data, wanted.targets)
         except (WorkerLostError, RefusedError) as error:
@@ -414,17 +415,13 @@ class WeightSender(Participant):
                 return self._reporter.not_sent(previous, wanted.targets)
         return self._pack(weights, wanted.targets, in_the_way and pending is OnPending.SUPERSEDE)
 
-    def _refuse_too_few(self, wanted: SendTargets) -> None:
-        """Raise ConfigurationError: there are fewer workers than expected, or what is expected is not a number."""
-        data, expected = self._driver.data, expected_number(wanted.expected)
-        expected = expected_number(self.expected_workers) if expected is None else expected
-        if expected is not None and len(data.workers) < expected:
-            left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
-            raise ConfigurationError(
-                f"{expected} workers are expected, and {len(data.workers)} have been added: "
-                f"{sorted(data.workers)}.{left} "
-                "Nothing was sent and no version was used. add_worker() adds a worker."
-            )
+    def _to_nobody(self, deadline: Deadline, settling: OnPending) -> SyncReport:
+        """The report of a send without workers. What is outstanding is settled first: nobody owes it an answer."""
+        if settling is OnPending.WAIT:
+            self._wait(deadline)
+        elif settling is OnPending.SUPERSEDE:
+            self._reporter.superseded(self._give_up(pure.Abandon()))
+        return self._reporter.empty()
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
         blocking = self._driver.blocking(targets)

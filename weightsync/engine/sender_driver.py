@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -22,14 +22,7 @@ from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
 from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Part, Refusal, Update
 from weightsync.protocol.report import SyncReport
-from weightsync.transports.base import (
-    CarriesDeltas,
-    Gathering,
-    Gathers,
-    Link,
-    Remarks,
-    TellsWhatIsRead,
-)
+from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Link, Remarks, TellsWhatIsRead
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
@@ -74,6 +67,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self.concluded: dict[int, pure.Conclude] = {}
         #: When the workers were last heard from.
         self.hearing = Hearing()
+        #: What others keep for each worker, by its id, until it says goodbye or is removed.
+        self.kept: list[dict[int, Any]] = []
         self._links: dict[int, Lane] = {}
         #: How many processes that are to be watched have not started yet. Their start wakes no wait.
         self.awaited = 0
@@ -135,7 +130,13 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
-            self.hearing.forget(worker)
+            self._forget_worker(worker)
+
+    def _forget_worker(self, worker: int) -> None:
+        """Forget what is known of a worker that is no longer a member: if it is added again, it counts as new."""
+        self.hearing.forget(worker)
+        for kept in self.kept:
+            kept.pop(worker, None)
 
     def close(self) -> None:
         """Close for good: send a goodbye over every link, close them, wake callers that wait."""
@@ -167,6 +168,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             case pure.Farewell(worker, reason):
                 words = "model %r: worker %d said goodbye and left: %s"
                 logger.log(self.goodbye_level, words, self.model_id, worker, reason)
+                self._forget_worker(worker)
             case pure.Conclude():
                 self.concluded[effect.outstanding.version] = effect
                 self.waker.nudge()

@@ -81,13 +81,13 @@ class SequentialSends:
         """
         if self._sender.state is not State.PENDING_ASYNC:
             return None
+        reporter = self._sender._reporter
         if self._reported == self._sender.version:
-            self._sender.abandon()
+            reporter.withheld(self._sender.abandon())
             return None
         report = self._sender.wait_async(timeout=timeout, on_failure=OnFailure.REPORT)
         self._note(report)
-        if self._sender.state is State.PENDING_ASYNC:
-            self._sender.abandon()
+        reporter.carry(self._sender.abandon() if self._sender.state is State.PENDING_ASYNC else report)
         return report
 
     def _note(self, report: SyncReport) -> None:

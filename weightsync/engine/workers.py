@@ -7,11 +7,11 @@ from typing import Any, Final, NoReturn
 from msgspec import Struct
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import SchemeServices, require_worker_id
-from weightsync.engine.driver import Shield
+from weightsync.engine.copies import SchemeServices, expected_number, require_worker_id
+from weightsync.engine.driver import Shield, close
 from weightsync.engine.packer import Packer
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.errors import AckTimeoutError, RefusedError, WorkerLostError
+from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError, StateError, WorkerLostError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
@@ -45,6 +45,7 @@ class Workers:
         self._packer = packer
         #: How each worker is reached, by its id: what `SchemeServices.create_link` was given.
         self.endpoints: dict[int, Any] = {}
+        driver.kept.append(self.endpoints)
 
     def add(self, worker_id: int, endpoint: Any, process: Any) -> None:
         """See `WeightSender.add_worker`."""
@@ -52,8 +53,13 @@ class Workers:
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
         link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
-        self.endpoints[worker_id] = endpoint
-        with Shield(self._driver.waker.fire):
+        with Shield(self._driver.waker.fire), self._driver.lock:
+            try:
+                self._driver.require_open("add_worker")
+            except StateError:  # another thread has closed the sender meanwhile
+                close(link)
+                raise
+            self.endpoints[worker_id] = endpoint
             self._driver.join(worker_id, link, awaited)
 
     def remove(self, worker_id: int) -> None:
@@ -61,7 +67,13 @@ class Workers:
         self._driver.require_open("remove_worker")
         with Shield(self._driver.waker.fire):
             self._driver.remove(worker_id, "it was removed from the workers")
-        self.endpoints.pop(worker_id, None)
+
+    def open_endpoints(self) -> dict[int, Any]:
+        """How each worker is reached whose link is open. A pipe that was closed with its link reaches nobody."""
+        workers, endpoints = self._driver.data.workers, self.endpoints.copy()
+        return {
+            w: endpoint for w, endpoint in endpoints.items() if (entry := workers.get(w)) is not None and entry.open
+        }
 
     def wait(self, timeout: float | Timeout | None, asked: str = "await_workers") -> None:
         """See `WeightSender.await_workers`; ``asked`` is the method that the user called."""
@@ -111,6 +123,22 @@ class Workers:
         """The workers whose link is in a state."""
         workers = dict(self._driver.data.workers.items())
         return {worker: entry for worker, entry in workers.items() if entry.link_state is link_state}
+
+    def refuse_too_few(self, wanted: SendTargets, always: int | None) -> None:
+        """Raise ConfigurationError: there are fewer workers than expected, or what is expected is not a number.
+
+        Args:
+            always: how many workers the sender expects if the send does not say so.
+        """
+        data, expected = self._driver.data, expected_number(wanted.expected)
+        expected = expected_number(always) if expected is None else expected
+        if expected is not None and len(data.workers) < expected:
+            left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
+            raise ConfigurationError(
+                f"{expected} workers are expected, and {len(data.workers)} have been added: "
+                f"{sorted(data.workers)}.{left} "
+                "Nothing was sent and no version was used. add_worker() adds a worker."
+            )
 
     def pipe(self, worker_id: int) -> UserMessages:
         """See `WeightSender.pipe`."""

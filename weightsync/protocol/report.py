@@ -306,7 +306,8 @@ class SyncReport(Struct, frozen=True, kw_only=True):
         lines = [line for report in self._history() for line in report._own_lines()]
         if self.failed:
             return lines
-        sent = f"version {self.version} of {self.model_id!r} was sent"
+        nothing = f"there was no worker to send {self.model_id!r} to"
+        sent = f"version {self.version} of {self.model_id!r} was sent" if self.version else nothing
         return [f"{sent}, but an earlier update did not reach every worker:", *lines]
 
     def _own_lines(self) -> list[str]:

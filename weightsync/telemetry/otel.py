@@ -97,6 +97,8 @@ class Spans(EndsSpans):
         self._cancelled = False
         self._sends: dict[int, Span] = {}
         self._workers: dict[int, _Open] = {}
+        #: The newest version that a worker has had an outcome for.
+        self._newest = 0
 
     def begin(self, model_id: str, version: int, pack_s: float) -> str:
         """Begin the span of a send; returns the trace context that its updates carry."""
@@ -131,6 +133,7 @@ class Spans(EndsSpans):
             for worker in list(self._workers):
                 self._end_worker(worker, event, "the sender was closed")
             self._end_sends(event)
+            self._newest = 0
 
     def end(self) -> None:
         """End the spans that are open, since the subscription was cancelled. There are no more spans."""
@@ -179,8 +182,10 @@ class Spans(EndsSpans):
         if opened is None or event.version not in (None, opened.version):
             return
         self._end_worker(worker, event, event.reason or _ENDINGS[event.kind])
+        self._newest = max(self._newest, opened.version)
         if not self._workers:
-            self._end_sends(event, before=opened.version + 1)
+            # Not only its own: a late joiner may have caught up with an older version.
+            self._end_sends(event, before=self._newest + 1)
 
     def _applied(self, event: SyncEvent) -> None:
         """In the worker: the span of a version that is live, or was refused."""

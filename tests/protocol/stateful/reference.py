@@ -234,6 +234,10 @@ class Sender:
     given_up: dict[int, tuple[int, ...]] = field(default_factory=dict)
     #: The report that no caller has got yet: it becomes part of the next one.
     before: Report | None = None
+    #: Who left and who did not catch up, in reports of superseded updates: the next reports repeat it, up to one that
+    #: is final.
+    withheld_left: tuple[int, ...] = ()
+    withheld_not_caught_up: dict[int, str] = field(default_factory=dict)
     contents: dict[int, Content] = field(default_factory=dict)
     #: What was applied last: handshakes tell its layout.
     applied: Content | None = None
@@ -265,6 +269,7 @@ class Sender:
             raise Raised("ConfigurationError")
         self._give_up(worker)
         del self.setups[worker]
+        self.given_up.pop(worker, None)
 
     def send(self, **asked: object) -> Generator[None, None, Report]:
         try:
@@ -315,6 +320,7 @@ class Sender:
                 if kind == "ABANDONED":
                     self.given_up[worker] = (*self.given_up.get(worker, ()), given_up.version or 0)
             self.before = given_up.previous  # no caller gets the report of what was given up
+            self.withheld_left, self.withheld_not_caught_up = given_up.left, given_up.not_caught_up
         self._allow("ready")
         self._dispatch(to, targets, content)
         if to == "pending_async":
@@ -413,10 +419,11 @@ class Sender:
     def _so_far(self, owing: str) -> Report:
         outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
         superseded = {worker: versions for worker, versions in self.given_up.items() if worker in outcomes}
-        return Report(self.version, outcomes, superseded, {}, self.fences, self._tell_before(), tuple(self.left))
+        left, not_caught_up = (*self.withheld_left, *self.left), self.withheld_not_caught_up
+        return Report(self.version, outcomes, superseded, not_caught_up, self.fences, self._tell_before(), left)
 
     def _nothing_sent(self, outcomes: dict[int, str], fences: dict[int, int]) -> Report:
-        return Report(None, outcomes, {}, {}, fences, self._tell_before())
+        return Report(None, outcomes, {}, self.withheld_not_caught_up, fences, self._tell_before(), self.withheld_left)
 
     def _tell_before(self) -> Report | None:
         before, self.before = self.before, None
@@ -434,7 +441,10 @@ class Sender:
         for worker, kind in report.outcomes.items():
             if kind != "ABANDONED":
                 self.given_up.pop(worker, None)
-        return report._replace(superseded=superseded, previous=self._tell_before())
+        left, not_caught_up = (*self.withheld_left, *report.left), self.withheld_not_caught_up | report.not_caught_up
+        self.withheld_left, self.withheld_not_caught_up = (), {}
+        told = {"left": left, "not_caught_up": not_caught_up}
+        return report._replace(superseded=superseded, previous=self._tell_before(), **told)
 
     def _settle(self) -> None:
         if self.state == "awaiting_ack" and not self.owed:

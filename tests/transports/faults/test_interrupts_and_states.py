@@ -306,6 +306,23 @@ def test_a_copy_is_uninitialized_and_its_original_untouched(pair: Pair, how: str
         assert pair.sync().ok
 
 
+def test_a_spawned_process_gets_the_pipes_of_the_workers_that_can_still_be_reached(
+    monkeypatch: pytest.MonkeyPatch, scheme_class: Any
+) -> None:
+    four = Pair(scheme_class, workers=4)
+    four.sync()
+    four.receivers[1].close()
+    four.pipes[2][1].close()  # lost
+    four.schemes[2].close()
+    four.sender.poll()
+    four.sender.remove_worker(3)
+    monkeypatch.setattr("weightsync.engine.sender.pipes_travel", lambda: True)
+
+    assert four.sender._carried() == {0: four.pipes[0][0]}
+    assert 1 not in four.sender._workers.endpoints
+    four.close()
+
+
 def test_a_copied_scheme_can_be_initialised_with_pipes_of_its_own(pair: Pair) -> None:
     pair.sync()
     ours, theirs = multiprocessing.Pipe()

@@ -170,6 +170,37 @@ def test_whoever_left_or_did_not_catch_up_is_reported_in_the_next_report() -> No
     assert report.connect_s == 0.0
 
 
+def test_whoever_left_or_did_not_catch_up_before_an_update_was_superseded_is_in_the_next_reports() -> None:
+    made = Reported(Scripted(), Scripted())
+    made.fleet.sends()
+    for worker in (0, 1):
+        made.fleet.receives(worker, ack(1))
+    made.driver.concluded.clear()
+    late = Scripted()
+    made.driver.join(2, late)
+    made.sends(targets=(0,))
+    late.receives(refusal(1))
+    made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+
+    def told(report: SyncReport) -> tuple[dict[int, str], list[int]]:
+        return dict(report.left), list(report.not_caught_up)
+
+    everything = {1: "enough"}, [2]
+    assert told(made.gives_up(2)) == everything
+    assert told(made.reporter.empty()) == everything
+    lost = made.reporter.all_ended(WorkerLostError("all lost", lost={}))
+    assert told(lost.report) == everything
+    made.sends(targets=(0,))
+    assert told(made.reporter.so_far(TIMED_OUT)) == everything
+    assert told(made.gives_up(3)) == everything, "superseded once more"
+    made.sends(targets=(0,))
+    made.fleet.receives(0, ack(4), Bye(model_id="policy", incarnation=EPOCH, reason="done"))
+    made.driver.take(pure.Wait())
+    assert told(made.reporter.concluded(4)) == ({0: "done", 1: "enough"}, [2])
+    assert told(made.reporter.empty()) == ({}, [])
+    assert [told(report) for report in made.recorded[-2:]] == [({}, []), ({0: "done"}, [])], "the trace has each once"
+
+
 # ------------------------------------------------------------------------------------------------- what is owed
 
 
@@ -230,6 +261,21 @@ def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_work
     assert made.reporter._given_up == {}
 
 
+@pytest.mark.parametrize("how", ["removed", "goodbye"])
+def test_a_worker_that_is_added_again_has_skipped_no_version_of_its_former_life(how: str) -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends()
+    made.gives_up(1)
+    if how == "removed":
+        made.driver.remove(1, "not needed")
+    else:
+        made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+    made.driver.join(1, Scripted())
+    made.sends()
+
+    assert made.reporter.so_far(OutcomeKind.PENDING).superseded == {0: (1,)}
+
+
 def test_a_report_is_part_of_the_next_one_until_a_caller_has_got_it() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
@@ -260,6 +306,38 @@ def test_a_failure_that_no_caller_has_got_outlives_an_update_given_up_after_it()
     report = made.reporter.so_far(OutcomeKind.PENDING)
     assert report.previous is before
     assert report.superseded == {0: (2,), 1: (2,)}
+
+
+def test_a_refusal_of_an_update_that_is_then_superseded_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = Reported(Scripted(), Scripted(), Scripted())
+    made.fleet.links[2].raises["receive"] = TransportError("cut")
+    made.sends()
+    made.fleet.receives(1, refusal(1))
+    made.gives_up(1)
+    (logged,) = caplog.messages
+    assert "the previous update: version 1 of 'policy' did not reach 3 of 3 workers" in logged
+    assert "worker 1: REFUSED (no)" in logged
+
+    made.sends()
+    made.fleet.receives(1, refusal(2))
+    made.reporter.so_far(TIMED_OUT)
+    made.gives_up(2)
+    made.sends()
+    made.gives_up(3)
+    assert caplog.messages == [logged], "a caller was told, or the next report says it again"
+
+
+def test_a_worker_that_left_or_was_removed_is_no_failure_to_log(caplog: pytest.LogCaptureFixture) -> None:
+    made = Reported(Scripted(), Scripted())
+    made.driver.goodbye_level = 0
+    made.sends()
+    made.driver.remove(0, "not needed")
+    made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+    again = Scripted()
+    made.driver.join(1, again)
+
+    assert made.gives_up(1).of(OutcomeKind.LOST) == (0, 1)
+    assert caplog.messages == []
 
 
 def test_a_lost_workers_traceback_is_in_the_text_of_one_report_and_later_ones_name_that() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 
-from scripted import Fleet, Scripted, Telling, both, hello, plain
+import pytest
+from scripted import EPOCH, Fleet, Scripted, Telling, both, hello, plain
 
 from weightsync import TransportError
 from weightsync.clock import Stopwatch
 from weightsync.engine.driver import Hearing
 from weightsync.engine.sender_driver import SenderDriver
+from weightsync.protocol.messages import Bye
 from weightsync.testing import FakeClock
 from weightsync.transports.base import SharesMemory, Waker
 from weightsync.transports.buffers import Buffer
@@ -245,13 +247,19 @@ def test_links_are_listed_by_worker_in_the_order_of_their_numbers() -> None:
     assert fleet.links[0].closed == 1
 
 
-def test_a_worker_that_was_removed_is_told_nothing_more_and_its_silence_is_forgotten() -> None:
+@pytest.mark.parametrize("how", ["removed", "goodbye"])
+def test_a_worker_that_was_removed_or_left_is_told_nothing_more_and_what_was_known_of_it_is_forgotten(how: str) -> None:
     fleet = both()
+    fleet.driver.kept.append(kept := {0: "here", 1: "gone"})
     fleet.receives(1, hello())
     assert fleet.driver.hearing.silent_for(1) is not None
-    fleet.driver.remove(1, "not needed")
+    if how == "removed":
+        fleet.driver.remove(1, "not needed")
+    else:
+        fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
 
     assert fleet.driver.hearing.silent_for(1) is None
+    assert kept == {0: "here"}
     assert (list(fleet.driver.data.workers), fleet.links[1].closed) == ([0], 1)
 
 

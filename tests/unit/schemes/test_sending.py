@@ -33,7 +33,9 @@ from weightsync import (
     TransportError,
     WorkerLostError,
 )
+from weightsync.clock import Deadline
 from weightsync.engine.reporter import Reporter
+from weightsync.engine.sequential import SequentialSends
 from weightsync.protocol.sender import LinkState
 from weightsync.testing import FakeClock
 
@@ -268,6 +270,36 @@ def test_on_pending_supersede_lists_what_each_worker_skipped(pair: Pair) -> None
     assert pair.sync().superseded == {}
 
 
+def test_a_goodbye_during_an_update_that_is_superseded_is_in_the_next_report(three: Pair) -> None:
+    three.sync()
+    three.sender.send_async()
+    three.receivers[1].receive(timeout=0)
+    three.receivers[1].close()
+    so_far = three.sender.send_async(on_pending="supersede")
+    for index in (0, 2):
+        three.receivers[index].receive(timeout=0)
+    report = three.sender.wait_async()
+
+    assert (list(so_far.left), list(report.left), list(report)) == ([1], [1], [0, 2])
+
+
+@pytest.mark.parametrize("answering", [(1,), (0, 1, 2)], ids=["abandoned", "answered"])
+def test_a_goodbye_during_an_update_that_the_schemes_next_send_settles_is_in_its_report(
+    three: Pair, answering: tuple[int, ...]
+) -> None:
+    sends, time = SequentialSends(three.sender), Deadline(PATIENCE)
+    if answering == (1,):
+        sends.send(None, None, Deadline(0), OnFailure.REPORT)  # times out, so that it is reported
+    else:
+        sends.dispatch(None, None, time, OnFailure.REPORT)
+    for index in answering:
+        three.receivers[index].receive(timeout=0)
+    three.receivers[1].close()
+    report = sends.dispatch(None, None, time, OnFailure.REPORT)
+
+    assert (list(report.left), list(report)) == ([1], [0, 2])
+
+
 @pytest.mark.parametrize("on_pending", ["supersede", "wait"])
 @pytest.mark.parametrize(
     "bad", [{"worker_ids": [9]}, {"worker_ids": []}, {"weights": object()}, {"weights": {"a": "text"}}]
@@ -495,6 +527,24 @@ def test_removing_a_worker_that_owes_tells_it_lost(three: Pair) -> None:
         three.receivers[1].receive(timeout=PATIENCE)
 
 
+def test_a_worker_that_is_added_while_another_thread_closes_has_its_link_closed(pair: Pair) -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    class Context:
+        """A context whose pipe is looked up just as the sender closes."""
+
+        @property
+        def pipe(self) -> Any:
+            pair.sender.close()
+            return ours
+
+    with pytest.raises(StateError, match="add_worker"):
+        pair.sender.add_worker(1, Context())
+
+    assert (ours.closed, pair.sender.transports(), pair.sender._workers.endpoints) == (True, {}, {})
+    theirs.close()
+
+
 @pytest.mark.parametrize("worker_id", [-1, True, "1", 1.0, None])
 def test_bad_ids_of_joiners_are_refused(pair: Pair, worker_id: Any) -> None:
     ours, _theirs = multiprocessing.Pipe()
@@ -529,6 +579,32 @@ def test_without_workers_the_report_is_empty_where_that_is_allowed(scheme_class:
 
 
 # --------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("on_pending", ["wait", "supersede"])
+def test_a_send_that_finds_no_worker_settles_the_outstanding_update_and_reports_it(pair: Pair, on_pending: str) -> None:
+    pair.sync()
+    pair.sender.send_async()
+    pair.receiver.close()
+    report = pair.sender.send(allow_empty=True, on_pending=on_pending, on_failure="report")
+
+    assert (dict(report.outcomes), report.version, pair.sender.state) == ({}, None, State.READY)
+    if on_pending == "wait":
+        assert report.previous is not None
+        assert (report.previous[0].kind, list(report.previous.left)) == (OutcomeKind.LOST, [0])
+    else:
+        assert (report.previous, list(report.left)) == (None, [0])
+
+
+def test_a_send_that_finds_no_worker_raises_what_became_of_the_update_it_waited_for(pair: Pair) -> None:
+    pair.sync()
+    pair.sender.send_async()
+    pair.receiver.close()
+    said = "there was no worker to send 'policy' to, but an earlier update did not reach every worker:\nversion 2"
+    with pytest.raises(WorkerLostError, match=said):
+        pair.sender.send_async(allow_empty=True, on_pending="wait")
+
+    assert pair.sender.state is State.READY
 
 
 def test_close_wakes_a_thread_that_waits(pair: Pair) -> None:

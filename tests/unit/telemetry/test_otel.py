@@ -233,6 +233,19 @@ def test_spans_whose_events_were_dropped_end_with_the_next_version_and_at_the_cl
     assert len(exported.named("update worker")) == 2
 
 
+def test_a_late_joiner_that_catches_up_with_an_older_version_leaves_no_newer_send_open(exported: Exported) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    made.take(event(EventKind.DISPATCH, 1, 0, trace_context=made.begin("policy", 1, 0.0)))
+    made.take(event(EventKind.REPLY, 1, 0, outcome=OutcomeKind.APPLIED))
+    made.take(event(EventKind.DISPATCH, 2, 0, trace_context=made.begin("policy", 2, 0.0)))
+    made.take(event(EventKind.DISPATCH, 1, 1))
+    made.take(event(EventKind.REPLY, 2, 0, outcome=OutcomeKind.APPLIED))
+    made.begin("policy", 3, 0.0)
+    made.take(event(EventKind.REPLY, 1, 1))
+
+    assert [span.attributes["weightsync.version"] for span in exported.named("send weights")] == [1, 2]
+
+
 def test_a_loss_beside_a_send_that_has_just_begun_does_not_end_it(exported: Exported) -> None:
     made = Spans(exported.provider.get_tracer("test"))
     made.begin("policy", 1, 0.0)
