@@ -37,6 +37,12 @@ def without_other_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     _others[:] = threading.enumerate()
 
 
+def with_the_helpers_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only these are forgotten after a fork. Nothing that other tests left to the garbage collector keeps them."""
+    monkeypatch.undo()
+    gc.collect()
+
+
 def helpers() -> list[threading.Thread]:
     found = (thread for thread in threading.enumerate() if thread.name == "weightsync-copy")
     return [thread for thread in found if thread not in _others]
@@ -246,7 +252,7 @@ def in_child(work: Callable[[], bool]) -> bool:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_helpers_of_its_own_and_its_parent_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # only the helpers of the process itself are forgotten after a fork
+    with_the_helpers_of_the_process(monkeypatch)
     owner = Owner()
     keeping = Keeping(owner)
     before = gathered([(0, 1), (1, 2)], 2)
@@ -270,7 +276,7 @@ def test_a_child_that_is_forked_while_another_thread_has_the_lock_keeps_helpers_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A sender starts over in the child before the helpers are forgotten there, and asks for the lock then."""
-    monkeypatch.undo()  # only the helpers of the process itself are forgotten after a fork
+    with_the_helpers_of_the_process(monkeypatch)
     sender = WeightSender(SharedMemWeightSyncScheme())
     held, over = threading.Event(), threading.Event()
 
