@@ -252,7 +252,10 @@ class _Listener:
             self._over.set()
             for link in tuple(self._unproven):
                 link.close()
-            start(self, self._wake)
+            try:
+                start(self, self._wake)
+            except TransportError:  # from Python 3.12 on, no thread starts while the interpreter ends
+                self.cut()
 
     def _wake(self) -> None:
         """Announce a dummy link where the thread waits. A link that has just been announced there wakes it as well."""
