@@ -161,7 +161,7 @@ class _Listener:
                 "give every worker a rank of its own",
                 *(self._model_id, self._rendezvous.rank),
             )
-        if self._next or self._over.is_set():
+        if self._next or self._over.is_set() or not Models.are_read_in(self._rendezvous.store):
             return
         found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)
         if found and found != self._warned_of:
