@@ -9,7 +9,7 @@ from typing import Final
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.pipe.framing import Frame, UserMessage
 
@@ -50,6 +50,7 @@ class Sorter:
     def __init__(self) -> None:
         self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: deque[Frame] = deque()
+        #: Models whose mailbox was closed here, until a new link begins: what comes before was for the closed one.
         self._left: set[str] = set()
         #: Models that are not registered, and whose senders were not answered yet.
         self.unmet: list[str] = []
@@ -74,6 +75,8 @@ class Sorter:
     def register(self, model_id: str, peer: str) -> Mailbox:
         """A mailbox for a model, with the frames that have already arrived for it.
 
+        After an earlier mailbox of the model's, it gets nothing until a new link begins.
+
         Raises ConfigurationError: the model has a mailbox.
         """
         if model_id in self._boxes:
@@ -81,7 +84,6 @@ class Sorter:
                 f"Model {model_id!r} already has a link over this connection: close that one first."
             )
         box = self._boxes[model_id] = Mailbox(model_id, peer)
-        self._left.discard(model_id)
         self.unmet = [each for each in self.unmet if each != model_id]
         box.frames.extend(frame for frame in self._unclaimed if frame.message.model_id == model_id)
         self._unclaimed = deque(frame for frame in self._unclaimed if frame.message.model_id != model_id)
@@ -137,17 +139,18 @@ class Sorter:
             self._keep_user_message(frame)
             return
         model_id = frame.message.model_id
+        box = self._boxes.get(model_id)
+        if model_id in self._left:
+            if not _begins_link(frame.message, box):
+                discard([frame])
+                return
+            self._left.discard(model_id)
         if isinstance(frame.message, Update):
             self._updated_at[model_id] = self._sorted
-        if self._left and _is_from_sender(frame.message):
-            self._left.discard(model_id)  # what is still in flight to a closed receiver ends here
-        box = self._boxes.get(model_id)
         if box is not None:
             box.frames.append(frame)
             if box is not reader:
                 box.signal()
-        elif model_id in self._left:
-            discard([frame])
         elif len(self._unclaimed) < MAX_UNCLAIMED and self._unclaimed_nbytes < MAX_KEPT_NBYTES:
             self._unclaimed.append(frame)
             if _is_from_sender(frame.message) and model_id not in self.unmet:
@@ -211,6 +214,18 @@ def discard(frames: Iterable[Frame]) -> None:
 def _is_from_sender(message: Message) -> bool:
     """Whether a message is a handshake that a sender began: a receiver's answer has a fence."""
     return isinstance(message, Hello) and not message.fence
+
+
+def _begins_link(message: Message, box: Mailbox | None) -> bool:
+    """Whether a message is the first that the other end sends over a new link: its handshake, or its answer to ours.
+
+    Without a link here, nothing can be an answer.
+    """
+    if _is_from_sender(message) or box is None:
+        return _is_from_sender(message)
+    if isinstance(message, Hello) or (isinstance(message, Refusal) and message.version == 0):
+        return True
+    return isinstance(message, Bye) and message.incarnation == 0  # it ends before it has answered
 
 
 def _unmet_refusal(model_id: str, registered: Iterable[str]) -> Refusal:
