@@ -255,10 +255,54 @@ def test_a_link_that_is_made_again_hears_nothing_that_was_in_flight_to_the_one_b
     critic[0].send(begins)
     critic[0].send(ack(5, "critic"))
 
-    heard = [received.message for received in again.receive()]
+    heard = [received.message for received in (*again.receive(), *again.receive())]
     again.close()
-    assert heard[0] == begins
-    assert heard[1:] == [ack(5, "critic")]
+    assert heard == [begins, ack(5, "critic")]
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["after its goodbye", "unread"])
+def test_what_follows_a_goodbye_is_for_the_next_link_of_its_model(linked, ends, read: bool):
+    actor, critic = linked("actor", ends), linked("critic", ends)
+    buffer = Buffer(100_000, Storage.SEGMENTS)
+    update = Update(model_id="critic", incarnation=1, version=4, layout_digest=b"", nbytes=100_000)
+    for message in (hello(1, "critic"), ack(2, "critic"), Bye(model_id="critic", incarnation=1), hello(3, "critic")):
+        critic[0].send(message)
+    critic[0].send(update, buffer)
+    assert versions(actor[1]) == []
+    if read:
+        *_, last = critic[1].receive()
+        assert isinstance(last.message, Bye)
+    critic[1].close()
+    assert Channel.of(ends[1]).unclaimed() == ("critic",)
+    again = PipeLink(ends[1], "critic")
+
+    assert versions(again) == [3, 4]
+    assert versions(actor[1]) == []
+    again.close()
+
+
+def test_a_link_that_stays_open_after_a_goodbye_hears_what_follows_it(linked):
+    first, second = linked()
+    first.send(Bye(model_id="policy", incarnation=1))
+    first.send(hello(2))
+    first.close()
+
+    assert len(second.receive()) == 1
+    assert wait(Waker(), [second], 0.0) == [second]
+    assert versions(second) == [2]
+    with pytest.raises(TransportError):
+        second.receive()
+
+
+def test_a_handshake_that_a_closed_link_has_not_read_goes_with_it(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
+    critic[0].send(hello(1, "critic"))
+    assert versions(actor[1]) == []
+    critic[1].close()
+    again = PipeLink(ends[1], "critic")
+
+    assert (again.receive(), Channel.of(ends[1]).unclaimed()) == ([], ())
+    again.close()
 
 
 def test_the_answer_to_a_link_that_was_closed_is_kept_for_no_later_one(linked, ends):

@@ -31,6 +31,8 @@ class Mailbox:
         self.waker = Waker()
         #: Whether its waker is readable, for something that its owner has not read from the socket itself.
         self.signalled = False
+        #: Whether its owner has taken out a goodbye last: what follows is not for its link.
+        self.parted = False
 
     def signal(self) -> None:
         """Make its waker readable: something arrived that its owner has not read from the socket itself."""
@@ -42,6 +44,27 @@ class Mailbox:
         """Its owner takes out everything now."""
         self.signalled = False
         self.waker.clear()
+
+    def part(self, taken: list[Frame]) -> list[Frame]:
+        """Of frames that were taken out, put back those behind the first goodbye. Returns the others."""
+        end = 1 + next(at for at, frame in enumerate(taken) if isinstance(frame.message, Bye))
+        self.parted = True
+        if taken[end:]:
+            self.frames.extend(taken[end:])
+            self.signal()
+        return taken[:end]
+
+    def for_successor(self) -> list[Frame]:
+        """Empty it as its link closes. Returns what is the next link's: from a handshake behind a goodbye on."""
+        left, parted = list(self.frames), self.parted
+        self.frames.clear()
+        for at, frame in enumerate(left):
+            if parted and _is_from_sender(frame.message):
+                discard(left[:at])
+                return left[at:]
+            parted = parted or isinstance(frame.message, Bye)
+        discard(left)
+        return []
 
 
 class Sorter:
@@ -93,13 +116,15 @@ class Sorter:
         return box
 
     def leave(self, box: Mailbox) -> bool:
-        """Drop a mailbox, and later frames for its model; False if it was dropped before."""
+        """Drop a mailbox, and later frames for its link; False if it was dropped before."""
         if self._boxes.get(box.model_id) is not box:
             return False
         del self._boxes[box.model_id]
-        self._left.add(box.model_id)
-        discard(box.frames)
-        box.frames.clear()
+        for_successor = box.for_successor()
+        if not for_successor:
+            self._left.add(box.model_id)
+        for frame in for_successor:
+            self._keep_unclaimed(frame)
         box.waker.close()
         return True
 
@@ -152,18 +177,22 @@ class Sorter:
             if box is not reader:
                 box.signal()
         elif len(self._unclaimed) < MAX_UNCLAIMED and self._unclaimed_nbytes < MAX_KEPT_NBYTES:
-            self._unclaimed.append(frame)
-            if _is_from_sender(frame.message) and model_id not in self.unmet:
-                self.unmet.append(model_id)
-            self._unclaimed_nbytes += _nbytes(frame)
-            if self._user_waker is not None:
-                self._user_waker.fire()
+            self._keep_unclaimed(frame)
         else:
             discard([frame])
             raise ProtocolError(
                 f"{len(self._unclaimed)} messages of {self._unclaimed_nbytes} bytes are for models without a link, "
                 f"and another arrived (for {model_id!r})."
             )
+
+    def _keep_unclaimed(self, frame: Frame) -> None:
+        model_id = frame.message.model_id
+        self._unclaimed.append(frame)
+        if _is_from_sender(frame.message) and model_id not in self.unmet:
+            self.unmet.append(model_id)
+        self._unclaimed_nbytes += _nbytes(frame)
+        if self._user_waker is not None:
+            self._user_waker.fire()
 
     def _keep_user_message(self, frame: UserMessage) -> None:
         if len(self.user_messages) >= MAX_USER_MESSAGES or self._user_nbytes >= MAX_KEPT_NBYTES:
@@ -188,6 +217,8 @@ class Sorter:
     def clear(self) -> None:
         """Drop all mailboxes with their contents; the user's messages stay."""
         for box in list(self._boxes.values()):
+            discard(box.frames)
+            box.frames.clear()
             self.leave(box)
         discard(self._unclaimed)
         self._unclaimed.clear()
