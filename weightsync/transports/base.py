@@ -281,6 +281,10 @@ class Waker:
 
     def close(self) -> None:
         """Fire permanently. Closing twice is allowed."""
+        if self._pid != os.getpid():
+            # Its owner may be forgotten before it is: until then a thread of the parent may seem to hold its lock.
+            self.forget()
+            return
         with self._lock:
             # Mark it closed before firing: a wait that saw it fired first would clear it, and the next would never end.
             self._closed = True

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fleet import PATIENCE, constants, small
 
-from weightsync import AckTimeoutError
+from weightsync import AckTimeoutError, SenderClosed
+from weightsync.protocol.sender import LinkState
 
 
 class Apart:
@@ -83,6 +84,46 @@ def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(
     assert apart.later.get_receiver().receive(timeout=0)
     assert constants(model) == {1.0}
     second.close()
+
+
+def test_a_worker_that_is_removed_and_added_again_at_once_is_served_over_its_next_receiver(apart: Apart) -> None:
+    """Both models share the pipe: the goodbye and the next handshake are read in one go."""
+    first, second, model = type(apart.later)(), type(apart.later)(), small()
+    second.init_on_sender("actor", pipes=[apart.ours], model=small())  # which keeps the connection open
+    first.init_on_worker("policy", pipe=apart.theirs, model=small())
+    sender = apart.trainer.get_sender()
+    sender.send_async()
+    assert first.get_receiver().receive(timeout=PATIENCE)
+    assert sender.wait_async(timeout=PATIENCE).ok
+    sender.remove_worker(0)
+    sender.add_worker(0, apart.ours)
+    with pytest.raises(SenderClosed):
+        first.get_receiver().receive(timeout=PATIENCE)
+    first.close()
+    apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
+
+    assert apart.later.get_receiver().receive(timeout=PATIENCE)
+    assert constants(model) == {1.0}
+    second.close()
+
+
+def test_an_ack_that_was_in_flight_to_a_removed_worker_connects_no_later_one(apart: Apart) -> None:
+    first, second = type(apart.later)(), type(apart.later)()
+    second.init_on_sender("actor", pipes=[apart.ours], model=small())  # which keeps the connection open
+    first.init_on_worker("policy", pipe=apart.theirs, model=small())
+    sender = apart.trainer.get_sender()
+    sender.send_async()
+    assert first.get_receiver().receive(timeout=PATIENCE)
+    assert sender.wait_async(timeout=PATIENCE).ok
+    sender.send_async()
+    assert first.get_receiver().receive(timeout=PATIENCE)
+    sender.remove_worker(0)
+    sender.add_worker(0, apart.ours)
+    sender.poll()
+
+    assert sender.workers[0].link_state is LinkState.EXPECTED
+    second.close()
+    first.close()
 
 
 def test_a_rendez_vous_with_a_worker_of_another_model_says_so(apart: Apart) -> None:

@@ -14,7 +14,8 @@ import time
 import pytest
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.protocol.messages import Ack, Bye, Update
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.buffers import Buffer, Storage
 from weightsync.transports.pipe import mailbox
@@ -27,6 +28,10 @@ from weightsync.transports.pipe.user_messages import UserMessages
 
 def ack(version: int, model_id: str = "policy") -> Ack:
     return Ack(model_id=model_id, incarnation=1, version=version)
+
+
+def hello(version: int, model_id: str = "policy", fence: int = 0) -> Hello:
+    return Hello(model_id=model_id, incarnation=1, version=version, fence=fence)
 
 
 def versions(link: PipeLink) -> list[int]:
@@ -219,9 +224,96 @@ def test_frames_for_a_model_whose_link_was_closed_are_dropped(linked, ends):
         critic[0].send(update, buffer)
         assert versions(actor[1]) == []
     again = PipeLink(ends[1], "critic")
+    critic[0].send(hello(6, "critic"))
     critic[0].send(ack(7, "critic"))
 
-    assert versions(again) == [7]
+    assert versions(again) == [6, 7]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        Hello(model_id="critic", incarnation=2),
+        Hello(model_id="critic", incarnation=1, version=4, fence=1),
+        Refusal(model_id="critic", incarnation=1, version=0, kind=RefusalKind.FENCED),
+        Bye(model_id="critic", incarnation=0),
+    ],
+    ids=["a handshake", "its answer", "its refusal", "an end before its answer"],
+)
+def test_a_link_that_is_made_again_hears_nothing_that_was_in_flight_to_the_one_before(linked, ends, begins: Message):
+    actor, critic = linked("actor", ends), linked("critic", ends)
+    buffer = Buffer(100_000, Storage.SEGMENTS)
+    critic[0].send(Update(model_id="critic", incarnation=1, version=1, layout_digest=b"", nbytes=100_000), buffer)
+    critic[0].send(ack(2, "critic"))
+    critic[0].send(Refusal(model_id="critic", incarnation=1, version=3, kind=RefusalKind.REFUSED))
+    critic[0].send(Bye(model_id="critic", incarnation=1))
+    critic[1].close()
+    again = PipeLink(ends[1], "critic")
+    assert (again.receive(), versions(actor[1])) == ([], [])
+    critic[0].send(ack(4, "critic"))
+    critic[0].send(begins)
+    critic[0].send(ack(5, "critic"))
+
+    heard = [received.message for received in (*again.receive(), *again.receive())]
+    again.close()
+    assert heard == [begins, ack(5, "critic")]
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["after its goodbye", "unread"])
+def test_what_follows_a_goodbye_is_for_the_next_link_of_its_model(linked, ends, read: bool):
+    actor, critic = linked("actor", ends), linked("critic", ends)
+    buffer = Buffer(100_000, Storage.SEGMENTS)
+    update = Update(model_id="critic", incarnation=1, version=4, layout_digest=b"", nbytes=100_000)
+    for message in (hello(1, "critic"), ack(2, "critic"), Bye(model_id="critic", incarnation=1), hello(3, "critic")):
+        critic[0].send(message)
+    critic[0].send(update, buffer)
+    assert versions(actor[1]) == []
+    if read:
+        *_, last = critic[1].receive()
+        assert isinstance(last.message, Bye)
+    critic[1].close()
+    assert Channel.of(ends[1]).unclaimed() == ("critic",)
+    again = PipeLink(ends[1], "critic")
+
+    assert versions(again) == [3, 4]
+    assert versions(actor[1]) == []
+    again.close()
+
+
+def test_a_link_that_stays_open_after_a_goodbye_hears_what_follows_it(linked):
+    first, second = linked()
+    first.send(Bye(model_id="policy", incarnation=1))
+    first.send(hello(2))
+    first.close()
+
+    assert len(second.receive()) == 1
+    assert wait(Waker(), [second], 0.0) == [second]
+    assert versions(second) == [2]
+    with pytest.raises(TransportError):
+        second.receive()
+
+
+def test_a_handshake_that_a_closed_link_has_not_read_goes_with_it(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
+    critic[0].send(hello(1, "critic"))
+    assert versions(actor[1]) == []
+    critic[1].close()
+    again = PipeLink(ends[1], "critic")
+
+    assert (again.receive(), Channel.of(ends[1]).unclaimed()) == ([], ())
+    again.close()
+
+
+def test_the_answer_to_a_link_that_was_closed_is_kept_for_no_later_one(linked, ends):
+    actor, critic = linked("actor", ends), linked("critic", ends)
+    critic[1].close()
+    critic[0].send(hello(1, "critic", fence=1))
+    critic[0].send(ack(2, "critic"))
+    assert versions(actor[1]) == []
+    again = PipeLink(ends[1], "critic")
+
+    assert (again.receive(), Channel.of(ends[1]).unclaimed()) == ([], ())
     again.close()
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import transport_workers as workers
@@ -249,6 +249,35 @@ def test_an_inherited_waker_is_closed_in_the_child_though_another_thread_held_it
 
     assert (waker.fired, wait(waker, [], 0.0)) == (0, [])
     waker.close()
+
+
+def test_a_channel_is_dropped_in_the_child_though_another_thread_held_the_locks_of_its_wakers(linked, monkeypatch):
+    first, _ = linked()
+    channel, held, done = first._channel, threading.Event(), threading.Event()
+    user = channel.user_waker()
+
+    def hold() -> None:
+        with first._box.waker._lock, user._lock:
+            held.set()
+            done.wait()
+
+    def check() -> None:
+        channel.forget()
+        assert (user.fileno(), first._box.waker.fileno()) == (-1, -1)
+
+    # The order in which a child forgets is not known.
+    monkeypatch.setattr("weightsync.transports.process._inherited", WeakSet())
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        in_a_fork(check)
+    finally:
+        done.set()
+        holder.join()
+
+    assert user.fired == 0
+    assert user.fileno() >= 0
 
 
 def test_a_child_makes_links_of_its_own_over_what_it_inherits():

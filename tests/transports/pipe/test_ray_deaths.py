@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from weightsync.protocol.messages import Hello, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.ray import client as module
+from weightsync.transports.ray import session
 
 try:
     import ray
@@ -157,3 +159,29 @@ def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_th
         link.receive()
     assert not buffer.pinned
     link.close()
+
+
+def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
+    watch: ActorWatch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, real, other = Actor(), session.ActorWatch(), Future[int]()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    actor.calls[0].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Ray is ending")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "require", fail)
+        watch.later.pop()()
+    with pytest.raises(TransportError, match="Ray is ending"):
+        link.receive()
+    link.close()
+
+    monkeypatch.setattr(session, "require_ray", lambda _: SimpleNamespace(is_initialized=lambda: True))
+    real.call_soon(fail)
+    real.call_soon(lambda: other.set_result(1))
+    real.attend(other, "worker 1")
+    assert other.result(timeout=60.0) == 1
+    assert "a call to an actor could not be repeated" in caplog.text

@@ -301,6 +301,26 @@ def test_a_socket_is_copied_only_while_its_number_is_still_its_own() -> None:
     theirs.close()
 
 
+def test_no_sockets_blocking_mode_is_changed_by_a_default_timeout(client: Client, store: Any) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.create_connection((store.host, store.port), 5) as users:
+        users.settimeout(None)
+        socket.setdefaulttimeout(5.0)
+        try:
+            made = Client(store)
+        finally:
+            socket.setdefaulttimeout(None)
+        assert all(os.get_blocking(sock.fileno()) for sock in (ours, theirs, users))
+    assert made._plug is not None
+    assert client._plug is not None
+    assert os.get_blocking(made._plug.fileno()) == os.get_blocking(client._plug.fileno())
+    assert made.own_address == "127.0.0.1"
+    made.cut()
+    with pytest.raises(TransportError, match="the store at "):
+        made.set("key", b"")
+    made.close()
+
+
 def test_a_connection_that_ends_as_it_is_made_is_reported(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, Socket(store.port))
     with pytest.raises(TransportError) as caught:

@@ -300,6 +300,26 @@ def test_a_process_of_multiprocessing_ends_only_after_its_goodbyes(store: Any, f
     accepted[0].close()
 
 
+def test_a_listener_ends_without_the_thread_that_wakes_it(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.12 on, no thread starts while the interpreter ends."""
+    stop = DistributedWeightSyncScheme().listen((store, 1), "policy", lambda _: None)
+    (listener,) = _listeners.at((store.host, store.port, base_key("policy", 1)))
+    waited = Deadline(PATIENCE)
+    while listener._client is None and not waited.passed:
+        wait(Waker(), [], 0.001)
+
+    def starting(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", starting)
+        stop()
+    while listener in _listeners.at(listener.where) and not waited.passed:
+        wait(Waker(), [], 0.001)
+
+    assert not waited.passed
+
+
 def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

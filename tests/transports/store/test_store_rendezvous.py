@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError
-from weightsync.transports.store.announcing import SENDERS, Models
+from weightsync.clock import Deadline
+from weightsync.transports.store.announcing import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.heartbeat import process_name
 from weightsync.transports.store.listener import _OtherProcess
@@ -147,6 +148,30 @@ def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
             late.init_on_worker("policy", store=store, rank=1, model=nn.Linear(2, 2))
             assert late.get_receiver().receive(timeout=PATIENCE)
             assert not sender._driver.remark(0)
+
+
+def test_no_model_that_was_written_without_the_prefix_is_named(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The heartbeat's connection has no prefix, so behind one it would find the models of another group."""
+    caplog.set_level("WARNING", "weightsync")
+    mine = PrefixStore("mine", store)
+    with contextlib.closing(Client(store)) as client:
+        for whose in (RECEIVERS, SENDERS):
+            Models(1, whose).add(client, "another's")
+        with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
+            ours.init_on_sender("policy", store=mine, num_workers=1, model=nn.Linear(2, 2))
+            theirs.init_on_worker("critic", store=mine, rank=1, model=nn.Linear(2, 2))
+            sender = ours.get_sender()
+            sender.send_async()
+            beats: set[bytes | None] = set()
+            waited = Deadline(PATIENCE)
+            while len(beats) < 4 and not waited.passed:
+                beats.add(client.peek(f"weightsync/heartbeat/{process_name()}"))
+                time.sleep(0.05)
+            report = sender.wait_async(timeout=0, on_failure="report")
+
+    assert not waited.passed
+    assert "another's" not in report[0].reason
+    assert "another's" not in caplog.text
 
 
 def test_a_sender_whose_link_was_taken_or_that_has_closed_does_not_wait_any_more(store: Any) -> None:

@@ -316,3 +316,30 @@ def test_a_process_that_ends_waits_for_the_threads_that_closing_starts_too(monke
     worker_threads.start(owner, owner.wait)
     worker_threads._running.end()
     assert owner.woken
+
+
+class Failing(Waking):
+    """Cannot be closed, and ends when it is cut."""
+
+    def close(self) -> None:
+        raise RuntimeError("no close")
+
+    def cut(self) -> None:
+        self.over.set()
+        raise RuntimeError("no cut")
+
+
+def test_an_owner_that_fails_as_the_process_ends_keeps_no_other_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_threads, "_running", worker_threads._Running())
+    monkeypatch.setattr(worker_threads, "_PATIENCE", 0.2)
+    first, last = Failing(), Failing()
+    for owner in (first, last):
+        worker_threads.start(owner, owner.wait)
+    worker_threads._running.end()
+
+    assert first.over.is_set()
+    assert last.over.is_set()
+    failures = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert [str(error) for error in failures] == ["no close", "no close", "no cut", "no cut"]

@@ -17,6 +17,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
+from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Waker
 from weightsync.transports.exposure import AUTHKEY, leaves_host, warn_exposed
 from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, Outgoing, UserMessage, framed
@@ -199,7 +200,7 @@ class Channel:
             self._sorter.signal_all(None if watch.dead else box)
 
     def collect(self, box: Mailbox) -> list[Frame]:
-        """Read what is there, and take out the frames for ``box``.
+        """Read what is there, and take out the frames for ``box``, up to a goodbye.
 
         Raises:
             TransportError: no frame is left for it, and the connection is dead or closed.
@@ -211,6 +212,11 @@ class Channel:
                 box.unsignal()
             frames = list(box.frames)
             box.frames.clear()
+            box.parted = False
+            for frame in frames:
+                if type(frame.message) is Bye:
+                    frames = box.part(frames)
+                    break
             if self._deaf is None:
                 if self._sorter.unmet:
                     self._answer_unmet()

@@ -163,7 +163,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         return self._channel.write(self._peer)
 
     def receive(self) -> list[Received]:
-        """All whole messages that have arrived: see `Link.receive`."""
+        """All whole messages that have arrived, up to a goodbye: see `Link.receive`."""
         if self._closed:
             raise self._no_longer()
         if self._broken is not None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.pipe.framing import Frame, UserMessage
 
@@ -31,6 +31,8 @@ class Mailbox:
         self.waker = Waker()
         #: Whether its waker is readable, for something that its owner has not read from the socket itself.
         self.signalled = False
+        #: Whether its owner has taken out a goodbye last: what follows is not for its link.
+        self.parted = False
 
     def signal(self) -> None:
         """Make its waker readable: something arrived that its owner has not read from the socket itself."""
@@ -43,6 +45,27 @@ class Mailbox:
         self.signalled = False
         self.waker.clear()
 
+    def part(self, taken: list[Frame]) -> list[Frame]:
+        """Of frames that were taken out, put back those behind the first goodbye. Returns the others."""
+        end = 1 + next(at for at, frame in enumerate(taken) if isinstance(frame.message, Bye))
+        self.parted = True
+        if taken[end:]:
+            self.frames.extend(taken[end:])
+            self.signal()
+        return taken[:end]
+
+    def for_successor(self) -> list[Frame]:
+        """Empty it as its link closes. Returns what is the next link's: from a handshake behind a goodbye on."""
+        left, parted = list(self.frames), self.parted
+        self.frames.clear()
+        for at, frame in enumerate(left):
+            if parted and _is_from_sender(frame.message):
+                discard(left[:at])
+                return left[at:]
+            parted = parted or isinstance(frame.message, Bye)
+        discard(left)
+        return []
+
 
 class Sorter:
     """The mailboxes of one connection. Called under its lock."""
@@ -50,6 +73,7 @@ class Sorter:
     def __init__(self) -> None:
         self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: deque[Frame] = deque()
+        #: Models whose mailbox was closed here, until a new link begins: what comes before was for the closed one.
         self._left: set[str] = set()
         #: Models that are not registered, and whose senders were not answered yet.
         self.unmet: list[str] = []
@@ -74,6 +98,8 @@ class Sorter:
     def register(self, model_id: str, peer: str) -> Mailbox:
         """A mailbox for a model, with the frames that have already arrived for it.
 
+        After an earlier mailbox of the model's, it gets nothing until a new link begins.
+
         Raises ConfigurationError: the model has a mailbox.
         """
         if model_id in self._boxes:
@@ -81,7 +107,6 @@ class Sorter:
                 f"Model {model_id!r} already has a link over this connection: close that one first."
             )
         box = self._boxes[model_id] = Mailbox(model_id, peer)
-        self._left.discard(model_id)
         self.unmet = [each for each in self.unmet if each != model_id]
         box.frames.extend(frame for frame in self._unclaimed if frame.message.model_id == model_id)
         self._unclaimed = deque(frame for frame in self._unclaimed if frame.message.model_id != model_id)
@@ -91,13 +116,15 @@ class Sorter:
         return box
 
     def leave(self, box: Mailbox) -> bool:
-        """Drop a mailbox, and later frames for its model; False if it was dropped before."""
+        """Drop a mailbox, and later frames for its link; False if it was dropped before."""
         if self._boxes.get(box.model_id) is not box:
             return False
         del self._boxes[box.model_id]
-        self._left.add(box.model_id)
-        discard(box.frames)
-        box.frames.clear()
+        for_successor = box.for_successor()
+        if not for_successor:
+            self._left.add(box.model_id)
+        for frame in for_successor:
+            self._keep_unclaimed(frame)
         box.waker.close()
         return True
 
@@ -137,30 +164,35 @@ class Sorter:
             self._keep_user_message(frame)
             return
         model_id = frame.message.model_id
+        box = self._boxes.get(model_id)
+        if model_id in self._left:
+            if not _begins_link(frame.message, box):
+                discard([frame])
+                return
+            self._left.discard(model_id)
         if isinstance(frame.message, Update):
             self._updated_at[model_id] = self._sorted
-        if self._left and _is_from_sender(frame.message):
-            self._left.discard(model_id)  # what is still in flight to a closed receiver ends here
-        box = self._boxes.get(model_id)
         if box is not None:
             box.frames.append(frame)
             if box is not reader:
                 box.signal()
-        elif model_id in self._left:
-            discard([frame])
         elif len(self._unclaimed) < MAX_UNCLAIMED and self._unclaimed_nbytes < MAX_KEPT_NBYTES:
-            self._unclaimed.append(frame)
-            if _is_from_sender(frame.message) and model_id not in self.unmet:
-                self.unmet.append(model_id)
-            self._unclaimed_nbytes += _nbytes(frame)
-            if self._user_waker is not None:
-                self._user_waker.fire()
+            self._keep_unclaimed(frame)
         else:
             discard([frame])
             raise ProtocolError(
                 f"{len(self._unclaimed)} messages of {self._unclaimed_nbytes} bytes are for models without a link, "
                 f"and another arrived (for {model_id!r})."
             )
+
+    def _keep_unclaimed(self, frame: Frame) -> None:
+        model_id = frame.message.model_id
+        self._unclaimed.append(frame)
+        if _is_from_sender(frame.message) and model_id not in self.unmet:
+            self.unmet.append(model_id)
+        self._unclaimed_nbytes += _nbytes(frame)
+        if self._user_waker is not None:
+            self._user_waker.fire()
 
     def _keep_user_message(self, frame: UserMessage) -> None:
         if len(self.user_messages) >= MAX_USER_MESSAGES or self._user_nbytes >= MAX_KEPT_NBYTES:
@@ -185,6 +217,8 @@ class Sorter:
     def clear(self) -> None:
         """Drop all mailboxes with their contents; the user's messages stay."""
         for box in list(self._boxes.values()):
+            discard(box.frames)
+            box.frames.clear()
             self.leave(box)
         discard(self._unclaimed)
         self._unclaimed.clear()
@@ -211,6 +245,18 @@ def discard(frames: Iterable[Frame]) -> None:
 def _is_from_sender(message: Message) -> bool:
     """Whether a message is a handshake that a sender began: a receiver's answer has a fence."""
     return isinstance(message, Hello) and not message.fence
+
+
+def _begins_link(message: Message, box: Mailbox | None) -> bool:
+    """Whether a message is the first that the other end sends over a new link: its handshake, or its answer to ours.
+
+    Without a link here, nothing can be an answer.
+    """
+    if _is_from_sender(message) or box is None:
+        return _is_from_sender(message)
+    if isinstance(message, Hello) or (isinstance(message, Refusal) and message.version == 0):
+        return True
+    return isinstance(message, Bye) and message.incarnation == 0  # it ends before it has answered
 
 
 def _unmet_refusal(model_id: str, registered: Iterable[str]) -> Refusal:

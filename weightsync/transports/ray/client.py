@@ -121,7 +121,7 @@ class _RayCallClient:
         try:
             self._session.require()
             repeated = self._begin(call)
-        except TransportError as failed:
+        except Exception as failed:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=failed)
             return
         repeated.add_done_callback(lambda over: _complete_like(answers, over))

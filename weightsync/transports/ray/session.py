@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any, Final
 
 from weightsync.errors import MissingExtraError, TransportError
 from weightsync.transports.process import forget_after_fork
+
+logger = logging.getLogger("weightsync")
 
 #: Seconds between two checks whether Ray is still running, while calls are in flight.
 PERIOD: Final = 0.05
@@ -111,7 +114,10 @@ class ActorWatch:
                     return
                 soon, self._soon = self._soon, []
             for act in soon:
-                act()
+                try:
+                    act()
+                except Exception:
+                    logger.exception("a call to an actor could not be repeated; the other calls are watched on")
             if not ray.is_initialized():
                 self._end_all()
             pause.wait(PERIOD)

@@ -18,7 +18,7 @@ from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.mailbox import Outbox, Side
 from weightsync.transports.store.seals import Guard, NoGuard, SenderGuard, WorkerGuard
-from weightsync.transports.store.store import DIAL, Client, StoreEnd, base_of
+from weightsync.transports.store.store import DIAL, Client, Store, StoreEnd, base_of
 
 _NAME: Final = re.compile("[0-9a-f]{32}")
 _TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
@@ -81,6 +81,7 @@ class _Announcement:
         self._base = base_key(model_id, rendezvous.rank)
         store = base_of(rendezvous.store)
         self._where = store.host, store.port, self._base
+        self._reads_models = Models.are_read_in(rendezvous.store)
         self.made = _under_way.begin(self._where)
 
     def announce(self, client: Client) -> None:
@@ -107,6 +108,8 @@ class _Announcement:
 
     def remark(self, client: Client) -> str:
         """A remark for a send that times out: the models that the worker listens for, if this is none of them."""
+        if not self._reads_models:
+            return ""
         known = Models(self._rank, RECEIVERS).without(client, self._model_id)
         return known and _NO_RECEIVER.format(rank=self._rank, known=known, model_id=self._model_id)
 
@@ -216,6 +219,14 @@ class Models:
 
     def __init__(self, rank: int, whose: str) -> None:
         self._key = f"weightsync/rank/{rank}/{whose}"
+
+    @staticmethod
+    def are_read_in(store: Store) -> bool:
+        """Whether the connection of a heartbeat finds the lists that are written through that store.
+
+        It has no prefix, and would find those of another group.
+        """
+        return store is base_of(store)
 
     def add(self, client: Client, model_id: str) -> None:
         """Add a model, unless it is there. Raises TransportError: the store is gone."""

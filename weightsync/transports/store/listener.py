@@ -161,7 +161,7 @@ class _Listener:
                 "give every worker a rank of its own",
                 *(self._model_id, self._rendezvous.rank),
             )
-        if self._next or self._over.is_set():
+        if self._next or self._over.is_set() or not Models.are_read_in(self._rendezvous.store):
             return
         found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)
         if found and found != self._warned_of:
@@ -252,7 +252,10 @@ class _Listener:
             self._over.set()
             for link in tuple(self._unproven):
                 link.close()
-            start(self, self._wake)
+            try:
+                start(self, self._wake)
+            except TransportError:  # from Python 3.12 on, no thread starts while the interpreter ends
+                self.cut()
 
     def _wake(self) -> None:
         """Announce a dummy link where the thread waits. A link that has just been announced there wakes it as well."""

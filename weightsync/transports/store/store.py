@@ -357,9 +357,18 @@ class Connected:
         with contextlib.suppress(OSError):
             copied = os.dup(self.fd)
             if _identity(copied) == self.identity:
-                return socket.socket(fileno=copied)
+                return _socket_over(copied)
             os.close(copied)
         return None
+
+
+def _socket_over(fd: int) -> socket.socket:
+    """A socket over a descriptor whose blocking mode others share.
+
+    Said to be non-blocking, it leaves that mode alone. Otherwise Python would set O_NONBLOCK while a default timeout is
+    set (`socket.setdefaulttimeout`). Raises OSError: it is no socket.
+    """
+    return socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=fd)
 
 
 def _identity(fd: int | str) -> str:
@@ -374,7 +383,7 @@ def connected() -> dict[str, Connected]:
             identity = _identity(entry)
             if identity.startswith("socket:"):
                 # Not copied: another thread that looks now would take the copy, which is closed soon, for the socket.
-                sock = socket.socket(fileno=int(entry))
+                sock = _socket_over(int(entry))
                 try:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
                         found[identity] = Connected(identity, int(entry), sock.getpeername()[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
 from weightsync.transports.store.mailbox import Outbox, Side, StoreMessage
 from weightsync.transports.store.store import Client, Store
+
+logger = logging.getLogger("weightsync")
 
 _PATIENCE: Final = 1.0
 #: Other finalizers come first: they may still close links.
@@ -63,12 +66,17 @@ class _Running(PerProcess):
 
     def end(self) -> None:
         """End all threads before the interpreter ends. To close an owner may start one more: those are ended too."""
-        for owner in self._alive().values():
-            owner.close()
+        self._tell_owners("close", lambda owner: owner.close())
         _join(self._alive())
-        for owner in self._alive().values():
-            owner.cut()
+        self._tell_owners("cut", lambda owner: owner.cut())
         _join(self._alive())
+
+    def _tell_owners(self, what: str, tell: Callable[[Owner], None]) -> None:
+        for owner in self._alive().values():
+            try:
+                tell(owner)
+            except Exception:
+                logger.exception("a thread could not be ended as the process ends: %s() of %r failed", what, owner)
 
     def _alive(self) -> dict[threading.Thread, Owner]:
         with self._lock:
