@@ -149,6 +149,25 @@ def test_what_is_written_by_hand_is_written_into_no_slot() -> None:
         assert [constants(model) for model in pair.models] == [{2.0}, {2.0}]
 
 
+class Plain(nn.Parameter):
+    """A parameter of a subclass, which is never mapped."""
+
+
+@pytest.mark.usefixtures("device")
+def test_g3_a_parameter_that_can_no_longer_be_mapped_is_not_copied_into_the_slot_of_others() -> None:
+    with paired(workers=2, model=large) as pair:
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        pair.model[0].weight = Plain(pair.model[0].weight.data)
+        filled(pair.source, 4.0)
+        pair.sender.send_async()
+        assert pair.receivers[0].receive(timeout=PATIENCE)
+        assert [constants(model) for model in pair.models] == [{4.0}, {3.0}]
+        assert pair.receivers[1].receive(timeout=PATIENCE)
+        pair.sender.wait_async(timeout=PATIENCE)
+
+
 @pytest.mark.usefixtures("device")
 def test_a_compiled_module_keeps_its_addresses() -> None:
     with paired() as pair:
