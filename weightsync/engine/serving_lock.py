@@ -213,6 +213,8 @@ class ServedModel:
         self.path: str | None = None
         #: The target for the model, into which versions are swapped; None: not needed yet.
         self.target: Target | None = None
+        #: Whether a loader was served, now or before: its pages of a slot hide what the trainer writes there.
+        self._had_loader = False
         #: What is staged for `target`; None: nothing.
         self.staged: Ready | None = None
         #: The digest of the version that was applied last; empty if it came without one.
@@ -222,8 +224,8 @@ class ServedModel:
 
     @property
     def apply_mode(self) -> Mode:
-        """How arrived weights become live. A loader may write into the views of them that it gets."""
-        return Mode.MAP if isinstance(self.model, Loader) else self._services.apply_mode
+        """How arrived weights become live. A loader may have written into the views of them that it got."""
+        return Mode.MAP if self._had_loader else self._services.apply_mode
 
     def copy_of(self, path: str | None) -> None:
         """Become the copy of a model that was registered by ``path``; None if it was registered as an object."""
@@ -336,6 +338,7 @@ class ServedModel:
             case Relay():
                 return RelayTarget(model)
             case Loader():
+                self._had_loader = True
                 return LoaderTarget(model, self._pending_version)
         target = Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
         if isinstance(model, nn.Module):
