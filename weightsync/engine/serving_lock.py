@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 from collections import defaultdict
@@ -24,6 +25,8 @@ from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_live
 from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Mode, Staged, Target
+
+logger = logging.getLogger("weightsync")
 
 #: A forward waits this many seconds for other forwards to end, so that a staged version can go live; then it runs
 #: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
@@ -248,8 +251,8 @@ class ServedModel:
     def _replace(self, model: Any, path: str | None) -> None:
         """Serve another model; the caller holds the driver's lock."""
         served = self._served_digest()
-        if self.target is not None and model is not self.model:
-            self.target.leave()
+        if self.target is not None:
+            self.target.leave()  # also where the model stays: the next target does not know what lies in a slot
         self.model, self.path = model, path
         self.target = self.staged = None
         try:
@@ -258,6 +261,18 @@ class ServedModel:
         finally:
             if self._driver.data.served and not self._serves(served):
                 self._driver.take(pure.Invalidate())
+
+    def leave_device(self) -> None:
+        """Have the model leave its slot on a device, where other processes see what is written, when it is closed."""
+        try:
+            if self.target is not None:
+                self.target.leave_device()
+        except Exception as error:  # noqa: BLE001 - the device may be full, or have failed: it is closed all the same
+            logger.warning(
+                "model %r stays in a slot that other workers read, so nothing may be written into it: %r",
+                self._driver.model_id,
+                error,
+            )
 
     def _guard(self, model: Any) -> None:
         if self._listening.background_reader is not None:

@@ -297,10 +297,15 @@ class Target:
         return self._mapped.only_keeps(payload)
 
     def leave(self) -> None:
-        """Give mapped parameters memory of their own: slots are written again, and this model is served no longer."""
+        """Give mapped parameters memory of their own: slots are written again, and this target no longer follows."""
         with self._moving:
             if self._held is not None:
                 self._plan, self._held = self._moved_out(self._plan, self._held), None
+
+    def leave_device(self) -> None:
+        """As `leave`, but only on a device, where other processes see what is written into a slot."""
+        if self._plan.devices:
+            self.leave()
 
     @staticmethod
     def _decoded(layout: Layout, payload: memoryview | DeviceMemory, extras: bytes) -> dict[str, ExtraState]:
