@@ -299,8 +299,7 @@ class Target:
     def leave(self) -> None:
         """Give mapped parameters memory of their own: slots are written again, and this target no longer follows."""
         with self._moving:
-            if self._held is not None:
-                self._plan, self._held = self._moved_out(self._plan, self._held), None
+            self._leave()
 
     def leave_device(self) -> None:
         """As `leave`, but only on a device, where other processes see what is written into a slot."""
@@ -383,6 +382,20 @@ class Target:
         torch.autograd.graph.increment_version(plan.parameters)
         return mapped
 
+    def _leave(self) -> None:
+        """Move all tensors out of mapped memory: those that the destination has now, if it can be read."""
+        if self._held is None:
+            return
+        try:
+            found = self._read(self.destination)
+            checks.refuse_functional_call(self._plan.weights, found)
+            plan = plan_for(self.destination, self._plan, lambda _: found)
+        except Exception as error:  # noqa: BLE001 - reading runs the user's hooks
+            logger.debug("a destination leaves its slot as it was read before: %r", error)
+            self._moved_out(self._plan, self._held)  # the next swap reads it again, and looks for what is left there
+            return
+        self._plan, self._held = self._moved_out(plan, self._held), None
+
     @staticmethod
     def _moved_out(plan: DestinationPlan, held: MappedPayload, staying: Container[int] = ()) -> DestinationPlan:
         """The plan, once tensors in mapped memory have copies of their own, but for ``staying``.
@@ -405,8 +418,7 @@ class Target:
             if self._movable is not False:
                 self._movable = False
                 logger.warning(CAPTURED)
-            if self._held is not None:
-                self._plan, self._held = self._moved_out(self._plan, self._held), None
+            self._leave()
 
     def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
         """Whether the payload is in the memory in which the parameters are, and they may move there."""
