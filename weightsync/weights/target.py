@@ -288,7 +288,8 @@ class Target:
 
     def unshare(self) -> None:
         """Have swaps write nothing that other processes see: see `weightsync.weights.meta_device.unshare`."""
-        mapped = () if self.mode is Mode.COPY else self._plan.mappable
+        # Where tensors are in several places, all of them are copied.
+        mapped = () if self.mode is Mode.COPY or self._plan.devices else self._plan.mappable
         if unshare(tensor for index, tensor in enumerate(self._plan.tensors) if index not in mapped):
             self._refreshed_plan()
 

@@ -343,6 +343,24 @@ def test_g3_what_can_no_longer_be_mapped_is_copied_into_memory_of_its_own_and_ne
         assert snapshot(worker) == snapshot(source)
 
 
+@pytest.mark.parametrize("several_places", [False, True])
+def test_g3_a_swap_writes_nothing_into_memory_that_other_processes_share(
+    several_places: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if several_places:
+        monkeypatch.setattr(target_module, "devices_of", lambda tensors: (Waited(),))
+    worker = nn.Linear(3, 3).share_memory()
+    elsewhere = [parameter.detach() for parameter in worker.parameters()]
+    before, source = [bits(tensor) for tensor in elsewhere], nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    target.unshare()
+
+    target.swap(target.stage(*packed(source)))
+
+    assert snapshot(worker) == snapshot(source)
+    assert [bits(tensor) for tensor in elsewhere] == before
+
+
 def test_a_copied_payload_is_free_after_the_swap() -> None:
     worker = nn.Linear(3, 3)
     target = Target(worker)
