@@ -227,6 +227,15 @@ def test_two_runs_are_compared_in_units_of_their_own_floors(
     assert compared_rows(first, second)[1][-1] == change.value
 
 
+def test_times_are_compared_whatever_the_noise_of_a_floor_that_they_are_not_in_units_of() -> None:
+    first, second = (results(case(floor(Floor.MEMCPY, 40, 0.6), floor(Floor.TCP, time))) for time in (10, 30))
+
+    of_memcpy, of_tcp = compare(first, second)
+
+    assert (of_tcp.in_floors, of_tcp.change, of_tcp.factor) == (False, Change.SLOWER, pytest.approx(3.0))
+    assert of_memcpy.change is Change.SAME
+
+
 # -------------------------------------------------------------------------------------------------- settings
 
 
