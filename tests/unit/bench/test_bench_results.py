@@ -103,6 +103,16 @@ def test_results_of_different_machines_are_not_joined() -> None:
         results().joined(results(cores="16"))
 
 
+def test_results_of_one_machine_are_joined_though_only_one_run_used_its_gpu() -> None:
+    on_cpu, on_gpu = results(case(took(SHARED, 40))), results(case(took(SHARED, 4), device="cuda"), gpu="a GPU")
+
+    for joined in (on_cpu.joined(on_gpu), on_gpu.joined(on_cpu)):
+        assert joined.machine == on_gpu.machine
+        assert {each.device for each in joined.cases} == {"cpu", "cuda"}
+    with pytest.raises(ConfigurationError, match=r"not joined \(gpu: a GPU and another\)"):
+        on_cpu.joined(on_gpu).joined(results(gpu="another"))
+
+
 # -------------------------------------------------------------------------------------- ratios, noise, targets
 
 
