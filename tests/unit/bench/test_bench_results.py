@@ -259,6 +259,7 @@ def test_lists_of_words_become_settings_and_a_command_that_repeats_them() -> Non
         "weightsync bench --payloads T,S --model mine:model --workers 1,4 --schemes process,shared --verify layout "
         "--device cpu --threads 1 --seconds 20 --rounds 50"
     )
+    assert dataclasses.replace(settings, noise_limit=0.5).command == f"{settings.command} --noise-limit 0.5"
     assert PAYLOADS["L"].nbytes == 256 * MIB
     assert [each.name for each in payloads(None, "mine:model")] == ["mine:model"]
 
