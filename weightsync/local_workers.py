@@ -244,15 +244,24 @@ def joined_rpc(address: str, world_size: int, timeout: float, call_timeout: floa
     It joins in a thread, because torch cannot be interrupted and waits half an hour for a worker that has died.
 
     Raises:
-        TransportError: the workers have not joined in time.
+        TransportError: the workers have not joined in time, or the trainer itself could not join.
     """
-    place = (address, 0, world_size, call_timeout)
-    joining = threading.Thread(target=join_rpc, args=place, name="join-rpc", daemon=True)
+    failed: list[Exception] = []
+
+    def join() -> None:
+        try:
+            join_rpc(address, 0, world_size, call_timeout)
+        except Exception as error:  # noqa: BLE001 - raised below, in the caller's thread
+            failed.append(error)
+
+    joining = threading.Thread(target=join, name="join-rpc", daemon=True)
     joining.start()
     joining.join(timeout)
     if joining.is_alive():
         # This also happens in a process that used RPC before, because torch waits for the old workers.
         raise TransportError(f"the workers have not joined torch's RPC within {timeout:g} s.")
+    if failed:
+        raise TransportError(f"the trainer could not join torch's RPC: {failed[0]}") from failed[0]
     try:
         yield
     finally:

@@ -285,7 +285,7 @@ def _compared(first: Ratio, second: Ratio, case: Case) -> Compared:
         units = (first.floor.median, second.floor.median)
     one, two = first.measured, second.measured
     factor = (two.median / units[1]) / (one.median / units[0])
-    if first.noisy or second.noisy:
+    if in_floors and (first.noisy or second.noisy):
         change = Change.NOISY
     elif two.low / units[1] > one.high / units[0]:
         change = Change.SLOWER

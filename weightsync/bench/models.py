@@ -86,7 +86,7 @@ class Source:
         weights = tensors_of(self.model)
         self.tensors = len(weights)
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
-        self._floats = [tensor for tensor in weights.values() if tensor.dtype in _FLOATS]
+        self._floats = [tensor for tensor in weights.values() if tensor.dtype in _FLOATS and tensor.numel()]
         if not self._floats:
             raise ConfigurationError(f"the payload {payload.name} has no floating-point weights to change.")
         self.flat = torch.randint(0, 256, (self.nbytes,), dtype=torch.uint8, device=device)
@@ -101,7 +101,7 @@ class Source:
             tensor.neg_()
         first = self._floats[0]
         # No two of 251 changes leave the same weights, so a send that was lost is seen.
-        first.view(-1)[0] = float(self._changes % 251)
+        first[(0,) * first.dim()] = float(self._changes % 251)
         self.flat.add_(1)
         if self.flat.is_cuda:
             torch.cuda.synchronize()

@@ -147,12 +147,13 @@ class Results:
         Raises ConfigurationError: the machine, or a version of a library, is another.
         """
         ours, theirs = dict(self.machine), dict(later.machine)
-        differ = sorted(name for name in {*ours, *theirs} - {"note"} if ours.get(name) != theirs.get(name))
+        # A run names what it uses: one on the CPU alone names no GPU.
+        differ = sorted(name for name in ours.keys() & theirs.keys() - {"note"} if ours[name] != theirs[name])
         if differ:
-            said = "; ".join(f"{name}: {ours.get(name)} and {theirs.get(name)}" for name in differ)
+            said = "; ".join(f"{name}: {ours[name]} and {theirs[name]}" for name in differ)
             raise ConfigurationError(f"results of different machines are not joined ({said}): write to another file.")
         new = {case.key for case in later.cases}
-        return replace(later, machine=theirs, cases=(*(c for c in self.cases if c.key not in new), *later.cases))
+        return replace(later, machine=ours | theirs, cases=(*(c for c in self.cases if c.key not in new), *later.cases))
 
     def record(self) -> dict[str, Any]:
         """The results as plain data, for JSON."""

@@ -152,6 +152,7 @@ class Settings:
             "--threads": str(self.threads),
             "--seconds": f"{self.seconds:g}",
             "--rounds": str(self.rounds),
+            "--noise-limit": "" if self.noise_limit == Settings.noise_limit else f"{self.noise_limit:g}",
         }
         return " ".join(["weightsync bench", *(f"{word} {value}" for word, value in words.items() if value)])
 

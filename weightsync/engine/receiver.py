@@ -386,6 +386,7 @@ class WeightReceiver(Participant):
             self._listening.stop()
             close()
             self._served.staged = None
+            self._served.leave_device()
         self._threads.end()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 from collections import defaultdict
@@ -24,6 +25,8 @@ from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_live
 from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Mode, Staged, Target
+
+logger = logging.getLogger("weightsync")
 
 #: A forward waits this many seconds for other forwards to end, so that a staged version can go live; then it runs
 #: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
@@ -213,6 +216,8 @@ class ServedModel:
         self.path: str | None = None
         #: The target for the model, into which versions are swapped; None: not needed yet.
         self.target: Target | None = None
+        #: Whether a loader was served, now or before: its pages of a slot hide what the trainer writes there.
+        self._had_loader = False
         #: What is staged for `target`; None: nothing.
         self.staged: Ready | None = None
         #: The digest of the version that was applied last; empty if it came without one.
@@ -222,8 +227,8 @@ class ServedModel:
 
     @property
     def apply_mode(self) -> Mode:
-        """How arrived weights become live. A loader may write into the views of them that it gets."""
-        return Mode.MAP if isinstance(self.model, Loader) else self._services.apply_mode
+        """How arrived weights become live. A loader may have written into the views of them that it got."""
+        return Mode.MAP if self._had_loader else self._services.apply_mode
 
     def copy_of(self, path: str | None) -> None:
         """Become the copy of a model that was registered by ``path``; None if it was registered as an object."""
@@ -246,8 +251,8 @@ class ServedModel:
     def _replace(self, model: Any, path: str | None) -> None:
         """Serve another model; the caller holds the driver's lock."""
         served = self._served_digest()
-        if self.target is not None and model is not self.model:
-            self.target.leave()
+        if self.target is not None:
+            self.target.leave()  # also where the model stays: the next target does not know what lies in a slot
         self.model, self.path = model, path
         self.target = self.staged = None
         try:
@@ -256,6 +261,18 @@ class ServedModel:
         finally:
             if self._driver.data.served and not self._serves(served):
                 self._driver.take(pure.Invalidate())
+
+    def leave_device(self) -> None:
+        """Have the model leave its slot on a device, where other processes see what is written, when it is closed."""
+        try:
+            if self.target is not None:
+                self.target.leave_device()
+        except Exception as error:  # noqa: BLE001 - the device may be full, or have failed: it is closed all the same
+            logger.warning(
+                "model %r stays in a slot that other workers read, so nothing may be written into it: %r",
+                self._driver.model_id,
+                error,
+            )
 
     def _guard(self, model: Any) -> None:
         if self._listening.background_reader is not None:
@@ -336,6 +353,7 @@ class ServedModel:
             case Relay():
                 return RelayTarget(model)
             case Loader():
+                self._had_loader = True
                 return LoaderTarget(model, self._pending_version)
         target = Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
         if isinstance(model, nn.Module):

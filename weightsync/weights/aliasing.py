@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from weightsync.weights.layout import ALIGNMENT
 from weightsync.weights.tensors import bits_of, on_cpu
 
 
@@ -79,6 +80,22 @@ def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         place.copy_(value)
         places.append(place)
     return all(same_bits(place, value) for place, value in zip(places, values, strict=True))
+
+
+def copies_together(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
+    """Copies of tensors that lie in this memory, given as bytes. They share memory with each other as these do."""
+    start = min(tensor.data_ptr() for tensor in tensors) - memory.data_ptr()
+    start -= start % ALIGNMENT
+    copy = memory[start : max(map(_end, tensors)) - memory.data_ptr()].clone().untyped_storage()
+    copies = []
+    for tensor in tensors:
+        offset = (tensor.data_ptr() - memory.data_ptr() - start) // tensor.itemsize
+        with torch.inference_mode(tensor.is_inference()):
+            made = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+            made.set_(copy, offset, tensor.shape, tensor.stride())
+            made = made.conj() if tensor.is_conj() else made
+            copies.append(torch._neg_view(made) if tensor.is_neg() else made)
+    return copies
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from weightsync.weights.aliasing import Sharing, copies_together
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights
-from weightsync.weights.tensors import Form, address_of, on_cpu, owning, set_data
+from weightsync.weights.tensors import Form, address_of, on_cpu, owning
 
 #: Smaller payloads that arrive inline are copied, and the memory of the copies is kept for later versions.
 KEPT_BELOW_NBYTES: Final = 256 << 10
@@ -66,15 +67,22 @@ class MappedPayload:
         self.memory = [self.views[source] for source in sources]
         self.copied = copied
 
-    def leave(self, parameters: list[Tensor]) -> None:
-        """Give the parameters that have this memory copies of it; tied ones the same copy."""
-        own: dict[int, Tensor] = {}
+    def copies_of(
+        self, tensors: Sequence[Tensor], sharing: Sharing, staying: Container[int] = ()
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The tensors that lie in this memory, but for ``staying``, each with a copy; tied ones share theirs."""
+        if self.storage.data_ptr() != self.address:
+            return []
+        here = range(self.address, self.address + self.storage.nbytes())
+        inside = [index for index, tensor in enumerate(tensors) if index not in staying and tensor.data_ptr() in here]
+        groups = {index: group for group in (*sharing.ties, *sharing.overlaps) for index in group}
+        found: list[tuple[Tensor, Tensor]] = []
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, view in zip(parameters, self.memory, strict=True):
-                if parameter.data_ptr() == view.data_ptr():
-                    if id(view) not in own:
-                        own[id(view)] = view.clone()
-                    set_data([(parameter, own[id(view)])])
+            memory = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+            for group in dict.fromkeys(groups.get(index, (index,)) for index in inside):
+                together = [tensors[index] for index in group]
+                found += zip(together, copies_together(together, memory), strict=True)
+        return found
 
     def form(self, weights: Weights) -> Form:
         """What the destination's tensors are known by, once the parameters have that memory."""

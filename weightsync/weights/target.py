@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from operator import is_
 
@@ -175,8 +175,8 @@ class Target:
         #: The plan for copying into the tensors, and the form and the number of threads that it holds for.
         self._planned: tuple[Form, Pieces] | None = None
         self._threads = 0
-        #: The slot on a device that parameters view; None if they view none.
-        self._slot: DeviceMemory | None = None
+        #: The memory that parameters were mapped to last, where tensors may lie that a later swap copies into.
+        self._held: MappedPayload | None = None
         #: Held while tensors are moved or written.
         self._moving = threading.RLock()
         #: Whether parameters may move to a slot on a device; None: nobody has asked yet.
@@ -252,6 +252,8 @@ class Target:
             for device in plan.devices:
                 device.synchronize()
             mapped = self._map(plan, staged, undo)
+            if self._held is not None and (mapped is None or plan.mapped is None):
+                plan = self._moved_out(plan, self._held, plan.mappable if mapped else ())
         except BaseException as error:
             undo.all(error)
             raise
@@ -264,10 +266,7 @@ class Target:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
             plan = plan.moved(mapped.form(plan.weights), mapped)
-        elif self._slot is not None:
-            plan = plan.moved(Form(plan.weights.tensors.values()))
-        self._slot = staged.payload if mapped and isinstance(staged.payload, DeviceMemory) else None
-        self._plan = plan
+        self._plan, self._held = plan, mapped
 
     def apply(self, weights: object) -> None:
         """Stage and swap the given weights through a separate buffer, so that they may alias the destination.
@@ -289,7 +288,8 @@ class Target:
 
     def unshare(self) -> None:
         """Have swaps write nothing that other processes see: see `weightsync.weights.meta_device.unshare`."""
-        mapped = () if self.mode is Mode.COPY else self._plan.mappable
+        # Where tensors are in several places, all of them are copied.
+        mapped = () if self.mode is Mode.COPY or self._plan.devices else self._plan.mappable
         if unshare(tensor for index, tensor in enumerate(self._plan.tensors) if index not in mapped):
             self._refreshed_plan()
 
@@ -298,11 +298,14 @@ class Target:
         return self._mapped.only_keeps(payload)
 
     def leave(self) -> None:
-        """Give mapped parameters memory of their own: slots are written again, and this model is served no longer."""
-        if self._plan.mapped is not None:
-            self._plan.mapped.leave(self._plan.parameters)
-            for device in self._plan.devices:
-                device.finish()
+        """Give mapped parameters memory of their own: slots are written again, and this target no longer follows."""
+        with self._moving:
+            self._leave()
+
+    def leave_device(self) -> None:
+        """As `leave`, but only on a device, where other processes see what is written into a slot."""
+        if self._plan.devices:
+            self.leave()
 
     @staticmethod
     def _decoded(layout: Layout, payload: memoryview | DeviceMemory, extras: bytes) -> dict[str, ExtraState]:
@@ -363,7 +366,6 @@ class Target:
         if self.mode is Mode.COPY or not plan.mappable:
             return None
         if not self._may_map(plan, staged.payload):
-            self._leave_slot(plan, undo)
             return None
         if torch.is_inference_mode_enabled():
             # There, a parameter's data cannot be replaced by a normal tensor.
@@ -381,32 +383,32 @@ class Target:
         torch.autograd.graph.increment_version(plan.parameters)
         return mapped
 
-    def _leave_slot(self, plan: DestinationPlan, undo: _Undo) -> None:
-        """Give parameters that view a slot on a device memory of their own, to be copied into: others read the slot."""
-        if self._slot is None:
+    def _leave(self) -> None:
+        """Move all tensors out of mapped memory: those that the destination has now, if it can be read."""
+        if self._held is None:
             return
-        own = self._own_memory(plan, self._slot, torch.empty_like)
-        undo.remember([parameter for parameter, _ in own], None)
-        with torch.inference_mode(False), torch.no_grad():
-            set_data(own)
+        try:
+            found = self._read(self.destination)
+            checks.refuse_functional_call(self._plan.weights, found)
+            plan = plan_for(self.destination, self._plan, lambda _: found)
+        except Exception as error:  # noqa: BLE001 - reading runs the user's hooks
+            logger.debug("a destination leaves its slot as it was read before: %r", error)
+            self._moved_out(self._plan, self._held)  # the next swap reads it again, and looks for what is left there
+            return
+        self._plan, self._held = self._moved_out(plan, self._held), None
 
     @staticmethod
-    def _own_memory(
-        plan: DestinationPlan, slot: DeviceMemory, make: Callable[[Tensor], Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that view a slot, each with new memory; tied ones with the same."""
-        start = slot.flat.data_ptr()
-        here = range(start, start + slot.nbytes)
-        made: dict[int, Tensor] = {}
-        own = []
+    def _moved_out(plan: DestinationPlan, held: MappedPayload, staying: Container[int] = ()) -> DestinationPlan:
+        """The plan, once tensors in mapped memory have copies of their own, but for ``staying``.
+
+        That memory is not theirs to be copied into: the peer writes it again, and on a device other processes read it.
+        """
+        own = held.copies_of(plan.tensors, plan.sharing, staying)
+        for device in plan.devices:
+            device.finish()
         with torch.inference_mode(False), torch.no_grad():
-            for index, source in plan.mappable.items():
-                parameter = plan.tensors[index]
-                if parameter.data_ptr() in here:
-                    if source not in made:
-                        made[source] = make(parameter.data)
-                    own.append((parameter, made[source]))
-        return own
+            set_data(own)
+        return plan.moved(Form(plan.weights.tensors.values()))
 
     def keep_addresses(self) -> None:
         """Give parameters that view a slot permanent memory of their own: a graph of kernels is about to be captured.
@@ -417,16 +419,7 @@ class Target:
             if self._movable is not False:
                 self._movable = False
                 logger.warning(CAPTURED)
-            if self._slot is None:
-                return
-            plan = self._plan
-            own = self._own_memory(plan, self._slot, torch.clone)
-            for device in plan.devices:
-                device.finish()
-            with torch.inference_mode(False), torch.no_grad():
-                set_data(own)
-            self._plan = plan.moved(Form(plan.weights.tensors.values()))
-            self._slot = None
+            self._leave()
 
     def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
         """Whether the payload is in the memory in which the parameters are, and they may move there."""

@@ -18,6 +18,7 @@ from test_kernels import Bench, copied, policy
 from test_slots import paired
 from torch import nn
 
+from weightsync import OutcomeKind, SharedMemWeightSyncScheme
 from weightsync.transports.buffers import Segment
 from weightsync.transports.device import DeviceSlot
 from weightsync.transports.mapping import Mapping
@@ -235,6 +236,58 @@ def test_a_capture_moves_parameters_out_of_the_slot_with_what_they_hold() -> Non
         assert [constants(model) for model in pair.models] == [{3.0}, {3.0}]
 
 
+def test_g3_a_capture_moves_a_parameter_out_of_the_slot_that_was_made_over_the_memory_of_another() -> None:
+    with fake_device() as device, paired(workers=2, model=large) as pair:
+        for fill in (1.0, 2.0):
+            filled(pair.source, fill)
+            pair.sync()
+        pair.model[0].weight = nn.Parameter(pair.model[0].weight.data)
+        device._watchers.remove(pair.receivers[1]._served.target)
+        device.capture()
+        filled(pair.source, 3.0)
+        pair.sender.send_async()
+        assert pair.receivers[0].receive(timeout=PATIENCE)
+        assert [constants(model) for model in pair.models] == [{3.0}, {2.0}]
+        assert pair.receivers[1].receive(timeout=PATIENCE)
+        pair.sender.wait_async(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_g2_a_model_of_another_dtype_refuses_the_next_version_though_a_graph_was_captured(captures: bool) -> None:
+    with fake_device() as device, paired(model=large) as pair:
+        pair.sync()
+        pair.sync()
+        pair.model.half()
+        if captures:
+            device.capture()
+        pair.sender.send_async()
+        assert not pair.receiver.receive(timeout=PATIENCE)
+        (outcome,) = pair.sender.wait_async(timeout=PATIENCE, on_failure="report").outcomes.values()
+        assert (outcome.kind, "float16" in outcome.reason) == (OutcomeKind.REFUSED, True)
+
+
+@pytest.mark.parametrize("stand_in", [True, False])
+def test_a_capture_moves_parameters_out_of_the_slot_though_the_model_cannot_be_read_now(stand_in: bool) -> None:
+    with fake_device() as device, paired(model=large) as pair:
+        pair.sync()
+        pair.sync()
+        parameters = list(pair.model.parameters())
+        slot = [parameter.data_ptr() for parameter in parameters]
+        if stand_in:
+            others = {name: torch.zeros_like(value) for name, value in pair.model.named_parameters()}
+            handle = pair.model.register_forward_pre_hook(lambda *_: device.capture())
+            torch.func.functional_call(pair.model, others, torch.ones(1, 200))
+            handle.remove()
+        else:
+            pair.model.odd = nn.Parameter(torch.zeros(2, device="meta"))
+            device.capture()
+            del pair.model.odd
+        assert not {parameter.data_ptr() for parameter in parameters} & set(slot)
+        filled(pair.source, 3.0)
+        pair.sync()
+        assert constants(pair.model) == {3.0}
+
+
 @pytest.mark.usefixtures("full")
 def test_tied_parameters_stay_tied_when_they_leave_a_slot() -> None:
     with fake_device(), paired(model=Tied) as pair:
@@ -258,6 +311,20 @@ def test_g3_a_model_that_is_replaced_has_left_its_slot_before_that_is_written_ag
         device.launch(kernel)  # the copies that the model gets are behind it, on a device
         pair.receiver.register_model(large())
         assert ended == [True]
+
+
+def test_g3_a_model_that_is_replaced_takes_along_a_parameter_that_was_made_over_the_memory_of_another() -> None:
+    with contextlib.closing(Pair(SharedMemWeightSyncScheme, model=large)) as pair:
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        before = pair.model
+        before[0].weight = nn.Parameter(before[0].weight.data)
+        pair.receiver.register_model(large())
+        for fill in (4.0, 5.0):
+            filled(pair.source, fill)
+            pair.sync()
+        assert constants(before) == {3.0}
 
 
 def test_a_slot_is_mapped_by_a_worker_in_inference_mode() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +33,13 @@ from msgspec.structs import replace
 from test_kernels import mapped, policy
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, ProtocolError, SharedMemWeightSyncScheme
+from weightsync import (
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    ProtocolError,
+    SharedMemWeightSyncScheme,
+    WeightReceiver,
+)
 from weightsync.engine.packer import open_slot
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, SlotRef, Update
@@ -147,6 +154,70 @@ def test_what_is_written_by_hand_is_written_into_no_slot() -> None:
         filled(pair.source, 2.0)
         pair.sync()
         assert [constants(model) for model in pair.models] == [{2.0}, {2.0}]
+
+
+def register_again(pair: Pair) -> WeightReceiver:
+    pair.receiver.register_model(pair.model)
+    return pair.receiver
+
+
+def set_as_the_schemes_model(pair: Pair) -> WeightReceiver:
+    pair.schemes[0].model = pair.model
+    return pair.receiver
+
+
+def close_and_join_again(pair: Pair) -> WeightReceiver:
+    pair.schemes[0].close()
+    pair.schemes[0] = mapped()
+    pair.schemes[0].init_on_worker("policy", pipe=multiprocessing.Pipe()[1], model=pair.model)
+    return pair.schemes[0].get_receiver()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("again", [register_again, set_as_the_schemes_model, close_and_join_again])
+def test_g2_a_model_that_is_given_again_has_left_its_slot(again: Callable[[Pair], WeightReceiver]) -> None:
+    with paired(workers=2, model=large) as pair:
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        again(pair).apply_weights({name: value * 7 for name, value in pair.source.state_dict().items()})
+        assert [constants(model) for model in pair.models] == [{21.0}, {3.0}]
+        assert pair.receivers[1].version == 3
+
+
+def test_a_worker_closes_though_its_device_has_no_memory_for_the_model(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with paired() as pair:
+        pair.sync()
+        pair.sync()
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(device, "finish", fail)
+            pair.receiver.close()
+        assert "stays in a slot that other workers read" in caplog.text
+        assert constants(pair.model) == {1.0}
+
+
+class Plain(nn.Parameter):
+    """A parameter of a subclass, which is never mapped."""
+
+
+@pytest.mark.usefixtures("device")
+def test_g3_a_parameter_that_can_no_longer_be_mapped_is_not_copied_into_the_slot_of_others() -> None:
+    with paired(workers=2, model=large) as pair:
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        pair.model[0].weight = Plain(pair.model[0].weight.data)
+        filled(pair.source, 4.0)
+        pair.sender.send_async()
+        assert pair.receivers[0].receive(timeout=PATIENCE)
+        assert [constants(model) for model in pair.models] == [{4.0}, {3.0}]
+        assert pair.receivers[1].receive(timeout=PATIENCE)
+        pair.sender.wait_async(timeout=PATIENCE)
 
 
 @pytest.mark.usefixtures("device")

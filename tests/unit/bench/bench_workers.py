@@ -36,5 +36,17 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
 
 
+def channels_last() -> nn.Module:
+    return nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+
+
+def transposed() -> nn.Module:
+    return nn.ParameterList([torch.zeros(4, 3).t()])
+
+
+def empty_first() -> nn.Module:
+    return nn.ParameterList([torch.zeros(0), torch.zeros(())])
+
+
 def no_module() -> str:
     return "weights"

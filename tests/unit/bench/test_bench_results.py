@@ -103,6 +103,16 @@ def test_results_of_different_machines_are_not_joined() -> None:
         results().joined(results(cores="16"))
 
 
+def test_results_of_one_machine_are_joined_though_only_one_run_used_its_gpu() -> None:
+    on_cpu, on_gpu = results(case(took(SHARED, 40))), results(case(took(SHARED, 4), device="cuda"), gpu="a GPU")
+
+    for joined in (on_cpu.joined(on_gpu), on_gpu.joined(on_cpu)):
+        assert joined.machine == on_gpu.machine
+        assert {each.device for each in joined.cases} == {"cpu", "cuda"}
+    with pytest.raises(ConfigurationError, match=r"not joined \(gpu: a GPU and another\)"):
+        on_cpu.joined(on_gpu).joined(results(gpu="another"))
+
+
 # -------------------------------------------------------------------------------------- ratios, noise, targets
 
 
@@ -227,6 +237,15 @@ def test_two_runs_are_compared_in_units_of_their_own_floors(
     assert compared_rows(first, second)[1][-1] == change.value
 
 
+def test_times_are_compared_whatever_the_noise_of_a_floor_that_they_are_not_in_units_of() -> None:
+    first, second = (results(case(floor(Floor.MEMCPY, 40, 0.6), floor(Floor.TCP, time))) for time in (10, 30))
+
+    of_memcpy, of_tcp = compare(first, second)
+
+    assert (of_tcp.in_floors, of_tcp.change, of_tcp.factor) == (False, Change.SLOWER, pytest.approx(3.0))
+    assert of_memcpy.change is Change.SAME
+
+
 # -------------------------------------------------------------------------------------------------- settings
 
 
@@ -240,6 +259,7 @@ def test_lists_of_words_become_settings_and_a_command_that_repeats_them() -> Non
         "weightsync bench --payloads T,S --model mine:model --workers 1,4 --schemes process,shared --verify layout "
         "--device cpu --threads 1 --seconds 20 --rounds 50"
     )
+    assert dataclasses.replace(settings, noise_limit=0.5).command == f"{settings.command} --noise-limit 0.5"
     assert PAYLOADS["L"].nbytes == 256 * MIB
     assert [each.name for each in payloads(None, "mine:model")] == ["mine:model"]
 

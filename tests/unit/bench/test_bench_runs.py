@@ -173,6 +173,17 @@ def test_a_payload_has_its_bytes_in_its_tensors_and_each_change_changes_them() -
     assert (source.nbytes, source.tensors, len(seen)) == (2**16, 10, 5)
 
 
+@pytest.mark.parametrize("factory", ["channels_last", "transposed", "empty_first"])
+def test_each_change_changes_a_users_model_whatever_its_first_tensor_is(factory: str) -> None:
+    source = Source(Payload(factory, 0, 0, f"bench_workers:{factory}"), "cpu")
+    seen = set()
+    for _ in range(5):
+        source.change()
+        seen.add(digest_of_model(source.model))
+
+    assert len(seen) == 5
+
+
 def test_a_users_own_model_is_measured() -> None:
     case = measure(SchemeName.SHARED, payloads=payloads(None, "bench_workers:two_layers"), verify=("layout",), rounds=1)
 

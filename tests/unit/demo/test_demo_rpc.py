@@ -33,5 +33,18 @@ def alone(folder: Path) -> None:
         pass
 
 
+def unreachable() -> None:
+    """Join at an address of a kind that torch does not know."""
+    could_not_join = pytest.raises(
+        TransportError, match="the trainer could not join torch's RPC: No rendezvous handler"
+    )
+    with could_not_join, joined_rpc("nowhere://", 1, 60.0):
+        pass
+
+
+def test_a_trainer_that_cannot_join_says_so(forkserver: Any) -> None:
+    apart(forkserver, unreachable)
+
+
 def test_a_worker_that_never_joins_is_given_up(forkserver: Any, tmp_path: Path) -> None:
     apart(forkserver, alone, tmp_path)

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Pair, large, small
+from fleet import PATIENCE, Pair, constants, filled, large, small
 
 from weightsync import (
     ConfigurationError,
     LayoutError,
+    Loader,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
@@ -68,6 +69,26 @@ def test_a_model_keeps_its_memory_unless_its_scheme_maps_the_weights_into_it(sch
 
     assert (pair.model[0].weight.data_ptr() != before) is mapped
     assert pair.receiver._served.destination() is destination
+    pair.close()
+
+
+def overwrite(weights: Iterator[tuple[str, torch.Tensor]], _: int) -> None:
+    for _, tensor in weights:
+        tensor.fill_(-99.0)
+
+
+@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_g2_a_model_that_follows_a_loader_serves_nothing_that_the_loader_wrote(scheme: Any) -> None:
+    pair = Pair(scheme, model=large)
+    pair.receiver.register_model(Loader(overwrite))
+    for _ in range(4):
+        pair.sync()
+    model = large()
+    pair.receiver.register_model(model)
+    for fill in (5.0, 6.0, 7.0):
+        filled(pair.source, fill)
+        pair.sync()
+        assert constants(model) == {fill}
     pair.close()
 
 

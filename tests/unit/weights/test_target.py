@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
 from weightsync import LayoutError
+from weightsync.weights import target as target_module
 from weightsync.weights.mapped import KEPT_PAYLOADS
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
@@ -289,6 +290,75 @@ def test_g2_a_slot_that_comes_round_with_another_layout_is_read_by_that() -> Non
         target.swap(target.stage(layout, memoryview(slot), in_slot=True))
 
         assert torch.equal(worker.weight, source["weight"])
+
+
+class Plain(nn.Parameter):
+    """A parameter of a subclass, which is never mapped."""
+
+
+class Waited:
+    """A device of which nothing is waited for."""
+
+    def finish(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def transposed(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
+    model.weight.data = model.weight.data.t()
+
+
+def of_a_subclass(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
+    model.weight = Plain(model.weight.data)
+
+
+def made_a_buffer(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
+    model._buffers["bias"] = model._parameters.pop("bias").data
+
+
+def partly_on_a_device(model: nn.Linear, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(target_module, "devices_of", lambda tensors: (Waited(),))
+    model.bias = nn.Parameter(model.bias.data.clone())
+
+
+@pytest.mark.parametrize("change", [transposed, of_a_subclass, made_a_buffer, partly_on_a_device])
+def test_g3_what_can_no_longer_be_mapped_is_copied_into_memory_of_its_own_and_never_into_a_slot(
+    change: Callable[[nn.Linear, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    layout = target.layout
+    slots = [memoryview(mmap.mmap(-1, layout.nbytes)) for _ in range(2)]
+    for version in range(6):
+        if version == 3:
+            change(worker, monkeypatch)
+        source, slot = nn.Linear(3, 3), slots[version % 2]
+        before = bytes(slots[1 - version % 2])
+        pack(read_weights(source), layout, slot)
+        target.swap(target.stage(layout, slot, in_slot=True))
+
+        assert bytes(slots[1 - version % 2]) == before
+        assert snapshot(worker) == snapshot(source)
+        slots[1 - version % 2][:] = bytes(layout.nbytes)
+        assert snapshot(worker) == snapshot(source)
+
+
+@pytest.mark.parametrize("several_places", [False, True])
+def test_g3_a_swap_writes_nothing_into_memory_that_other_processes_share(
+    several_places: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if several_places:
+        monkeypatch.setattr(target_module, "devices_of", lambda tensors: (Waited(),))
+    worker = nn.Linear(3, 3).share_memory()
+    elsewhere = [parameter.detach() for parameter in worker.parameters()]
+    before, source = [bits(tensor) for tensor in elsewhere], nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    target.unshare()
+
+    target.swap(target.stage(*packed(source)))
+
+    assert snapshot(worker) == snapshot(source)
+    assert [bits(tensor) for tensor in elsewhere] == before
 
 
 def test_a_copied_payload_is_free_after_the_swap() -> None:

@@ -8,6 +8,7 @@ from data_samples import packed
 from torch import Tensor, nn
 
 from weightsync import LayoutError
+from weightsync.weights.aliasing import copies_together
 from weightsync.weights.reading import Weights
 from weightsync.weights.target import Mode, Target
 
@@ -177,3 +178,21 @@ def test_parameters_of_a_dict_are_never_mapped() -> None:
     target.swap(target.stage(*packed({"a": torch.ones(3)})))
 
     assert (destination["a"].data_ptr(), destination["a"].tolist()) == (memory, [1, 1, 1])
+
+
+def test_copies_that_are_made_together_share_memory_and_keep_strides_and_values() -> None:
+    memory = torch.zeros(256, dtype=torch.uint8)
+    line = torch.arange(8.0)
+    memory[128 : 128 + line.nbytes].view(torch.float32).copy_(line)
+    whole = memory[128:160].view(torch.float32)
+    tensors = [whole[4:], whole.view(2, 4).t(), whole.view(torch.complex64).conj(), torch._neg_view(whole)]
+    with torch.inference_mode():
+        tensors.append(torch.empty(0).set_(whole.untyped_storage(), whole.storage_offset(), (8,), (1,)))
+
+    copies = copies_together(tensors, memory)
+    memory.zero_()
+
+    assert [copy.tolist() for copy in copies[::3]] == [line[4:].tolist(), (-line).tolist()]
+    assert torch.equal(copies[1], line.view(2, 4).t())
+    assert (copies[1].stride(), copies[2][1].item(), copies[4].is_inference()) == ((1, 4), 2 - 3j, True)
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
