@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -132,13 +133,16 @@ class Recording:
         return [f"in {test}:", *(f"  {line}" for line in shown(found))]
 
     def _counts(self, runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
-        spans = [(run.begun, run.ended, run.events) for run in runs if not run.findings]
+        coming = deque(sorted((run.begun, run.ended, run.events) for run in runs if not run.findings))
         counts: dict[str, tuple[int, int]] = {}
-        for ran in self.ran:
-            met = [events for begun, ended, events in spans if begun <= ran.ended and ended >= ran.begun]
+        met: list[tuple[int, int, int]] = []
+        for ran in self.ran:  # one after another
+            while coming and coming[0][0] <= ran.ended:
+                met.append(coming.popleft())
+            met = [run for run in met if run[1] >= ran.begun]
             name = ran.name.partition("[")[0]
             count, events = counts.get(name, (0, 0))
-            counts[name] = (count + len(met), events + sum(met))
+            counts[name] = (count + len(met), events + sum(run[2] for run in met))
         return {name: count for name, count in counts.items() if count[0]}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
 
 #: The dtypes that are cast if they are wider than the option. Complex numbers, float8, integers and bools never are.
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+#: How many bytes of float8 are converted at once to be checked.
+_PIECE: Final = 16 << 20
 
 
 def wire_dtype_of(value: torch.dtype | WireDtype | str | None) -> WireDtype | None:
@@ -93,12 +95,13 @@ def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
     with torch.inference_mode():
         for group in sent.groups:
             dtype = DTYPES[group.dtype]
-            if not (dtype.is_floating_point or dtype.is_complex) or _is_finite(_real(_bytes(flat, group), dtype)):
+            if not (dtype.is_floating_point or dtype.is_complex) or _all_finite(_bytes(flat, group), dtype):
                 continue
             for entry in sent.entries[group.first : group.last]:
-                values = _real(_bytes(flat, entry), dtype)
-                if not _is_finite(values):
-                    found[entry.name] = int(values.isnan().sum()), int(values.isinf().sum())
+                values = _bytes(flat, entry)
+                if not _all_finite(values, dtype):
+                    real = _real(values, dtype)
+                    found[entry.name] = int(real.isnan().sum()), int(real.isinf().sum())
     if found:
         counts = [f"{quoted(name)} ({nans} NaN, {infinite} infinite)" for name, (nans, infinite) in found.items()]
         raise NonFiniteError(
@@ -106,6 +109,12 @@ def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
             "workers keep the version that they serve. Look at the trainer's loss and gradients.",
             found,
         )
+
+
+def _all_finite(flat: Tensor, dtype: torch.dtype) -> bool:
+    """Whether bytes hold finite numbers only. float8 is converted piece by piece: as float32 it is four times as large."""
+    pieces = flat.split(_PIECE) if dtype.itemsize == 1 else (flat,)
+    return all(_is_finite(_real(piece, dtype)) for piece in pieces)
 
 
 def _real(flat: Tensor, dtype: torch.dtype) -> Tensor:

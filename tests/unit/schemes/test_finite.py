@@ -13,6 +13,7 @@ from torch import nn
 
 from weightsync import NonFiniteError
 from weightsync.engine.packer import Packer
+from weightsync.weights import casting
 from weightsync.weights.tensors import DTYPES
 
 NAN, INF = float("nan"), float("inf")
@@ -56,6 +57,23 @@ def test_values_of_every_dtype_are_seen(name: str) -> None:
     with pytest.raises(NonFiniteError) as caught:
         packer.pack({**weights, "bad": bad})
     assert caught.value.tensors == {"bad": (1, 0)}
+    packer.close()
+
+
+def test_float8_is_checked_in_pieces_that_bound_what_its_conversion_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    check = casting._is_finite
+    monkeypatch.setattr(casting, "_PIECE", 64)
+    monkeypatch.setattr(casting, "_is_finite", lambda values: (sizes.append(values.numel()), check(values))[1])
+    weights = torch.ones(1000)
+    packer = Packer(finite="policy")
+    packer.handed_over(packer.pack({"large": weights.to(torch.float8_e5m2)}))
+    weights[999] = INF
+
+    with pytest.raises(NonFiniteError) as caught:
+        packer.pack({"large": weights.to(torch.float8_e5m2)})
+    assert caught.value.tensors == {"large": (0, 1)}
+    assert max(sizes) == 64
     packer.close()
 
 
