@@ -113,7 +113,7 @@ def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
 
 def _all_finite(flat: Tensor, dtype: torch.dtype) -> bool:
     """Whether bytes hold finite numbers only. float8 is converted in pieces, since float32 takes four times as much."""
-    pieces = flat.split(_PIECE) if dtype.itemsize == 1 else (flat,)
+    pieces = torch.split(flat, _PIECE) if dtype.itemsize == 1 else (flat,)
     return all(_is_finite(_real(piece, dtype)) for piece in pieces)
 
 
