@@ -147,6 +147,8 @@ class Background:
         self._stopping = False
         #: Whether `stop` has ended: the receiver's own callers read the links again.
         self._stopped = False
+        #: How many links were added.
+        self._added = 0
         self._guard = Guard(receiver)
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
@@ -225,7 +227,7 @@ class Background:
 
     def _go_on(self) -> bool:
         """Run one round of the thread's loop, and wait for the next; False: the thread has ended."""
-        driver = self._receiver.driver
+        driver, added = self._receiver.driver, self._added
         try:
             seen = driver.waker.fired
             if not self._over():
@@ -237,7 +239,7 @@ class Background:
             self._news_of(broken)
         except TransportError as gone:
             logger.info("model %r: %s", self._receiver.model_id, gone)
-            return self._end_unless_linked(gone)
+            return self._end_unless_added(gone, added)
         except BaseException as raised:  # code of the user's may raise SystemExit, which would end the thread silently
             if not self._over():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
@@ -264,13 +266,16 @@ class Background:
             self._news.notify_all()
         return False
 
-    def _end_unless_linked(self, gone: TransportError) -> bool:
+    def _end_unless_added(self, gone: TransportError, added: int) -> bool:
         """End the thread, as the last link has ended; True: another was added meanwhile, and the thread goes on.
 
         `link_added` starts no thread while there is one, so both decide under the same lock.
+
+        Args:
+            added: how many links had been added when this round began.
         """
         with self._news:
-            return bool(self._receiver.links()) or self._end(gone)
+            return self._added != added or self._end(gone)
 
     def _news_of(self, error: Exception | None = None) -> None:
         with self._news:
@@ -280,6 +285,7 @@ class Background:
     def link_added(self) -> None:
         """Read the new link too. The loss of an earlier link is no longer reported."""
         with self._news:
+            self._added += 1
             self._error = None if isinstance(self._error, TransportError) else self._error
         self._spawn()
 

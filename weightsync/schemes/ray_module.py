@@ -42,6 +42,18 @@ class RayModuleTransformSender(ActorSender):
     """
 
     _scheme: RayModuleTransformScheme
+    #: The actor that was found or added, also once it has left; None: it was not needed yet, or was removed.
+    found_actor: Any = None
+
+    def add_worker(self, worker_id: int, pipe_or_context: Any, *, process: Any = None) -> None:
+        """See `WeightSender.add_worker`."""
+        super().add_worker(worker_id, pipe_or_context, process=process)
+        self.found_actor = pipe_or_context
+
+    def remove_worker(self, worker_id: int) -> None:
+        """See `WeightSender.remove_worker`."""
+        super().remove_worker(worker_id)
+        self.found_actor = None
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any = None) -> None:
         """Do nothing: there is one actor, whatever is registered."""
@@ -58,13 +70,8 @@ class RayModuleTransformSender(ActorSender):
         Raises:
             ConfigurationError: (a ValueError) no actor is found.
         """
-        if ONLY not in self.worker_ids and not self._workers.endpoints:
+        if ONLY not in self.worker_ids and self.found_actor is None:
             self.add_worker(ONLY, self._scheme.actor(self._context(), self._model_id))
-
-    @property
-    def found_actor(self) -> Any:
-        """The actor that was found or added; None: it was not needed yet."""
-        return self._workers.endpoints.get(ONLY)
 
 
 #: The receiver in the actor.

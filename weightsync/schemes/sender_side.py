@@ -88,7 +88,7 @@ class SenderSide:
         if sender.state is State.UNINITIALIZED:
             sender.connect(fence=self.given.get("fence"), weights=groups[0][0] if groups else None)
         if groups:
-            send_to_groups(sends.send, groups, deadline, OnFailure.RAISE)
+            send_to_groups(sends.send, groups, deadline, OnFailure.RAISE, lambda: sender.worker_ids)
             sender._workers.make_slots()
         else:
             sender._workers.wait(deadline.remaining, "connect")
@@ -97,10 +97,12 @@ class SenderSide:
         self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
     ) -> SyncReport:
         """Send to one group of workers after another. Raises as `WeightSyncScheme.send`."""
-        self.rendezvous.require_connected("send", self.require_sender("send"))
+        sender = self.require_sender("send")
+        self.rendezvous.require_connected("send", sender)
         sends = self.begin_sends()
         groups = self._scheme._groups(weights, worker_ids)
-        return send_to_groups(sends.send if self._scheme.sync else sends.dispatch, groups, deadline, failing)
+        send = sends.send if self._scheme.sync else sends.dispatch
+        return send_to_groups(send, groups, deadline, failing, lambda: sender.worker_ids)
 
     def groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """Weights, and the workers that get them (None: all)."""

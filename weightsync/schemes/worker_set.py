@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,13 @@ Groups = Sequence[tuple[Any, list[int] | None]]
 Send = Callable[[Any, Sequence[int] | None, Deadline, OnFailure], SyncReport]
 
 
-def send_to_groups(send: Send, groups: Groups, deadline: Deadline, failing: OnFailure) -> SyncReport:
+def send_to_groups(
+    send: Send, groups: Groups, deadline: Deadline, failing: OnFailure, members: Callable[[], Collection[int]]
+) -> SyncReport:
     """Send to one group after another; each is a version of its own.
+
+    Args:
+        members: the workers there are. One that left meanwhile is in a report, and gets nothing.
 
     Raises:
         As ``send``. If the first group's weights cannot be sent, nothing was sent; if another group's cannot, that
@@ -39,7 +44,7 @@ def send_to_groups(send: Send, groups: Groups, deadline: Deadline, failing: OnFa
     reports: list[SyncReport] = []
     errors: list[WeightSyncError] = []
     for weights, workers in groups:
-        left = {worker for report in reports for worker in report.left}
+        left = {worker for report in reports for worker in report.left}.difference(members())
         if still_there := [worker for worker in workers or () if worker not in left]:
             try:
                 reports.append(_served(send, (weights, still_there), deadline))

@@ -88,6 +88,24 @@ def test_a_worker_that_left_while_another_was_served_is_in_the_merged_report() -
     assert set(report.left) == {2}
 
 
+def test_a_worker_that_left_and_was_added_again_is_sent_its_own_with_the_others() -> None:
+    with trio(small(0.0)) as three:
+        three.workers[1].shutdown()
+        sender = three.sending.get_sender()
+        while 1 in sender.worker_ids:
+            sender.poll()
+        ours, theirs = multiprocessing.Pipe()
+        again, three.models[1] = MultiProcessWeightSyncScheme(), small(0.0)
+        three.workers[1] = again
+        again.init_on_receiver(model_id="policy", pipe=theirs, worker_idx=1, model=three.models[1])
+        sender.add_worker(1, ours)
+        with beside(again.connect):
+            report = three.sending.send({0: small(5.0), 1: small(6.0), 2: small(7.0)}, timeout=PATIENCE)
+
+        assert set(report.outcomes) == {0, 1, 2}
+        assert three.served() == [{5.0}, {6.0}, {7.0}]
+
+
 @pytest.mark.parametrize(
     ("bad", "options", "error"),
     [(nn.Linear(7, 7), {}, LayoutError), (small(float("nan")), {"check_finite": True}, NonFiniteError)],

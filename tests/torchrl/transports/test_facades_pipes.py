@@ -165,6 +165,23 @@ def test_weights_that_fit_only_a_buffer_or_only_a_model_change_neither(ends: End
         ends.trainer.wait_ack()
 
 
+class Renaming(WeightStrategy):
+    """A strategy of the user's, which may rename what it applies."""
+
+
+def test_a_model_is_not_written_if_a_strategy_of_the_users_cannot_fill_the_buffer(ends: Ends) -> None:
+    buffer, model = {"weight": torch.zeros(2, 9), "bias": torch.zeros(2)}, torch.nn.Linear(3, 2)
+    kept = constants(model)
+    ends.trainer.send_weights_async(filled(4.0))
+
+    with pytest.raises(LayoutError):
+        ends.worker.receive_weights(weights=buffer, model=model, strategy=Renaming())
+
+    assert (value(buffer), constants(model)) == (0.0, kept)
+    with pytest.raises(RefusedError, match="do not fit"):
+        ends.trainer.wait_ack()
+
+
 def test_an_update_is_handed_out_once(ends: Ends) -> None:
     ends.trainer.send_weights_async(filled(1.0))
 

@@ -303,14 +303,16 @@ class TransportFacade(Configured):
         return (model_id, given) if self._form is Form.A else given
 
     def _write(self, given: Any, weights: Any, model: Any, strategy: WeightStrategy | None) -> None:
-        """Write what has arrived into a buffer and a model, or into neither if it does not fit both."""
-        own = strategy or self._services.strategy
-        if model is not None and strategy is not None:
-            if weights is not None and type(own) is WeightStrategy:  # another may rename what it applies
-                refuse_misfit(weights, given)
+        """Write what has arrived into a buffer and a model; if it does not fit one, a plain strategy changes neither."""
+        if weights is not None and model is not None and type(strategy) is WeightStrategy:  # others may rename
+            refuse_misfit(weights, given)
             strategy.apply_weights(model, given)
+            strategy.apply_weights(weights, given)
+            return
         if weights is not None:
-            own.apply_weights(weights, given)
+            (strategy or self._services.strategy).apply_weights(weights, given)
+        if model is not None and strategy is not None:
+            strategy.apply_weights(model, given)
 
     def send_ack(self, message: str = UPDATED) -> None:
         """Ack the update that was received last. The sender's outcome has the evidence `CALL`.
