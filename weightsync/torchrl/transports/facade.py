@@ -303,7 +303,7 @@ class TransportFacade(Configured):
         return (model_id, given) if self._form is Form.A else given
 
     def _write(self, given: Any, weights: Any, model: Any, strategy: WeightStrategy | None) -> None:
-        """Write what has arrived into a buffer and a model; if it does not fit one, a plain strategy changes neither."""
+        """Write what arrived into a buffer and a model. If it does not fit one, a plain strategy changes neither."""
         if weights is not None and model is not None and type(strategy) is WeightStrategy:  # others may rename
             refuse_misfit(weights, given)
             strategy.apply_weights(model, given)
