@@ -19,9 +19,10 @@ from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import heartbeat
-from weightsync.transports.store.announcing import base_key
+from weightsync.transports.store.announcing import _Announcement, base_key
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.listener import PlaceholderLink, _listeners
+from weightsync.transports.store.mailbox import Outbox
 from weightsync.transports.store.store import Client, base_of
 from weightsync.transports.store.stream import Stream
 from weightsync.transports.store.worker import StoreWorker
@@ -318,6 +319,38 @@ def test_a_listener_ends_without_the_thread_that_wakes_it(store: Any, monkeypatc
         wait(Waker(), [], 0.001)
 
     assert not waited.passed
+
+
+def test_a_link_that_nobody_took_is_ended_only_once_its_successor_is_announced(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that takes both finds the second when it reads the end of the first: it still has a sender."""
+    order: list[str] = []
+    ended, announce, shut = threading.Event(), _Announcement.announce, Outbox.shut
+    scheme = DistributedWeightSyncScheme()
+    first = scheme.create_link((store, 1), "policy", "the worker")
+    client = Client(store)
+    client.await_value(f"{base_key('policy', 1)}/announced/0")
+
+    def announce_late(announcement: _Announcement, client: Client) -> None:
+        ended.wait(0.3)
+        order.append("the second is announced")
+        announce(announcement, client)
+
+    def note_end(outbox: Outbox) -> None:
+        order.append("the first has ended")
+        shut(outbox)
+        ended.set()
+
+    monkeypatch.setattr(_Announcement, "announce", announce_late)
+    monkeypatch.setattr(Outbox, "shut", note_end)
+    second = scheme.create_link((store, 1), "policy", "the worker")
+    first.close()
+
+    assert ended.wait(PATIENCE)
+    assert order == ["the second is announced", "the first has ended"]
+    second.close()
+    client.close()
 
 
 def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(

@@ -283,6 +283,8 @@ class StoreWorker:
     def _finish(self, client: Client, outbox: Outbox) -> None:
         """Tell the peer that nothing more will be sent, and end the reading thread."""
         try:
+            if self._closed and self._failed is None:
+                self._side.before_goodbye()
             if self._stream is None:
                 outbox.shut()
             elif self._failed is None:
@@ -338,11 +340,9 @@ class StoreWorker:
             if not self._closed:
                 client = Client(self._rendezvous.store)
                 self._receive_all(client)
-        except (Shut, EndOfStream):
+        except (Shut, EndOfStream, Ended):
             if client is not None and not self._closed:
                 self._before_end(client)
-            self._fail(TransportError(self._why_ended()))
-        except Ended:
             self._fail(TransportError(self._why_ended()))
         except (TransportError, ProtocolError) as error:
             # Once the link is closed, earlier messages are still written.
