@@ -23,7 +23,7 @@ class OnFailure(Option):
 
     #: Raise the exception that carries the report, once every worker has its outcome.
     RAISE = "raise"
-    #: Return the report.
+    #: Return the report. Only if another thread gave the update up during the wait, `SyncError` is raised all the same.
     REPORT = "report"
 
 
@@ -87,9 +87,13 @@ def switch(value: bool, argument: str) -> bool:
 
 
 _ARGUMENTS = {
+    "Backend": "backend",
     "OnFailure": "on_failure",
     "OnPending": "on_pending",
     "OnStale": "on_stale",
+    "SGLangPause": "pause",
+    "TensorTransport": "tensor_transport",
+    "VLLMPause": "pause",
     "Verify": "verify",
     "WireDtype": "wire_dtype",
 }

@@ -143,7 +143,8 @@ class WeightSender(Participant):
                 ``"env.transform[0]"``, or None: the registered model's.
             worker_ids: one or several ids of workers that have been added; None: all.
             timeout: seconds until the wait ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
-            on_failure: "raise", or "report": return the report even if workers failed.
+            on_failure: "raise", or "report": return the report even if workers failed. If another thread closes the
+                sender or abandons the update meanwhile, `SyncError` is raised in any case.
             on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" its report is in
                 `SyncReport.previous`, and its failures are raised once this version was sent. If the deadline passes
                 first, nothing is sent.
@@ -239,7 +240,7 @@ class WeightSender(Participant):
 
         Args:
             timeout: seconds, counted from this call; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
-            on_failure: "raise" or "report".
+            on_failure: as for `send`.
 
         Raises:
             StateError: nothing is outstanding, or another thread waits already.

@@ -412,7 +412,7 @@ class WeightSyncScheme(Configured):
                 it may leave workers out; they keep what they serve.
             worker_ids: one or several worker ids; None: all workers.
             timeout: seconds until the wait ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
-            on_failure: "raise", or "report": return the report even if workers failed.
+            on_failure: as for `WeightSender.send`.
 
         Returns:
             Each worker's outcome. With ``sync=False`` it is PENDING, and the next send or `shutdown` reports the

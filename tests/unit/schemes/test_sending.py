@@ -36,7 +36,11 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sequential import SequentialSends
+from weightsync.options import Option
 from weightsync.protocol.sender import LinkState
+from weightsync.schemes.engines.sglang import SGLangPause
+from weightsync.schemes.engines.vllm import VLLMPause
+from weightsync.schemes.peers.ray_actors import Backend, TensorTransport
 from weightsync.testing import FakeClock
 
 
@@ -324,6 +328,21 @@ def test_an_unknown_option_is_refused(pair: Pair, option: str) -> None:
         pair.sender.send(**{option: "shrug"})
 
     assert pair.sender.version == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "argument"),
+    [(Backend, "backend"), (TensorTransport, "tensor_transport"), (SGLangPause, "pause"), (VLLMPause, "pause")],
+)
+def test_an_unknown_value_is_refused_by_the_name_of_its_argument(option: type[Option], argument: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{argument}='shrug' is unknown: choose one of"):
+        option("shrug")
+
+
+def test_closing_during_a_send_raises_although_it_asked_for_a_report(pair: Pair) -> None:
+    threading.Timer(0.1, pair.sender.close).start()
+    with pytest.raises(SyncError, match="ABANDONED"):
+        pair.sender.send(on_failure="report")
 
 
 def test_poll_takes_in_what_has_arrived(three: Pair) -> None:
