@@ -389,7 +389,9 @@ class TransportError(WeightSyncError, ConnectionError):
 class AuthenticationError(TransportError):
     """A peer has a different key or none, or its message was altered in transit. The message was discarded.
 
-    What to do: give both ends the same key; see SECURITY.md.
+    What to do: give both ends the same key; see SECURITY.md. A link raises this error. `send()` raises
+    `WorkerLostError`, whose reason is this error's text; the worker only logs a warning, and waits for a trainer that
+    has its key.
     """
 
 

@@ -129,7 +129,8 @@ class WeightReceiver(Participant):
             StateError: the receiver is closed, or has no link yet.
             SenderClosed: (a TransportError) the sender closed the link cleanly. The model keeps the version it
                 serves; a new link may be registered.
-            TransportError: the sender is gone without a goodbye. The model keeps its version, as above.
+            TransportError: the sender is gone without a goodbye, or this worker refused its handshake because the
+                weights do not fit (`last_refusal` says why). The model keeps its version, as above.
             ProtocolError: the peer broke the protocol; its link is closed.
         """
         reader = self._listening.background_reader
@@ -278,6 +279,7 @@ class WeightReceiver(Participant):
 
         Raises:
             ModelBusyError: (a TimeoutError) other threads used the model until the timeout; nothing was answered.
+            ConfigurationError: ``message`` is not a str; nothing was answered.
             StateError: no update that was taken is pending: it was answered or superseded, or its link went down.
         """
         self._manual.ack(message, timeout)
@@ -291,6 +293,7 @@ class WeightReceiver(Participant):
 
         Raises:
             ModelBusyError: as for `ack`.
+            ConfigurationError: ``error`` is not an exception; nothing was answered.
         """
         self._manual.nack(error, timeout)
 

@@ -80,7 +80,7 @@ class WeightSender(Participant):
         self._workers.remove(worker_id)
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
-        """The same as `add_worker`, with TorchRL's names for the method and its arguments."""
+        """The same as `add_worker`, with TorchRL's names for the method and its arguments; raises the same errors."""
         self.add_worker(worker_idx, pipe_or_context)
 
     _register_worker = register_worker
@@ -143,8 +143,7 @@ class WeightSender(Participant):
                 ``"env.transform[0]"``, or None: the registered model's.
             worker_ids: one or several ids of workers that have been added; None: all.
             timeout: seconds until the wait ends; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
-            on_failure: "raise", or "report": return the report even if workers failed. If another thread closes the
-                sender or abandons the update meanwhile, `SyncError` is raised in any case.
+            on_failure: "raise", or "report": return the report even if workers failed; see `OnFailure`.
             on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" its report is in
                 `SyncReport.previous`, and its failures are raised once this version was sent. If the deadline passes
                 first, nothing is sent.
@@ -157,8 +156,8 @@ class WeightSender(Participant):
 
         Raises:
             StateError: an update is outstanding, or the sender is closed; nothing changed.
-            ConfigurationError: no worker to send to, fewer workers than expected, an unknown id, or an unsupported type
-                of weights.
+            ConfigurationError: no worker to send to, fewer than expected, an unknown id, or weights of another type.
+            ModelPathError: (an AttributeError) a model path does not resolve; no version was sent.
             LayoutError: weights that cannot travel, are not those of the registered model (other names, shapes or
                 dtypes), or have a value too large for the scheme's ``wire_dtype``; no version was sent.
             NonFiniteError: with ``check_finite=True``, weights with NaN or infinite values; no version was sent.
@@ -251,7 +250,7 @@ class WeightSender(Participant):
         return self._delivered(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:
-        """Send weights to all workers: an older name of ``send(weights=weights)``."""
+        """Send weights to all workers: an older name of ``send(weights=weights)``, which raises the same errors."""
         if self._driver.machine.state is not State.UNINITIALIZED:
             self._driver.require(SenderInput.SEND, "update_weights")
         return self.send(weights=weights)

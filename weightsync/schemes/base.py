@@ -193,7 +193,8 @@ class WeightSyncScheme(Configured):
 
         Raises:
             StateError: initialised already.
-            ConfigurationError: something is missing, unknown or contradictory.
+            ConfigurationError: something is missing, unknown or contradictory. The scheme is not initialised, and this
+                may be called again. Weights that cannot be sent are refused by `connect` or the first send, not here.
         """
         side = self._sender_side
         if side.sender is not None:
@@ -244,6 +245,8 @@ class WeightSyncScheme(Configured):
         Raises:
             StateError: initialised already.
             ConfigurationError: something is missing or unknown, or there is neither a model nor a context.
+            LayoutError: weights cannot be applied to a tensor of the model, or no weights match ``names``. After this
+                and a ConfigurationError the scheme is not initialised, and this may be called again.
         """
         if self._receiver_side.receiver is not None:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
@@ -275,7 +278,7 @@ class WeightSyncScheme(Configured):
 
         Raises:
             StateError, ConfigurationError: as for `init_on_worker`.
-            LayoutError: a buffer is on the meta device, and weights do not include it.
+            LayoutError: as for `init_on_worker`; or a buffer is on the meta device, and weights do not include it.
         """
         model = kwargs.get("model")
         if kwargs.get("names") is not None and isinstance(model, nn.Module) and lacks_weights(model):
@@ -481,6 +484,9 @@ class WeightSyncScheme(Configured):
         """Like `prepare_weights`, but a module's tensors are read directly, and not extracted first.
 
         If a subclass overrides `prepare_weights`, or a strategy overrides `extract_weights`, that is called instead.
+
+        Raises:
+            ConfigurationError, ModelPathError: as for `prepare_weights`.
         """
         ours = type(self).prepare_weights is WeightSyncScheme.prepare_weights
         if ours and type(self._strategy).extract_weights is WeightStrategy.extract_weights:
@@ -732,7 +738,7 @@ class WeightSyncScheme(Configured):
 
     @property
     def worker_idx(self) -> int | None:
-        """This worker's id; None in the trainer, and if it was not given."""
+        """This worker's id, or None if it was not given. Setting it raises StateError in the trainer."""
         return self._receiver_side.worker_idx
 
     @worker_idx.setter
@@ -778,7 +784,7 @@ class WeightSyncScheme(Configured):
 
     @property
     def weights(self) -> Any:
-        """The weights of `model`, in the strategy's format, or None without a model."""
+        """The weights of `model`, in the strategy's format, or None without a model. Raises what `model` raises."""
         model = self.model
         return self._strategy.extract_weights(model) if isinstance(model, nn.Module) else model
 

@@ -68,7 +68,12 @@ class NoReceiver(WeightReceiver):
         inplace: bool = True,
         timeout: float | Timeout | None = Timeout.DEFAULT,
     ) -> None:
-        """Write weights into the registered model; no sender is notified."""
+        """Write weights into the registered model; no sender is notified.
+
+        Raises:
+            ConfigurationError: no model is registered, or an unsupported type of weights; nothing was changed.
+            LayoutError: they do not fit; nothing was changed.
+        """
         if self.model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")
         self._scheme.strategy.apply_weights(self.model, weights, inplace)
@@ -78,7 +83,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """Sends nothing: for workers without a model, or with one that never changes."""
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
-        """Make a sender that needs nothing; all other arguments are ignored."""
+        """Make a sender that needs nothing; all other arguments are ignored.
+
+        Raises:
+            StateError: initialised already.
+        """
         if self.initialized_on_sender:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         sender = self.create_sender()
@@ -105,7 +114,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self.init_on_worker(model_id, context, **kwargs)
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Make a receiver that needs nothing; a model is kept, all other arguments are ignored."""
+        """Make a receiver that needs nothing; a model is kept, all other arguments are ignored.
+
+        Raises:
+            StateError: initialised already.
+        """
         if self.initialized_on_receiver:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         receiver = self.create_receiver()

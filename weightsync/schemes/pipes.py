@@ -223,6 +223,10 @@ class MultiProcessWeightSyncScheme(PipeScheme):
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         delta: whether a version may be sent as a delta: see `WeightSyncScheme`. Payloads then go through the pipe and
             not through shared memory. Use it only for pipes to other hosts: within a host, shared memory is faster.
+
+    Raises:
+        ConfigurationError: an argument has an unknown value or another type, or ``delta=True`` with
+            ``verify="layout"``.
     """
 
     _carries_deltas = True

@@ -64,6 +64,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             ``weight_key``; it does not protect plain actors.
 
     Raises:
+        ConfigurationError: an argument has an unknown value or another type, or the key is empty.
         MissingExtraError: ``tensor_transport="nixl"`` without what it needs.
     """
 

@@ -40,6 +40,9 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         key: a secret shared with the workers: see `DistributedWeightSyncScheme`. It does not protect calls of
             a collector's own method.
+
+    Raises:
+        ConfigurationError: an argument has an unknown value or another type, or the key is empty.
     """
 
     _sender_arguments = ("collector_infos", "collector_rrefs", "collector_class")

@@ -56,6 +56,9 @@ class SharedMemWeightSyncScheme(PipeScheme):
             GPU. Modules that torch has compiled are copied into in any case, and so is every module of a worker that
             captures a CUDA graph: a graph keeps the addresses of its capture.
         delta: refused, since no payload is sent that a delta could make smaller.
+
+    Raises:
+        ConfigurationError: an argument has an unknown value or another type, or ``delta=True``.
     """
 
     apply_mode = Mode.MAP

@@ -376,6 +376,32 @@ class Own(Engine):
         return "an engine of my own"
 
 
+class Minimal(Engine):
+    """What docs/engines.md asks for, and nothing else."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def load(self, buckets: Any, version: str) -> None:
+        self.loaded += [name for bucket in buckets for name, _ in bucket]
+
+    def abort(self) -> None:
+        """Nothing to end."""
+
+    def __str__(self) -> str:
+        return "a minimal engine"
+
+
+def test_an_adapter_with_the_four_methods_and_nothing_else_is_loaded() -> None:
+    engine = Minimal()
+    with scheme_with(engine, small(1.0)) as scheme:
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    assert set(engine.loaded) == small(1.0).state_dict().keys()
+
+
 class AsyncOwn(Own):
     async def load(self, buckets: Any, version: str) -> None:
         """Never awaited."""

@@ -17,7 +17,7 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
 from weightsync.weights.layout import Layout
-from weightsync.weights.loader import draw, is_unawaited
+from weightsync.weights.loader import BUCKET_BYTES, draw, is_unawaited
 
 #: Names and tensors that go to an engine in one call.
 Bucket = list[tuple[str, Tensor]]
@@ -36,9 +36,9 @@ class Engine(abc.ABC):
     """
 
     #: How many bytes go to the engine in one call. A larger tensor goes alone.
-    bucket_bytes: int
+    bucket_bytes: int = BUCKET_BYTES
     #: The engine's name of a tensor, by its name in the trainer's weights. Tensors that it lacks keep their names.
-    name_map: Mapping[str, str] | None
+    name_map: Mapping[str, str] | None = None
 
     @abc.abstractmethod
     def open(self) -> None:
