@@ -2,9 +2,10 @@
 
     pytest -p weightsync.testing.pytest_plugin
 
-The session fails if a trace does not conform, and names the test, the file and the line. Processes that tests start
-are recorded too. A test whose traces need not conform gives a reason and is not recorded:
-``@pytest.mark.untraced("why")``. Each worker of pytest-xdist judges what it has recorded.
+The session fails if a trace does not conform, and names the test, the file and the line. With ``CI`` set in the
+environment it also fails if Java or TLC is missing. Processes that tests start are recorded too. A test whose traces
+need not conform gives a reason and is not recorded: ``@pytest.mark.untraced("why")``. Each worker of pytest-xdist
+judges what it has recorded.
 """
 
 from __future__ import annotations
