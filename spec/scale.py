@@ -248,8 +248,8 @@ def _measured(name: str, results: dict[str, Any]) -> Iterator[str]:
     yield "A send of 256 KiB over shared memory to worker processes on this machine:\n"
     columns = "workers", "send, ms", "trainer's CPU, ms", "a worker, ms", "Python calls a worker"
     yield markdown(columns, [_fleet_row(row) for row in results["fleet"]])
-    yield "Memory at the peak, beside the models themselves, in multiples of the payload:\n"
-    held = ("scheme", "trainer's own", "shared, once a host", "each worker's own")
+    yield "Memory at the peak, in addition to the models themselves, in multiples of the payload:\n"
+    held = ("scheme", "trainer's own", "shared, once per host", "each worker's own")
     peaks = [(row["scheme"], *(f"{row[key]}" for key in ("trainer", "shared", "worker"))) for row in results["memory"]]
     yield markdown(held, peaks)
 

@@ -198,7 +198,7 @@ class WorkerFailedError(WeightSyncError):
     ) -> None:
         served = "" if version is None else f" while it served version {version}"
         after = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
-        advice = f"The other workers keep running. {next_step}"
+        advice = f"Any other workers keep running. {next_step}"
         if reason.endswith("SIGKILL"):
             advice = f"If you did not kill it, the machine may have run out of memory: see the kernel's log. {advice}"
         lines = [

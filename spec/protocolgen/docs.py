@@ -105,7 +105,7 @@ def _messages(protocol: Protocol) -> str:
     rows = (
         (_code(each.name), ", ".join(each.speakers), _code(*each.fields), each.meaning) for each in protocol.messages
     )
-    return _table("message", "spoken by", "fields", "meaning", rows=rows)
+    return _table("message", "sent by", "fields", "meaning", rows=rows)
 
 
 def _deliveries(protocol: Protocol) -> str:

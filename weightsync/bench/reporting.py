@@ -80,7 +80,7 @@ def reached(results: Results) -> str:
     """How many targets are reached, in a line."""
     verdicts = [line.verdict for line in targets(results)]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in verdicts)
-    return f"targets: {counts}" if counts else "no target speaks about these cases"
+    return f"targets: {counts}" if counts else "no target covers these cases"
 
 
 def left_out(results: Results) -> list[str]:

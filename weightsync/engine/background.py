@@ -238,7 +238,7 @@ class Background:
             logger.error("model %r: %s", self._receiver.model_id, broken)
             self._news_of(broken)
         except TransportError as gone:
-            logger.info("model %r: %s", self._receiver.model_id, gone)
+            logger.info("%s", gone)
             return self._end_unless_added(gone, added)
         except BaseException as raised:  # code of the user's may raise SystemExit, which would end the thread silently
             if not self._over():

@@ -66,7 +66,7 @@ class Listening:
 
         Raises:
             StateError: the receiver is closed, or has no link yet.
-            SenderClosed: the sender closed the link in good order.
+            SenderClosed: the sender closed the link cleanly.
             TransportError: the sender is gone.
         """
         driver = self._driver

@@ -231,7 +231,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         try:
             self._links[link].send(message)
         except Exception as error:  # noqa: BLE001 - it may be closing because it failed
-            logger.debug("no last message over a link of %r: %s", self.model_id, error)
+            logger.debug("the last message over a link of %r could not be sent: %s", self.model_id, error)
 
     def _down(self, link: int, reason: str) -> None:
         """The link has failed."""
@@ -458,5 +458,5 @@ _ANSWERED = pure.Answered()
 
 _REASONS = {
     RefusalKind.SUPERSEDED: "a newer version arrived before this one was applied",
-    RefusalKind.STALE: "a newer version, or a newer sender, has been met already",
+    RefusalKind.STALE: "this worker has already seen a newer version or a newer sender",
 }

@@ -110,7 +110,7 @@ def _fields(kind: type[Any]) -> tuple[tuple[str, object], ...]:
     """Names and defaults of a value's fields."""
     if kind not in _known:
         if not issubclass(kind, Struct):
-            raise TypeError(f"{kind} is recorded nowhere: it is no value of the protocol")
+            raise TypeError(f"{kind} cannot be recorded: it is not a value of the protocol")
         _known[kind] = tuple((each.name, _default(each)) for each in structs.fields(kind))
     return _known[kind]
 

@@ -52,4 +52,4 @@ def workers_text(workers: Collection[int]) -> str:
 
 def _owing(data: SenderData) -> str:
     owed = data.outstanding.owed if data.outstanding is not None else {}
-    return f"still awaits {workers_text(owed)}" if owed else "has been answered, but the outcome was not reported yet"
+    return f"still awaits {workers_text(owed)}" if owed else "has been answered, but not reported yet"

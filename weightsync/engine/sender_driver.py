@@ -252,7 +252,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         try:
             closing.send(Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason=reason, ending=ending))
         except Exception as error:  # noqa: BLE001 - it may be closing because it failed
-            logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
+            logger.debug("a goodbye over a link of %r could not be sent: %s", self.model_id, error)
         finally:
             close(closing)
 

@@ -103,7 +103,7 @@ class Workers:
         )
         raise AckTimeoutError(
             f"workers {expected} of {self._driver.model_id!r} have not connected.{remarks} They may still be "
-            "starting, or have no model of that name yet: see their logs and call it again, or remove them with "
+            "starting, or have no model of that name yet: look at their logs and wait again, or remove them with "
             "remove_worker().",
             pending=expected,
         )

@@ -132,8 +132,8 @@ def _called(handle: Any, job: Job) -> Any:
         unpicklable = _unpicklable(ray, {"run": job.plan.run, "make_model": job.plan.make_model})
         if unpicklable:
             raise ConfigurationError(
-                f"what worker {job.index} is to run cannot be pickled for Ray: {unpicklable}. Make that inside of run= "
-                "or make_model=, in the worker, instead of in the trainer. Nothing was started."
+                f"what worker {job.index} is to run cannot be pickled for Ray: {unpicklable}. Create it inside run= or "
+                "make_model=, in the worker, not in the trainer. Nothing was started."
             ) from error
         raise
 

@@ -57,7 +57,7 @@ def senders_refusal(error: StateError, sender: WeightSender, asked: str) -> Stat
         hint = "no update is outstanding. send_async() dispatches one that wait_async() waits for."
     elif state is State.PENDING_ASYNC:
         owing = sender.owing
-        awaits = f"still awaits {workers_text(owing)}" if owing else "was answered, and its outcome is not reported yet"
+        awaits = f"still awaits {workers_text(owing)}" if owing else "has been answered, but not reported yet"
         hint = f"version {sender.version} {awaits}. Call wait_async(), or leave out on_pending=: then it is superseded."
     elif state is State.CLOSED:
         hint = _HINTS[state]

@@ -234,7 +234,7 @@ class Member:
 
     def _overdue(self) -> str:
         if self._last_word is not None:
-            return f"it did not end within {_GRACE:g} s of its last word"
+            return f"it did not end within {_GRACE:g} s of its last message"
         if self.life is MemberState.STARTING:
             return "it did not start in time"
         return f"it gave no result for {self._rules.deadline} s"

@@ -54,7 +54,7 @@ class WorkerProcess:
             raise ConfigurationError(
                 f"what worker {job.index} is to run cannot be pickled (run= is {name_of(job.plan.run)}; "
                 f"{type(error).__name__}: {error}): define run= and make_model= at the top level of a module, not as a "
-                "lambda or inside of another function; or give "
+                "lambda or inside another function; or give "
                 'ctx=multiprocessing.get_context("fork"). Nothing was started.'
             ) from error
         self._imports_program = context.get_start_method() != "fork"

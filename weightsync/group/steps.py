@@ -193,7 +193,7 @@ def gone(receiver: WeightReceiver, error: TransportError, when: str) -> Transpor
     driver = receiver.driver
     if not driver.ended:
         return error
-    return driver.ended_as(f"the trainer has gone {when}: {driver.ended.rstrip('.')}.")
+    return driver.ended_as(f"the trainer was lost {when}: {driver.ended.rstrip('.')}.")
 
 
 class _Begins(Hook):

@@ -270,6 +270,6 @@ def _unserved(receiver: WeightReceiver, error: TransportError) -> ConfigurationE
 def _misfit(receiver: WeightReceiver) -> ConfigurationError:
     return ConfigurationError(
         f"this worker refused the trainer's weights before its first version: {receiver.last_refusal} If they do not "
-        "fit, have make_model= make a model with the same names and shapes as the trainer's, and start a new group; a "
-        "rank gives run_worker() such a model."
+        "fit, have make_model= make a model with the same names and shapes as the trainer's, and start a new group; "
+        "in a rank, pass such a model to run_worker()."
     )

@@ -297,7 +297,7 @@ def _require_base(base: BaseRef, update: Update, slot: SlotRef | None) -> None:
 def _require_parts(update: Update, slot: SlotRef | None) -> None:
     """Refuse what cannot have come in parts, with ValueError: a delta, and what lies in a slot."""
     if slot is not None or update.base is not None or not update.nbytes:
-        raise ValueError("a payload that came in parts is empty, lies in a slot, or has a base")
+        raise ValueError("a payload that came in parts is empty, is in a slot, or has a base")
     if len(update.payload_id) != _PAYLOAD_ID_NBYTES or not any(update.payload_id):
         raise ValueError(f"{len(update.payload_id)} bytes do not name a payload")
 

@@ -365,10 +365,10 @@ class WeightSyncScheme(Configured):
         if sending.sender is None and receiving.receiver is None:
             raise StateError("scheme", "uninitialized", "connect", ["init_on_sender", "init_on_receiver"])
         if receiving.receiver is None and worker_idx is not None:
-            raise ConfigurationError("connect() takes worker_idx= in a worker only: call it without in the trainer.")
+            raise ConfigurationError("connect() takes worker_idx= in a worker only: leave it out in the trainer.")
         if sending.sender is None:
             if weights is not None:
-                raise ConfigurationError("connect() takes weights= in the trainer only: call it without in a worker.")
+                raise ConfigurationError("connect() takes weights= in the trainer only: leave it out in a worker.")
             return receiving
         comes_first = worker_idx is None and (sending.rendezvous.not_connected or weights is not None)
         return sending if receiving.receiver is None or comes_first else receiving

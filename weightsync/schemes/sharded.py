@@ -214,7 +214,7 @@ class _Ranks:
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         unknown = "Whether the version was sent is known on that rank only"
-        with self.limited(self._group) as limit, _failing(f"learn from rank {root} what became of it", unknown):
+        with self.limited(self._group) as limit, _failing(f"learn the result of the send from rank {root}", unknown):
             limit(GRACE)
             dist.broadcast(tensor, group=self._group, group_src=root)
         return tensor

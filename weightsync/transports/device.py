@@ -200,7 +200,7 @@ class Reach:
                 devices[start : start + IDENTITY_NBYTES] for start in range(0, len(devices), IDENTITY_NBYTES)
             )
         elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED and self._is_of_slot(message):
-            text = "%s refused version %d, which lies on a device: the next one goes through host memory"
+            text = "%s refused version %d, which is on a device: the next one goes through host memory"
             logger.warning(text, self._peer, message.version)
             self.devices = frozenset()
 

@@ -109,7 +109,7 @@ class WakeableLink:
             self._ending = self._watch.ending
         if type(failed) is not TransportError or not self._ending or self._ending in str(failed):
             return failed
-        named = TransportError(f"{failed} The end of {self._peer}: {self._ending}.")
+        named = TransportError(f"{failed} How {self._peer} ended: {self._ending}.")
         named.__cause__ = failed.__cause__
         return named
 

@@ -157,7 +157,7 @@ def _require_loaded(taken: int, offered: int, returned: object) -> None:
         )
     if pending:
         raise SwapBroken(
-            f"The loader returned a {type(returned).__name__}, which nobody awaits here: it must return once all is "
+            f"The loader returned a {type(returned).__name__}, which nothing awaits here: it must return once all is "
             "loaded."
         )
     if taken < offered:

@@ -98,10 +98,10 @@ def test_the_goodbye_of_a_link_that_there_was_no_room_for_is_refused_as_its_hand
     monkeypatch.setattr(server, "MAX_UNMET", 1)
     unopened = CallServer("m")
     unopened.submit(Parcel("waits", 0, hello()))
-    with pytest.raises(TransportError, match="nobody listens"):
+    with pytest.raises(TransportError, match="no receiver listens"):
         unopened.submit(Parcel("another", 0, hello()))
 
-    with pytest.raises(TransportError, match="nobody listens"):
+    with pytest.raises(TransportError, match="no receiver listens"):
         unopened.hang_up(Parcel("another", 1, codec.encode(Bye(model_id="m", incarnation=1))))
 
     unopened.hang_up(Parcel("waits", 1, codec.encode(Bye(model_id="m", incarnation=1))))

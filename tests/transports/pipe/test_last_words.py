@@ -157,7 +157,7 @@ def test_a_call_that_fails_because_its_worker_is_killed_says_what_ended_it_too()
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     call.set_exception(TransportError("worker 1 cannot be reached."))
-    ending = rf"cannot be reached\. The end of worker 1: process {process.pid} is dead: .*SIGKILL"
+    ending = rf"cannot be reached\. How worker 1 ended: process {process.pid} is dead: .*SIGKILL"
     with pytest.raises(TransportError, match=ending):
         link.receive()
     link.close()

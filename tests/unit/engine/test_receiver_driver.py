@@ -210,7 +210,7 @@ def test_versions_that_are_overtaken_or_old_are_refused_with_the_reason() -> Non
     worker.receives(0, update(2), update(3, with_layout=False), update(1, with_layout=False))
     assert worker.link.takes() == [
         refusal(2, RefusalKind.SUPERSEDED, "a newer version arrived before this one was applied"),
-        refusal(1, RefusalKind.STALE, "a newer version, or a newer sender, has been met already"),
+        refusal(1, RefusalKind.STALE, "this worker has already seen a newer version or a newer sender"),
     ]
     assert worker.driver.pending is not None
     assert worker.driver.pending.update.version == 3

@@ -19,7 +19,7 @@ UPDATE = Update(model_id="policy", incarnation=5, version=1, layout_digest=b"", 
 ACK = Ack(model_id="policy", incarnation=5, version=1)
 PART = Part(model_id="policy", incarnation=5, payload_id=b"\1" * 16, nbytes=12, start=4, end=8)
 IN_PARTS = replace(UPDATE, payload_id=PART.payload_id)
-NOT_IN_PARTS = "a payload that came in parts is empty, lies in a slot, or has a base"
+NOT_IN_PARTS = "a payload that came in parts is empty, is in a slot, or has a base"
 
 
 def sealed(message: Message, changes: dict[int, bytes]) -> bytes:

@@ -325,7 +325,7 @@ def test_what_was_never_restarted_says_what_the_launcher_has_for_it(clock: FakeC
         lives.processes[-1].kill()
         error = str(member.died())
         assert error.startswith("worker 0 failed: its process was ended by SIGSEGV")
-        assert error.endswith(f"The other workers keep running. {remedy}")
+        assert error.endswith(f"Any other workers keep running. {remedy}")
     assert remedy.startswith("The group cannot restart a rank")
 
 

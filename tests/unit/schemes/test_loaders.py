@@ -167,7 +167,7 @@ def test_a_loader_that_returns_what_nobody_awaits_is_never_acked(scheme_class: A
         return make()
 
     pair = Pair(scheme_class, model=feeding(Engine(), load=load))
-    assert "which nobody awaits here: it must return once all is loaded" in lost(pair)
+    assert "which nothing awaits here: it must return once all is loaded" in lost(pair)
     pair.close()
 
 

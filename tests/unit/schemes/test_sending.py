@@ -908,7 +908,7 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
 
     assert never == (
         "never connected; is its process running, has it called init_on_worker() or init_on_receiver() "
-        "(a worker_idx= of its own for each worker), and does it call receive()?"
+        "(each worker with its own worker_idx=), and does it call receive()?"
     )
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"
@@ -1065,9 +1065,7 @@ def test_g5_a_second_send_says_who_is_awaited_and_what_can_be_done(three: Pair) 
         "(or 'wait'). Nothing has changed: the sender is pending_async and allows wait_async(), abandon(), "
         "add_worker(), remove_worker(), close(), poll()."
     )
-    assert "send_async(): version 2 has been answered, but the outcome was not reported yet. Call wait_async()" in str(
-        settled
-    )
+    assert "send_async(): version 2 has been answered, but not reported yet. Call wait_async()" in str(settled)
     assert error.steps[-2:] == (
         ("SEND_ASYNC", "ready", "pending_async"),
         ("REPLY", "pending_async", "pending_async"),

@@ -110,7 +110,7 @@ class _HandleControl:
             self.awaited = ""
         if is_unawaited(result):
             raise EngineError(
-                f"{phase}() of {self.name} returned a {type(result).__name__}, which nobody awaits here: give the URL "
+                f"{phase}() of {self.name} returned a {type(result).__name__}, which nothing awaits here: give the URL "
                 "of its server, or a Ray actor that holds it."
             )
         return result

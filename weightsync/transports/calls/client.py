@@ -117,7 +117,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         try:
             self._call_client.start(goodbye, None)
         except TransportError as error:
-            logger.debug("no goodbye over a link to %s: %s", self._peer, error)
+            logger.debug("a goodbye to %s could not be sent: %s", self._peer, error)
 
     def receive(self) -> list[Received]:
         """The answers of the finished calls, in the order in which the calls were begun: see `Link.receive`.

@@ -83,8 +83,8 @@ class CallServer:
         """Refuse new calls while too many wait for a receiver. Earlier calls stay."""
         if count >= MAX_UNMET or nbytes >= MAX_UNMET_NBYTES:
             raise TransportError(
-                f"nobody listens for model {self.model_id!r} here yet, and {count} others wait ({nbytes} bytes): make "
-                "the worker's receiver first."
+                f"no receiver listens for model {self.model_id!r} here yet, and {count} others wait ({nbytes} bytes): "
+                "make the worker's receiver first."
             )
 
     def _bring(self, parcel: Parcel) -> Future[Frames]:

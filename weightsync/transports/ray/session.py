@@ -117,7 +117,7 @@ class ActorWatch:
                 try:
                     act()
                 except Exception:
-                    logger.exception("a call to an actor could not be repeated; the other calls are watched on")
+                    logger.exception("a call to an actor could not be repeated; the other calls are still watched")
             if not ray.is_initialized():
                 self._end_all()
             pause.wait(PERIOD)

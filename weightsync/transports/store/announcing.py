@@ -30,7 +30,7 @@ _NO_RECEIVER: Final = (
     "give both sides the same model_id"
 )
 _UNTAKEN: Final = (
-    "nobody has taken the link at rank {rank} of this store: is its process running, has it called "
+    "no process has taken the link at rank {rank} of this store: is its process running, has it called "
     "init_on_worker(..., rank={rank}) with the same store, and does it call receive()?"
 )
 #: Identifies a worker: the store's host and port, and the worker's key there.

@@ -95,4 +95,4 @@ def open_memory(identity: bytes, fd: int, nbytes: int) -> DeviceMemory:
         if device is not None:
             with torch.inference_mode(False):  # as above; and its views could not become a parameter's data
                 return device.open(fd, nbytes)
-    raise ProtocolError(f"A slot lies on the device {identity.hex()}, which this process does not have.")
+    raise ProtocolError(f"A slot is on the device {identity.hex()}, which this process does not have.")
