@@ -209,8 +209,8 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
     made.sends()
     assert reason_of(made, 0) == [
         "never connected",
-        "is its process running, has it called init_on_worker() or init_on_receiver() (a worker_idx= of its own for "
-        "each worker), and does it call receive()?",
+        "is its process running, has it called init_on_worker() or init_on_receiver() (each worker with its own "
+        "worker_idx=), and does it call receive()?",
     ]
     made.fleet.receives(0, hello())
     made.fleet.receives(1, ack(1))
