@@ -104,8 +104,8 @@ class SyncReport(Struct, frozen=True, kw_only=True):
     """
 
     model_id: str
-    #: The version sent. None: nothing was sent, since there were no workers, every target was lost or had refused before,
-    #: or the deadline passed before the update that ``on_pending="wait"`` waited for had its answers.
+    #: The version sent. None: nothing was sent, since there were no workers, every target was lost or had refused
+    #: before, or the deadline passed before the update that ``on_pending="wait"`` waited for had its answers.
     version: int | None
     incarnation: int
     outcomes: Mapping[int, Outcome]
