@@ -55,7 +55,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     #: The worker's own traceback, if it raised.
     remote_traceback: str = ""
     evidence: Evidence = Evidence.NONE
-    #: The highest incarnation the worker has seen, if a newer sender took it over; else 0.
+    #: The highest incarnation that the worker has accepted, if a refusal named it; else 0. If it is above that of the
+    #: report, a newer sender took the worker over.
     fence: int = 0
     #: Seconds the worker spent applying.
     apply_s: float = 0.0
