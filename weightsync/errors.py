@@ -326,8 +326,9 @@ class MissingExtraError(WeightSyncError, ImportError):
 class LayoutError(WeightSyncError, KeyError, ValueError):
     """The names, shapes or dtypes of weights and destination differ. Nothing has changed.
 
-    What to do: compare `missing`, `unexpected` and `mismatched`; a `WeightStrategy` or a map of names can bridge them.
-    `TensorDict.from_module()` has the buffers that are not persistent too, which are not sent: pass the module instead.
+    What to do: compare `missing`, `unexpected` and `mismatched`. A `WeightStrategy` of your own can bridge them, or the
+    ``name_map=`` of a loader. `TensorDict.from_module()` has the buffers that are not persistent too, which are not
+    sent: pass the module instead.
 
     Attributes:
         missing: names that the destination has and the weights lack.
