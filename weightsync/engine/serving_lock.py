@@ -279,8 +279,11 @@ class ServedModel:
             self._listening.background_reader.model_set(model)
 
     def _serves(self, digest: bytes) -> bool:
-        """Whether the model holds exactly the weights of that digest."""
-        return bool(digest) and self.target is not None and self.target.digest() == digest
+        """Whether the model holds exactly the weights of that digest, as far as it can be read: a loader cannot."""
+        if digest and self.target is not None:
+            with contextlib.suppress(ConfigurationError, LayoutError):
+                return self.target.digest() == digest
+        return False
 
     def _served_digest(self) -> bytes:
         """The digest of the version served; empty if it is unknown, or none is served."""

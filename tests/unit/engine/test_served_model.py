@@ -42,6 +42,18 @@ def test_g2_a_model_with_the_workers_own_changes_does_not_serve_the_version_that
     assert pair.receiver.version is None
 
 
+@pytest.mark.parametrize("before", [small(1.0), Loader(lambda weights, version: list(weights))])
+def test_g2_a_loader_that_takes_a_models_or_a_loaders_place_serves_nothing(pair: Pair, before: Any) -> None:
+    pair.receiver.register_model(before)
+    pair.sync()
+    loaded: list[int] = []
+    pair.receiver.register_model(Loader(lambda weights, version: loaded.extend(version for _ in weights)))
+
+    assert pair.receiver.version is None
+    assert pair.sync().ok
+    assert set(loaded) == {2}
+
+
 @pytest.mark.parametrize("error", [ConfigurationError, LayoutError])
 def test_g2_where_the_model_before_cannot_be_read_the_next_one_serves_nothing(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
