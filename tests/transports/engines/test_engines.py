@@ -402,11 +402,38 @@ def test_a_carrier_whose_send_returned_something_to_await_has_failed(server: Eng
 # ----------------------------------------------------------------------------------------------------- SGLang
 
 
-def test_sglang_flushes_its_cache_where_its_requests_were_ended(server: EngineServer) -> None:
-    with scheme_with(SGLangEngine(server.url, pause="abort"), small(1.0)) as scheme:
+@pytest.mark.parametrize("pause", ["retract", "abort", "in_place", None])
+def test_sglang_is_told_to_forget_what_old_weights_computed(pause: str | None, server: EngineServer) -> None:
+    with scheme_with(SGLangEngine(server.url, pause=pause), small(1.0)) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
-    assert server.calls == ["pause_generation", "update_weights_from_tensor", "flush_cache", "continue_generation"]
-    assert server.bodies["pause_generation"] == [{"mode": "abort"}]
+    paused, resumed = (["pause_generation"], ["continue_generation"]) if pause else ([], [])
+    assert server.calls == [*paused, "update_weights_from_tensor", "flush_cache", *resumed]
+    assert server.bodies["pause_generation"] == [{"mode": pause}] * len(paused)
+
+
+@pytest.mark.parametrize(
+    ("pause", "status", "kind"),
+    [
+        ("retract", 400, OutcomeKind.APPLIED),
+        (None, 400, OutcomeKind.APPLIED),
+        ("retract", 500, OutcomeKind.LOST),
+        ("abort", 400, OutcomeKind.LOST),
+    ],
+)
+def test_requests_that_keep_sglang_from_forgetting_are_logged_unless_they_were_ended(
+    pause: str | None, status: int, kind: OutcomeKind, server: EngineServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.plan["flush_cache"] = [status]
+    with scheme_with(SGLangEngine(server.url, pause=pause), small(1.0)) as scheme:
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is kind
+    assert ("it did not flush its prefix cache" in caplog.text) is (kind is OutcomeKind.APPLIED)
+    assert not (server.paused and kind is OutcomeKind.APPLIED)
+
+
+def test_sglang_keeps_its_cache_if_asked_to(server: EngineServer) -> None:
+    with scheme_with(SGLangEngine(server.url, flush_cache=False), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert "flush_cache" not in server.calls
 
 
 @pytest.mark.parametrize(("kind", "turns_away"), [("vllm", "start_weight_update"), ("sglang", KINDS["sglang"][1])])
