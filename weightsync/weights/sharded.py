@@ -41,7 +41,10 @@ class ShardedWeights:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes, equal on ranks whose tensors have the same order, names, whole shapes, dtypes and placements."""
+        """16 bytes, equal on ranks whose tensors have the same order, names, whole shapes, dtypes and placements.
+
+        Meshes count by their shapes: data-parallel replicas of a tensor-parallel model have a mesh each.
+        """
         return xxhash.xxh3_128_digest(repr([_described(*item) for item in self._weights.tensors.items()]).encode())
 
     @property
@@ -100,5 +103,5 @@ def _resharded(source: object) -> object:
 
 
 def _described(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
-    spread = f"{tensor.device_mesh.mesh.tolist()} {tensor.placements}" if is_dtensor(tensor) else ""
+    spread = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}" if is_dtensor(tensor) else ""
     return name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), spread

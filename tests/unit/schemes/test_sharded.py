@@ -105,6 +105,16 @@ def send_placed(setup: WorkerSetup, rank: int) -> None:
     send_sharded(setup.scheme, {"a": whole if rank == 0 else shard, "b": shard}, timeout=PATIENCE)
 
 
+def send_replica(setup: WorkerSetup) -> Any:
+    """Each rank holds a replica, sharded over a mesh of its own: data parallel, with tensor parallelism of size 1."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: PLC0415
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    state = model(2).state_dict()
+    held = {name: DTensor.from_local(each, mesh, [Shard(0)]) if each.dim() else each for name, each in state.items()}
+    return send_sharded(setup.scheme, held, timeout=PATIENCE)
+
+
 def send_within_another_group(setup: WorkerSetup, rank: int) -> None:
     group = dist.new_group([0])
     if rank == 1:
@@ -269,6 +279,12 @@ def test_ranks_that_place_a_tensor_differently_all_raise_and_send_nothing(ranks:
     assert [type(error) for error in found] == [LayoutError, LayoutError]
     assert "meshes or placements" in str(found[0])
     assert [report.version for report in ranks.do(send)] == [1, 1]
+
+
+def test_replicas_whose_shards_are_on_meshes_of_their_own_are_sent(ranks: Ranks) -> None:
+    assert [(report.version, report.ok) for report in ranks.do(send_replica)] == [(1, True), (1, True)]
+    want = model(2).state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in ranks.model.state_dict().items())
 
 
 def test_a_rank_outside_of_the_group_is_told_so(ranks: Ranks) -> None:
