@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class ShardedWeights:
             for name, tensor in self._weights.tensors.items():
                 if is_dtensor(tensor):
                     before_each()
-                    yield name, tensor.full_tensor()
+                    yield name, _in_reach(tensor).full_tensor()
                 else:
                     yield name, tensor.detach()
 
@@ -100,6 +101,14 @@ def _resharded(source: object) -> object:
         if is_fsdp(type(module)):  # type: ignore[arg-type]
             module.reshard()
     return source
+
+
+def _in_reach(tensor: Any) -> Any:
+    """A DTensor whose shard is where its mesh communicates. FSDP2's CPUOffloadPolicy keeps shards on the CPU."""
+    mesh, here = tensor.device_mesh, f"{tensor.device.type}:"
+    if all(here in dist.get_backend_config(group) for group in mesh.get_all_groups()):
+        return tensor
+    return tensor.to(mesh.device_type)
 
 
 def _described(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
