@@ -201,6 +201,17 @@ def test_vllm_is_told_to_forget_what_old_weights_computed_unless_its_pause_did_s
     assert server.calls.count("reset_prefix_cache") == resets
 
 
+@pytest.mark.parametrize("pause", ["keep", None])
+def test_requests_that_keep_vllm_from_forgetting_are_logged(
+    pause: str | None, server: EngineServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.plan["reset_prefix_cache"] = ["unsuccessful"]
+    with scheme_with(VLLMEngine(server.url, Inline(), pause=pause), small(1.0)) as scheme:
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    assert f"the vLLM server at {server.url} has requests that hold parts of its prefix cache" in caplog.text
+    assert not server.paused
+
+
 def test_a_carrier_brings_the_tensors_while_the_call_is_answered(server: EngineServer) -> None:
     carrier, source = Beside(server), large(1.0)
     with scheme_with(VLLMEngine(server.url, carrier, bucket_bytes=100_000), source) as scheme:
