@@ -441,6 +441,15 @@ def test_requests_that_keep_sglang_from_forgetting_are_logged_unless_they_were_e
     assert not (server.paused and kind is OutcomeKind.APPLIED)
 
 
+def test_the_buckets_of_all_of_sglangs_ranks_together_are_of_bounded_size(server: EngineServer) -> None:
+    source = large(1.0)
+    with scheme_with(SGLangEngine(server.url, tp_size=4, bucket_bytes=400_000), source) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert equal(server, source)
+    assert {len(body["serialized_named_tensors"]) for body in server.bodies["update_weights_from_tensor"]} == {4}
+    assert max(server.sizes) <= 100_000
+
+
 def test_sglang_keeps_its_cache_if_asked_to(server: EngineServer) -> None:
     with scheme_with(SGLangEngine(server.url, flush_cache=False), small(1.0)) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)

@@ -57,7 +57,7 @@ class SGLangEngine(Engine):
             so that a request may see parts of two versions.
         flush_cache: whether to flush the prefix cache.
         name_map: the engine's name of a tensor, by its name in the trainer's weights.
-        bucket_bytes: how many bytes go in one call. The call takes about three times as many.
+        bucket_bytes: how many bytes go in one call, for all ranks together. The call takes about three times as many.
         headers: sent with each call, such as an ``Authorization``.
 
     Raises:
@@ -89,7 +89,8 @@ class SGLangEngine(Engine):
         self._pause = None if pause is None else SGLangPause(pause)
         self._flushes = flush_cache
         self.name_map = name_map
-        self.bucket_bytes = bucket_bytes
+        # The call has the tensors once for each rank.
+        self.bucket_bytes = bucket_bytes if carrier is not None else max(bucket_bytes // tp_size, 1)
 
     def load(self, buckets: Iterable[Bucket], version: str) -> None:
         """Load a version: see `Engine.load`."""
