@@ -154,7 +154,8 @@ class EngineServer:
             self.half.init(body)
             return True
         if route == "update_weights_from_tensor":
-            (serialized,) = body["serialized_named_tensors"]
+            serialized, *others = body["serialized_named_tensors"]
+            assert others == [serialized] * len(others)
             bucket = pickle.loads(base64.b64decode(serialized))
         else:
             bucket = self.carried.get() if self.half is None else self.half.receive(body)

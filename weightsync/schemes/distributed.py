@@ -23,7 +23,7 @@ from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import FOR_EVER, Hints, Store, TCPStore, base_of, hosted, keep_in_child, reached
-from weightsync.transports.store.stream import hosts_address
+from weightsync.transports.store.stream import named_address
 from weightsync.weights.strategy import WeightStrategy
 
 #: Buckets of a payload in flight at once, with ``sync=False``.
@@ -182,7 +182,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return StoreEnd(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _make_store(self, base_port: Any) -> TCPStore:
-        host, port = hosts_address(), _port_beside(base_port)
+        host, port = named_address(), _port_beside(base_port)
         for wanted in (port, 0):
             try:
                 return hosted(host, wanted, self._patience())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -41,7 +42,10 @@ class ShardedWeights:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes, equal on ranks whose tensors have the same order, names, whole shapes, dtypes and placements."""
+        """16 bytes, equal on ranks whose tensors have the same order, names, whole shapes, dtypes and placements.
+
+        Meshes count by their shapes: data-parallel replicas of a tensor-parallel model have a mesh each.
+        """
         return xxhash.xxh3_128_digest(repr([_described(*item) for item in self._weights.tensors.items()]).encode())
 
     @property
@@ -60,7 +64,7 @@ class ShardedWeights:
             for name, tensor in self._weights.tensors.items():
                 if is_dtensor(tensor):
                     before_each()
-                    yield name, tensor.full_tensor()
+                    yield name, _in_reach(tensor).full_tensor()
                 else:
                     yield name, tensor.detach()
 
@@ -99,6 +103,14 @@ def _resharded(source: object) -> object:
     return source
 
 
+def _in_reach(tensor: Any) -> Any:
+    """A DTensor whose shard is where its mesh communicates. FSDP2's CPUOffloadPolicy keeps shards on the CPU."""
+    mesh, here = tensor.device_mesh, f"{tensor.device.type}:"
+    if all(here in dist.get_backend_config(group) for group in mesh.get_all_groups()):
+        return tensor
+    return tensor.to(mesh.device_type)
+
+
 def _described(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
-    spread = f"{tensor.device_mesh.mesh.tolist()} {tensor.placements}" if is_dtensor(tensor) else ""
+    spread = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}" if is_dtensor(tensor) else ""
     return name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), spread

@@ -201,6 +201,17 @@ def test_vllm_is_told_to_forget_what_old_weights_computed_unless_its_pause_did_s
     assert server.calls.count("reset_prefix_cache") == resets
 
 
+@pytest.mark.parametrize("pause", ["keep", None])
+def test_requests_that_keep_vllm_from_forgetting_are_logged(
+    pause: str | None, server: EngineServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.plan["reset_prefix_cache"] = ["unsuccessful"]
+    with scheme_with(VLLMEngine(server.url, Inline(), pause=pause), small(1.0)) as scheme:
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    assert f"the vLLM server at {server.url} has requests that hold parts of its prefix cache" in caplog.text
+    assert not server.paused
+
+
 def test_a_carrier_brings_the_tensors_while_the_call_is_answered(server: EngineServer) -> None:
     carrier, source = Beside(server), large(1.0)
     with scheme_with(VLLMEngine(server.url, carrier, bucket_bytes=100_000), source) as scheme:
@@ -428,11 +439,47 @@ def test_a_carrier_whose_send_returned_something_to_await_has_failed(server: Eng
 # ----------------------------------------------------------------------------------------------------- SGLang
 
 
-def test_sglang_flushes_its_cache_where_its_requests_were_ended(server: EngineServer) -> None:
-    with scheme_with(SGLangEngine(server.url, pause="abort"), small(1.0)) as scheme:
+@pytest.mark.parametrize("pause", ["retract", "abort", "in_place", None])
+def test_sglang_is_told_to_forget_what_old_weights_computed(pause: str | None, server: EngineServer) -> None:
+    with scheme_with(SGLangEngine(server.url, pause=pause), small(1.0)) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
-    assert server.calls == ["pause_generation", "update_weights_from_tensor", "flush_cache", "continue_generation"]
-    assert server.bodies["pause_generation"] == [{"mode": "abort"}]
+    paused, resumed = (["pause_generation"], ["continue_generation"]) if pause else ([], [])
+    assert server.calls == [*paused, "update_weights_from_tensor", "flush_cache", *resumed]
+    assert server.bodies["pause_generation"] == [{"mode": pause}] * len(paused)
+
+
+@pytest.mark.parametrize(
+    ("pause", "status", "kind"),
+    [
+        ("retract", 400, OutcomeKind.APPLIED),
+        (None, 400, OutcomeKind.APPLIED),
+        ("retract", 500, OutcomeKind.LOST),
+        ("abort", 400, OutcomeKind.LOST),
+    ],
+)
+def test_requests_that_keep_sglang_from_forgetting_are_logged_unless_they_were_ended(
+    pause: str | None, status: int, kind: OutcomeKind, server: EngineServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.plan["flush_cache"] = [status]
+    with scheme_with(SGLangEngine(server.url, pause=pause), small(1.0)) as scheme:
+        assert scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind is kind
+    assert ("it did not flush its prefix cache" in caplog.text) is (kind is OutcomeKind.APPLIED)
+    assert not (server.paused and kind is OutcomeKind.APPLIED)
+
+
+def test_the_buckets_of_all_of_sglangs_ranks_together_are_of_bounded_size(server: EngineServer) -> None:
+    source = large(1.0)
+    with scheme_with(SGLangEngine(server.url, tp_size=4, bucket_bytes=400_000), source) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert equal(server, source)
+    assert {len(body["serialized_named_tensors"]) for body in server.bodies["update_weights_from_tensor"]} == {4}
+    assert max(server.sizes) <= 100_000
+
+
+def test_sglang_keeps_its_cache_if_asked_to(server: EngineServer) -> None:
+    with scheme_with(SGLangEngine(server.url, flush_cache=False), small(1.0)) as scheme:
+        scheme.get_sender().send(timeout=PATIENCE)
+    assert "flush_cache" not in server.calls
 
 
 @pytest.mark.parametrize(("kind", "turns_away"), [("vllm", "start_weight_update"), ("sglang", KINDS["sglang"][1])])

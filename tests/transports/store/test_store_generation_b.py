@@ -115,6 +115,16 @@ def test_a_collectors_port_plus_two_that_is_none_is_any_free_port() -> None:
         assert scheme.get_store_info()["port"]
 
 
+def test_the_schemes_own_store_listens_at_the_interface_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "198.51.100.1")  # this host has no such address
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1))
+        assert scheme.get_store_info()["host"] == "127.0.0.1"
+
+
 def test_a_collectors_port_that_is_no_number_is_refused() -> None:
     with DistributedWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match="tcp_port is 'a port'"):
         scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1, tcp_port="a port"))

@@ -19,8 +19,9 @@ from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError,
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack
 from weightsync.transports.sealing import Kind, Reason, refusal
+from weightsync.transports.store import stream
 from weightsync.transports.store.mailbox import Outbox
-from weightsync.transports.store.stream import EndOfStream, Stream, dial, hosts_address, own_address
+from weightsync.transports.store.stream import EndOfStream, Stream, dial, own_address
 
 KEY = "the fleet's own secret"
 
@@ -303,13 +304,31 @@ def test_our_own_store_listens_at_the_address_that_is_announced_alone_and_worker
         (True, "10.0.0.7", "127.0.0.1"),
         (False, "10.0.0.7", "10.0.0.7"),
         (False, "fe80::1%eth0", "fe80::1%eth0"),
-        (False, "127.0.0.1", hosts_address()),
-        (False, "::1", hosts_address()),
-        (False, None, hosts_address()),
+        (False, "127.0.0.1", "10.0.0.8"),
+        (False, "::1", "10.0.0.8"),
+        (False, None, "10.0.0.8"),
     ],
 )
-def test_a_worker_listens_where_its_sender_can_come(stays: bool, towards_store: str | None, wanted: str) -> None:
+def test_a_worker_listens_where_its_sender_can_come(
+    stays: bool, towards_store: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "hosts_address", lambda: "10.0.0.8")
     assert own_address(stays, towards_store) == wanted
+
+
+@pytest.mark.parametrize(("routed", "wanted"), [("10.0.0.9", "10.0.0.9"), (None, "127.0.0.1")])
+def test_a_worker_whose_hosts_name_is_a_loopbacks_listens_where_it_reaches_others(
+    routed: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "hosts_address", lambda: "127.0.1.1")
+    monkeypatch.setattr(stream, "_routed_address", lambda: routed)
+    assert own_address(False, "127.0.0.1") == wanted
+
+
+def test_the_address_from_which_this_host_reaches_others_is_its_own() -> None:
+    routed = stream._routed_address()
+    if routed is not None:  # else there is no network here
+        socket.create_server((routed, 0)).close()
 
 
 def test_a_users_own_word_on_the_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,39 @@ def send_placed(setup: WorkerSetup, rank: int) -> None:
     send_sharded(setup.scheme, {"a": whole if rank == 0 else shard, "b": shard}, timeout=PATIENCE)
 
 
+def send_replica(setup: WorkerSetup) -> Any:
+    """Each rank holds a replica, sharded over a mesh of its own: data parallel, with tensor parallelism of size 1."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: PLC0415
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    state = model(2).state_dict()
+    held = {name: DTensor.from_local(each, mesh, [Shard(0)]) if each.dim() else each for name, each in state.items()}
+    return send_sharded(setup.scheme, held, timeout=PATIENCE)
+
+
+def send_offloaded(setup: WorkerSetup, rank: int) -> Any:
+    """Send shards on the CPU, of a mesh that communicates on GPUs alone, as FSDP2 offloads them over NCCL.
+
+    There is no GPU: what would be moved there goes to a mesh on the CPU.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415
+
+    gpus = DeviceMesh.from_group(dist.new_group(backend="cuda:gloo"), "cuda", mesh=torch.tensor([0, 1]))
+    cpus = init_device_mesh("cpu", (2,))
+    spec = DTensorSpec(gpus, (Shard(0),), tensor_meta=TensorMeta(torch.Size((4,)), (1,), torch.float32))
+    offloaded = DTensor(torch.full((2,), float(rank)), spec, requires_grad=False)
+
+    def to(tensor: Any, device: str) -> Any:
+        assert device == "cuda"
+        return DTensor.from_local(tensor.to_local(), cpus, [Shard(0)], run_check=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "to", to)
+        return send_sharded(setup.scheme, {"bias": offloaded}, timeout=PATIENCE)
+
+
 def send_within_another_group(setup: WorkerSetup, rank: int) -> None:
     group = dist.new_group([0])
     if rank == 1:
@@ -269,6 +302,24 @@ def test_ranks_that_place_a_tensor_differently_all_raise_and_send_nothing(ranks:
     assert [type(error) for error in found] == [LayoutError, LayoutError]
     assert "meshes or placements" in str(found[0])
     assert [report.version for report in ranks.do(send)] == [1, 1]
+
+
+def test_replicas_whose_shards_are_on_meshes_of_their_own_are_sent(ranks: Ranks) -> None:
+    assert [(report.version, report.ok) for report in ranks.do(send_replica)] == [(1, True), (1, True)]
+    want = model(2).state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in ranks.model.state_dict().items())
+
+
+def test_shards_that_are_kept_on_the_cpu_are_gathered_where_their_mesh_communicates(crew: Crew, tmp_path: Path) -> None:
+    destination = nn.Module()
+    destination.bias = nn.Parameter(torch.zeros(4))
+    ranks = Ranks(crew, tmp_path, destination)
+    for rank, each in enumerate(ranks.ranks):
+        each.tell(send_offloaded, rank)
+    ranks.receive()
+    assert [_outcome(each).ok for each in ranks.ranks] == [True, True]
+    assert destination.bias.tolist() == [0.0, 0.0, 1.0, 1.0]
+    ranks.scheme.close()
 
 
 def test_a_rank_outside_of_the_group_is_told_so(ranks: Ranks) -> None:

@@ -86,7 +86,7 @@ class HttpCalls:
             raise EngineError(f"POST {self.url}/{route} was answered {status}: {text[:_QUOTED]}", status)
         answer = _decoded(text)
         if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
-            raise EngineError(f"POST {self.url}/{route} was answered {text[:_QUOTED]}")
+            raise EngineError(f"POST {self.url}/{route} was answered {text[:_QUOTED]}", status)
         return answer
 
     def command(self, route: str, body: Mapping[str, Any] | None = None) -> Any:

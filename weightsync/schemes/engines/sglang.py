@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -17,6 +18,10 @@ from weightsync.weights.loader import BUCKET_BYTES, require_bucket_bytes, requir
 
 #: The ``group_name`` of the group that a carrier and SGLang's workers join, unless its `init_info` has another.
 GROUP: Final = "weight_update_group"
+#: The status by which SGLang says that it did not flush its prefix cache: it has requests.
+_NOT_IDLE: Final = 400
+
+logger = logging.getLogger("weightsync")
 
 
 class SGLangPause(Option):
@@ -36,10 +41,13 @@ class SGLangEngine(Engine):
     With a carrier it is updated by ``update_weights_from_distributed``, after one ``init_weights_update_group``: the
     carrier transfers the tensors, for example by an NCCL broadcast.
 
-    For each version: ``pause_generation``, an update call for each bucket, ``flush_cache`` (with ``pause="abort"``
-    only: SGLang flushes when it is idle), ``continue_generation``. If an update call fails, the server may hold parts
-    of two versions: it stays paused, and the worker is LOST. If the pause fails, the server is resumed. After LOST,
-    reload the server's model, then call `add_worker`.
+    For each version: ``pause_generation``, an update call for each bucket, ``flush_cache``, ``continue_generation``. If
+    an update call fails, the server may hold parts of two versions: it stays paused, and the worker is LOST. If the
+    pause fails, the server is resumed. After LOST, reload the server's model, then call `add_worker`.
+
+    The prefix cache holds what old weights have computed for prompts, and SGLang flushes it only while it has no
+    requests. With ``pause="abort"`` it has none, and must flush. Otherwise requests that wait can prevent it: then the
+    version counts as applied, a warning is logged, and new requests may use parts of the cache.
 
     Args:
         url: the URL of the server.
@@ -47,9 +55,9 @@ class SGLangEngine(Engine):
         tp_size: its tensor-parallel size: each rank gets the whole tensors, and takes its part.
         pause: what happens to requests in progress: "retract" (default), "abort" or "in_place"; None: do not pause,
             so that a request may see parts of two versions.
-        flush_cache: with ``pause="abort"``: whether to flush the prefix cache, which holds results of the old weights.
+        flush_cache: whether to flush the prefix cache.
         name_map: the engine's name of a tensor, by its name in the trainer's weights.
-        bucket_bytes: how many bytes go in one call. The call takes about three times as many.
+        bucket_bytes: how many bytes go in one call, for all ranks together. The call takes about three times as many.
         headers: sent with each call, such as an ``Authorization``.
 
     Raises:
@@ -79,9 +87,10 @@ class SGLangEngine(Engine):
         self._joined = carrier is None
         self._tp_size = tp_size
         self._pause = None if pause is None else SGLangPause(pause)
-        self._flushes = flush_cache and self._pause is SGLangPause.ABORT
+        self._flushes = flush_cache
         self.name_map = name_map
-        self.bucket_bytes = bucket_bytes
+        # The call has the tensors once for each rank.
+        self.bucket_bytes = bucket_bytes if carrier is not None else max(bucket_bytes // tp_size, 1)
 
     def load(self, buckets: Iterable[Bucket], version: str) -> None:
         """Load a version: see `Engine.load`."""
@@ -152,8 +161,18 @@ class _Version(Phases):
             raise EngineError(f"POST {self._calls.url}/{route} was answered {answer}.")
 
     def settle(self) -> None:
-        if self._engine._flushes:
+        if not self._engine._flushes:
+            return
+        try:
             self._calls.post("flush_cache")
+        except EngineError as error:
+            if self._engine._pause is SGLangPause.ABORT or error.status != _NOT_IDLE:
+                raise
+            logger.warning(
+                "%s has requests, so it did not flush its prefix cache: new requests may use what the old weights have "
+                "computed. pause='abort' ends its requests.",
+                self._engine,
+            )
 
     def resume(self) -> None:
         if self.pauses:

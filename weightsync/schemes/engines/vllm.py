@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,10 @@ from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_bucket
 
 #: Seconds between two checks of a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
+#: With this status vLLM, since 0.26, also says that it did not reset its prefix cache.
+_SUCCESS: Final = 200
+
+logger = logging.getLogger("weightsync")
 
 
 class VLLMPause(Option):
@@ -54,8 +59,18 @@ class _HttpControl:
             self._calls.command(f"pause?mode={self._pause.value}")
 
     def reset_cache(self) -> None:
-        if self._pause in (None, VLLMPause.KEEP):  # a pause of another mode has done so
+        if self._pause not in (None, VLLMPause.KEEP):
+            return  # the pause has done so
+        try:
             self._calls.command(_RESET)
+        except EngineError as error:
+            if error.status != _SUCCESS:
+                raise
+            logger.warning(
+                "%s has requests that hold parts of its prefix cache, so it did not reset it: new requests may use "
+                "what the old weights have computed. pause='abort' and pause='wait' empty it.",
+                self.name,
+            )
 
     def resume(self) -> None:
         if self._pause is not None:
@@ -173,8 +188,9 @@ class VLLMEngine(Engine):
     engine is resumed. A server needs ``VLLM_SERVER_DEV_MODE=1`` and a ``--weight-transfer-config``.
 
     The prefix cache holds what old weights have computed for prompts. A server's pause by "abort" or "wait" empties it,
-    otherwise ``reset_prefix_cache`` does, unless a request still holds a part of it. An object or actor whose method
-    then returns False is LOST; one without that method is left as it is.
+    otherwise ``reset_prefix_cache`` does, unless a request still holds a part of it. Then a server's version counts as
+    applied, and a warning is logged if the server says so (since vLLM 0.26). An object or actor whose method then
+    returns False is LOST; one without that method is left as it is.
 
     Args:
         engine: the URL of a server; or an object with these four methods, such as an ``LLM``, or a Ray actor. An object

@@ -27,7 +27,7 @@ class SGLangCollectiveTransport(EngineTransport):
         world_size: the server's GPUs, and one for the trainer.
         device: ignored.
         timeout: seconds until `send_weights` ends.
-        flush_cache_on_update: whether the server's prefix cache is flushed; default: with ``pause_mode="abort"``.
+        flush_cache_on_update: whether the server flushes its prefix cache; default: unless requests prevent it.
         pause_mode: what happens to requests in progress; default: "retract".
 
     Raises:

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, TypeGuard
 
 from weightsync.clock import Deadline
 from weightsync.errors import TransportError
@@ -37,6 +37,11 @@ _SEND_TIMEOUT: Final = struct.pack("@ll", 0, _LOOK * 1000)
 _SEND_FLAGS: Final = int(socket.MSG_NOSIGNAL)
 _WHOLE: Final = int(socket.MSG_WAITALL)
 _SIOCGIFADDR: Final = 0x8915
+#: Names the interface to use, for gloo and for us.
+_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+_LOOPBACK: Final = "127.0.0.1"
+#: On another host, if there are any: an address for documentation.
+_ELSEWHERE: Final = ("203.0.113.1", 9)
 #: A congestion control that neither paces nor measures delays. Every Linux has it, and every process may choose it.
 _PLAIN: Final = b"reno"
 
@@ -282,18 +287,42 @@ def own_address(stays_on_host: bool, towards_store: str | None) -> str:
 
     Raises TransportError: the interface that ``GLOO_SOCKET_IFNAME`` names has no address.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = os.environ.get(_INTERFACE)
     if interface:
-        return _address_at(interface.partition(",")[0])
+        return _address_at(interface)
     if stays_on_host:
-        return "127.0.0.1"
-    # A store on the loopback shows nothing about the route to a sender elsewhere.
-    if towards_store is None or ipaddress.ip_address(towards_store.partition("%")[0]).is_loopback:
-        return hosts_address()
-    return towards_store
+        return _LOOPBACK
+    # A sender elsewhere cannot connect to a loopback. The host's own name may be one's (127.0.1.1 on Debian).
+    if _is_reachable(towards_store):
+        return towards_store
+    named = hosts_address()
+    return named if _is_reachable(named) else _routed_address() or _LOOPBACK
 
 
-def _address_at(interface: str) -> str:
+def _is_reachable(address: str | None) -> TypeGuard[str]:
+    """Whether other hosts may reach an address: it is none of a loopback."""
+    return address is not None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def named_address() -> str:
+    """The address of the interface that ``GLOO_SOCKET_IFNAME`` names, else of the host's name.
+
+    Raises TransportError: that interface has no address.
+    """
+    interface = os.environ.get(_INTERFACE)
+    return _address_at(interface) if interface else hosts_address()
+
+
+def _routed_address() -> str | None:
+    """The address from which this host would reach others; None: it has no route to them."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect(_ELSEWHERE)  # sends nothing
+        return str(sock.getsockname()[0])
+    return None
+
+
+def _address_at(interfaces: str) -> str:
+    interface = interfaces.partition(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -307,7 +336,7 @@ def hosts_address() -> str:
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "127.0.0.1"
+        return _LOOPBACK
 
 
 def decoded(text: memoryview) -> tuple[Message, memoryview | None, int]:
