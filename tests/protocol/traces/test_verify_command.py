@@ -58,6 +58,21 @@ def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_al
     assert "the model:  now Ack of version 1 is sent over link 1" in shown
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [('"what":"sent"', '"what":"sens"'), ('"before":"UNINITIALIZED"', '"before":["UNINITIALIZED"]')]
+)
+def test_a_damaged_line_is_shown_whatever_is_in_it(good: Path, tmp_path: Path, old: str, new: str) -> None:
+    file = tmp_path / good.name
+    text = good.read_text(encoding="utf-8")
+    file.write_text(text.replace(old, new, 1), encoding="utf-8")
+    number = text[: text.index(old)].count("\n") + 1
+
+    result = run(file)
+
+    assert (result.exit_code, type(result.exception)) == (DOES_NOT, SystemExit)
+    assert f"{file}:{number}: it " in result.output
+
+
 def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:
     file, number = forged
     result = run(file, "--json", tmp_path / "verdict.json")
