@@ -98,11 +98,11 @@ class TraceFile:
 
 
 def find_files(places: Sequence[Path]) -> list[Path]:
-    """The trace files in the given places, which are files or folders of them.
+    """The trace files in the given places, which are files or folders of them; each once.
 
     Raises UnreadableTraceError: a place does not exist, or has no trace.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for place in places:
         # A process that was killed before it wrote its first line leaves an empty file.
         files = sorted(file for file in place.rglob(PATTERN) if file.stat().st_size) if place.is_dir() else [place]
@@ -110,8 +110,8 @@ def find_files(places: Sequence[Path]) -> list[Path]:
             raise UnreadableTraceError(
                 f"there is no trace at {place}: a trace is a file {PATTERN}, or a folder of them."
             )
-        found.update(dict.fromkeys(files))
-    return list(found)
+        found.update((file.resolve(), file) for file in files)
+    return list(found.values())
 
 
 def read_file(path: Path) -> TraceFile:

@@ -46,6 +46,15 @@ def test_a_folder_stands_for_its_traces(good: Path) -> None:
     assert run(good.parent).output.replace(str(good.parent), "") == run(good).output.replace(str(good), "")
 
 
+def test_a_file_that_is_given_twice_is_read_once(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(good.parent)
+
+    result = run(good.parent, good.parent / ".." / good.parent.name, tmp_path / "link", good)
+
+    assert result.exit_code == CONFORMS
+    assert "1 files: all conform." in result.output
+
+
 def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_allows(forged: tuple[Path, int]) -> None:
     file, number = forged
     result = run(file)
