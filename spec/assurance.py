@@ -50,8 +50,11 @@ What is proved for each guarantee, how, within what bounds, and what is not prov
 text in `spec/assurance.toml` is written by hand, and counts and scores come from the committed files of each rung. CI
 checks that the page is up to date. `make verify` repeats everything, `make verify-quick` everything but the long runs.
 
-The configurations that TLC runs (`tla/manifest.toml`) determine where a property is checked, and with what constants. A
-configuration in which a property could not fail, because nothing it is about can happen there, is not counted for it.
+The configurations that TLC runs (`tla/manifest.toml`) determine where a property is checked, and with what constants.
+For G8 only those with copies count, for G9 only those in which something is closed. For every other property all count
+in which TLC checks it, although some allow little that could violate it: in a few no version is ever sent, and over
+links that lose or duplicate messages `LateJoinerCatchesUp` holds trivially. The table of the proofs shows what each of
+them allows.
 
 A proof here is a search: TLC and the code's own search visited every state *within the stated bounds*. Beyond the
 bounds there are arguments and tests, but no proof."""

@@ -110,7 +110,8 @@ def _inductive(manifest: Manifest) -> tuple[str, str, str]:
     return (
         "an inductive invariant (`tla/Inductive.tla`), part of the first rows too",
         "a violation that no run of bounded length reaches",
-        f"{states:,} states, all of the right type that satisfy it; {kinds[Purpose.REVERT]} rules removed",
+        f"{states:,} states, all of the right type that satisfy it, with at most two messages in flight; "
+        f"{kinds[Purpose.REVERT]} rules removed",
     )
 
 

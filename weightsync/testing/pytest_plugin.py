@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,21 @@ class Recording:
     """Records the tests that a process runs, and judges their traces.
 
     Args:
-        folder: where the traces go.
+        folder: where the traces go. Those that it has already are not judged.
     """
 
     folder: Path
     ran: list[_RanTest] = field(default_factory=list)
     untraced: int = 0
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    #: Files of earlier sessions.
+    _earlier: frozenset[Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._earlier = frozenset(self._files())
+
+    def _files(self) -> Iterator[Path]:
+        return (file for file in self.folder.rglob(recorder.PATTERN) if file.stat().st_size)
 
     def begin(self) -> None:
         """Start recording."""
@@ -109,11 +117,12 @@ class Recording:
                 self.ran.append(_RanTest(item.nodeid, begun, now_ns()))
 
     def judge(self) -> TraceResult:
-        """Judge all traces."""
+        """Judge all traces that were recorded since this was made."""
         result, begun = TraceResult(str(self.folder), untraced=self.untraced), now_ns()
-        if not any(file.stat().st_size for file in self.folder.glob(recorder.PATTERN)):
+        files = sorted(set(self._files()) - self._earlier)
+        if not files:
             return result
-        verdict = verify([self.folder])
+        verdict = verify(files)
         findings = list(verdict.findings)
         try:
             followed = follow(find_toolchain(), verdict.runs)

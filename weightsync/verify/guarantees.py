@@ -88,13 +88,14 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, named: dict[Key, 
     if arrived is None:
         yield _broken(moment, "G2 AckedMeansServed", f"version {new[1]} never arrived")
     elif _names_another(answer, arrived):
-        what = f"digest {answer.digest.hex()} was applied, but {', '.join(each.hex() for each in arrived)} arrived"
+        applied = f"digest {answer.digest.hex()}" if answer.digest else "no digest"
+        what = f"{applied} was applied, but {', '.join(each.hex() for each in arrived)} arrived"
         yield _broken(moment, "G2 AckedMeansServed", what)
 
 
 def _names_another(ack: Ack, named: set[bytes]) -> bool:
     """Whether an ack names something not in ``named``; False if it is unknown what it must name."""
-    return bool(ack.digest) and b"" not in named and ack.digest not in named
+    return b"" not in named and ack.digest not in named
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,8 @@ def _counts(network: Network, machine: Machine, moment: Moment, sent: Sent) -> I
     if ack.incarnation != data.incarnation:
         yield _broken(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")
     if _names_another(ack, sent.named.get((ack.version, event.worker), {b""})):
-        yield _broken(moment, "G2 AckedMeansServed", "the ack names the digest of other weights than were sent")
+        what = "the digest of other weights than were sent" if ack.digest else "no digest, but one was sent"
+        yield _broken(moment, "G2 AckedMeansServed", f"the ack names {what}")
     peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]
     if peers and not any(_applied(peer, (ack.incarnation, ack.version), moment, machine.clock) for peer in peers):
         what = f"worker {event.worker} counts as {OutcomeKind.APPLIED.name}, but has not applied version {ack.version}"

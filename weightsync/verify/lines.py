@@ -39,6 +39,12 @@ class Line:
         return f"{self.path}:{self.number}"
 
     @property
+    def is_known(self) -> bool:
+        """Whether it has a kind that the recorder writes."""
+        what = self.fields.get("what")
+        return isinstance(what, str) and what in _WHATS
+
+    @property
     def what(self) -> What:
         """The kind of the line."""
         return _WHATS[self.fields["what"]]
@@ -92,11 +98,11 @@ class TraceFile:
 
 
 def find_files(places: Sequence[Path]) -> list[Path]:
-    """The trace files in the given places, which are files or folders of them.
+    """The trace files in the given places, which are files or folders of them; each once.
 
     Raises UnreadableTraceError: a place does not exist, or has no trace.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for place in places:
         # A process that was killed before it wrote its first line leaves an empty file.
         files = sorted(file for file in place.rglob(PATTERN) if file.stat().st_size) if place.is_dir() else [place]
@@ -104,8 +110,8 @@ def find_files(places: Sequence[Path]) -> list[Path]:
             raise UnreadableTraceError(
                 f"there is no trace at {place}: a trace is a file {PATTERN}, or a folder of them."
             )
-        found.update(dict.fromkeys(files))
-    return list(found)
+        found.update((file.resolve(), file) for file in files)
+    return list(found.values())
 
 
 def read_file(path: Path) -> TraceFile:
@@ -130,9 +136,9 @@ def read_file(path: Path) -> TraceFile:
 
 def _can_be_judged(line: Line) -> bool:
     """Whether a line can be judged."""
-    what, time, names = line.fields.get("what"), line.fields.get("t"), ("m", "role", "model")
-    known = isinstance(what, str) and what in _WHATS and type(time) is int and 0 <= time < _LATEST
-    return known and all(isinstance(line.fields.get(name, ""), str) for name in names)
+    time, names = line.fields.get("t"), ("m", "role", "model")
+    timed = type(time) is int and 0 <= time < _LATEST
+    return line.is_known and timed and all(isinstance(line.fields.get(name, ""), str) for name in names)
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -142,7 +148,11 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
         raise UnreadableTraceError(f"{path} cannot be read: {error}.") from error
     if not text:
         raise UnreadableTraceError(f"{path} is empty.")
-    return enumerate(text.splitlines(keepends=True), 1)
+    lines = text.splitlines(keepends=True)
+    # A process that is killed as it writes a line may leave the first part of it.
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
+        lines.pop()
+    return enumerate(lines, 1)
 
 
 def _parsed(raw: str) -> dict[str, Any] | None:

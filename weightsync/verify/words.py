@@ -42,7 +42,7 @@ def story(line: Line) -> str:
 def shown(finding: Finding) -> Iterator[str]:
     """A wrong line, and what the model allows there."""
     yield f"{finding.line.place}: {finding.what}."
-    if finding.line.fields.get("what"):
+    if finding.line.is_known:
         yield f"  the trace:  {story(finding.line)}"
     for allowed in finding.allowed:
         yield f"  the model:  {allowed}"
@@ -72,7 +72,8 @@ def number(recorded: int) -> str:
 
 def state_name(recorded: Any) -> str:
     """A state as the tables spell it."""
-    return State[recorded].value if recorded in State.__members__ else repr(recorded)
+    known = isinstance(recorded, str) and recorded in State.__members__
+    return State[recorded].value if known else repr(recorded)
 
 
 def possible(role: Role, state: State) -> str:

@@ -93,13 +93,27 @@ def test_every_two_lines_that_are_swapped_are_named(file: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
-def test_a_line_that_is_cut_off_is_named(file: Path, cut: int) -> None:
-    data = file.read_bytes()
-    file.write_bytes(data[:-cut])
+def test_a_part_of_a_line_behind_the_others_is_what_a_killed_process_had_not_written(file: Path, cut: int) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-cut])
 
-    verdict = judged(file)
+    assert judged(file).findings == ()
+    assert len(read_file(file).lines) == whole.count(b"\n") - 1
 
-    assert [found.line.number for found in verdict.damages] == [data.count(b"\n")]
+
+def test_a_run_conforms_wherever_its_process_was_killed(file: Path) -> None:
+    raw = file.read_bytes().splitlines(keepends=True)
+    for number in range(1, len(raw)):
+        file.write_bytes(b"".join(raw[:number]) + raw[number][:-9])
+        assert judged(file).findings == ()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40])
+def test_a_line_that_is_cut_off_before_others_is_named(file: Path, cut: int) -> None:
+    raw = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*raw[:9], raw[9][:-cut], *raw[10:]]))
+
+    assert [found.line.number for found in judged(file).damages] == [10]
 
 
 def test_an_edited_state_is_refused_beside_what_the_model_allows(file: Path) -> None:

@@ -149,7 +149,9 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
     "G1 AckNamesItsVersion: version 1 is sent with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
     "G1 AckNamesItsVersion: an ack for another sender counts": ("sender", counts, heard(incarnation=1)),
     "G2 AckedMeansServed: digest 0101": ("receiver", APPLIED, answer(digest=OTHER)),
+    "G2 AckedMeansServed: no digest was applied": ("receiver", APPLIED, answer(digest=b"")),
     "G2 AckedMeansServed: the ack names the digest of other weights": ("sender", counts, heard(digest=OTHER)),
+    "G2 AckedMeansServed: the ack names no digest": ("sender", counts, heard(digest=b"")),
     "G2 AckedMeansServed: worker 0 counts as APPLIED, but has not applied version 9": (
         "sender",
         counts,

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded import recorded
+
+from weightsync.testing.pytest_plugin import Recording
 
 #: Seconds; reached only by a failure. Three processes import torch, and two of them start TLC.
 PATIENCE = 280.0
@@ -85,3 +88,15 @@ def test_counts_that_cannot_be_written_are_a_usage_error_before_the_first_test(t
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "its folder is missing" in done.stderr
     assert "passed" not in done.stdout
+
+
+@pytest.mark.parametrize("text", ["of another release\n", None])
+def test_the_traces_of_earlier_sessions_in_the_folder_are_kept_and_not_judged(tmp_path: Path, text: str | None) -> None:
+    earlier = recorded(tmp_path)
+    if text is not None:
+        earlier.write_text(text, encoding="utf-8")
+
+    result = Recording(tmp_path).judge()
+
+    assert (result.runs, result.wrong) == (0, 0)
+    assert earlier.is_file()

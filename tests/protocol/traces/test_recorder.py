@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def test_a_run_over_each_cheap_transport_conforms(tmp_path: Path, scheme: Callab
     assert verdict.findings == ()
     assert len(verdict.runs) == 1
     assert verdict.events > 100
+
+
+def test_the_page_names_every_kind_of_line() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tracing.md").read_text(encoding="utf-8")
+    [row] = [line for line in page.splitlines() if line.startswith("| `what` ")]
+
+    assert sorted(re.findall(r"`(\w+)`", row)) == sorted({"what", *(each.value for each in tracing.What)} - {"header"})
 
 
 def test_machines_that_never_talked_are_runs_of_their_own(tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def test_a_folder_stands_for_its_traces(good: Path) -> None:
     assert run(good.parent).output.replace(str(good.parent), "") == run(good).output.replace(str(good), "")
 
 
+def test_a_file_that_is_given_twice_is_read_once(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(good.parent)
+
+    result = run(good.parent, good.parent / ".." / good.parent.name, tmp_path / "link", good)
+
+    assert result.exit_code == CONFORMS
+    assert "1 files: all conform." in result.output
+
+
 def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_allows(forged: tuple[Path, int]) -> None:
     file, number = forged
     result = run(file)
@@ -56,6 +65,21 @@ def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_al
     assert "no effect of a step asks for this" in shown
     assert "the trace:  receiver of model 'policy' sends Ack(incarnation=.." in shown
     assert "the model:  now Ack of version 1 is sent over link 1" in shown
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"what":"sent"', '"what":"sens"'), ('"before":"UNINITIALIZED"', '"before":["UNINITIALIZED"]')]
+)
+def test_a_damaged_line_is_shown_whatever_is_in_it(good: Path, tmp_path: Path, old: str, new: str) -> None:
+    file = tmp_path / good.name
+    text = good.read_text(encoding="utf-8")
+    file.write_text(text.replace(old, new, 1), encoding="utf-8")
+    number = text[: text.index(old)].count("\n") + 1
+
+    result = run(file)
+
+    assert (result.exit_code, type(result.exception)) == (DOES_NOT, SystemExit)
+    assert f"{file}:{number}: it " in result.output
 
 
 def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:
