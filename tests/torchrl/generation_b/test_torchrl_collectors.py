@@ -10,9 +10,11 @@ import pytest
 import torch
 from collecting import MARKS, cartpole, choose, chosen, policy, start_workers_by
 from duo import Duo
+from fleet import filled
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.trainers import UpdateWeights
 from torchrl.weight_update import WeightStrategy as TheirStrategy
 from torchrl.weight_update import WeightSyncScheme as TheirScheme
 
@@ -45,6 +47,14 @@ def test_our_schemes_are_theirs(kind: Any) -> None:
 
     assert isinstance(kind(), TheirScheme)
     assert issubclass(WeightSyncScheme, TheirScheme)
+
+
+def test_their_trainers_hook_sends_the_registered_model(duo: Duo) -> None:
+    filled(duo.source, 3.0)
+
+    UpdateWeights(sender=duo.sending.get_sender())()
+
+    assert duo.model() == {3.0}
 
 
 class Normalised(nn.Module):
