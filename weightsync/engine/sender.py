@@ -249,7 +249,7 @@ class WeightSender(Participant):
         failing = on_failure if isinstance(on_failure, OnFailure) else OnFailure(on_failure)
         return self._delivered(self._wait(deadline), failing)
 
-    def update_weights(self, weights: Any) -> SyncReport:
+    def update_weights(self, weights: Any = None) -> SyncReport:
         """Send weights to all workers: an older name of ``send(weights=weights)``, which raises the same errors."""
         if self._driver.machine.state is not State.UNINITIALIZED:
             self._driver.require(SenderInput.SEND, "update_weights")

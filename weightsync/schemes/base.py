@@ -178,7 +178,8 @@ class WeightSyncScheme(Configured):
         Args:
             model_id: the name of the model, the same on both sides; may be a path on the context.
             context: an object whose attributes are used for arguments of the same names that are not given; its
-                ``.get_model(model_id)`` or ``.get_cached_weights(model_id)`` gives the model. Held weakly.
+                ``.get_model(model_id)`` or ``.get_cached_weights(model_id)`` gives the model. Held weakly. None: what
+                ``scheme.context`` was set to before.
             **kwargs: how the workers are reached (see the scheme's own page). Also:
 
                 ``num_workers``, or an argument that implies it: ``params_map`` (worker id to its weights), ``devices``
@@ -200,6 +201,8 @@ class WeightSyncScheme(Configured):
         if side.sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         require_name(model_id, "model_id")
+        if context is None and self._receiver_side.receiver is None:
+            context = self.context
         refuse_out_of_reach(type(self).__name__, self._reached, context, kwargs.keys() & self._sender_arguments)
         given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
         refuse_shards(given)
@@ -236,7 +239,7 @@ class WeightSyncScheme(Configured):
             model_id: the name of the model, the same on both sides. Without a model it is resolved on the context when
                 the first weights are received.
             context: an object whose attributes are used for arguments of the same names that are not given; its
-                ``.get_model(model_id)`` gives the model. Held weakly.
+                ``.get_model(model_id)`` gives the model. Held weakly. None: what ``scheme.context`` was set to before.
             **kwargs: how the sender reaches this worker (see the scheme's own page), ``model``, ``worker_idx``;
                 ``names``: the names of the weights to receive, or patterns, if the trainer sends only these (all others
                 stay as they are). In place of a model: ``loader``, with ``name_map`` and ``bucket_bytes``: see
@@ -251,6 +254,8 @@ class WeightSyncScheme(Configured):
         if self._receiver_side.receiver is not None:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         require_name(model_id, "model_id")
+        if context is None and self._sender_side.sender is None:
+            context = self.context
         given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
         endpoint = self._endpoint(given, context, model_id)
         model = self._worker_model(given, context, model_id)

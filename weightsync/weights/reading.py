@@ -63,7 +63,8 @@ def read_weights(source: object) -> Weights:
 
     A module has parameters, persistent buffers and extra state. A module with a `merge_and_unload` method is copied
     and merged on the copy at each call; a module that only contains such a module is read as it is. In a dict or
-    TensorDict, a name that ends in ``_extra_state`` is extra state, as in a state dict. Nothing else is copied.
+    TensorDict, a name that ends in ``_extra_state`` is extra state, as in a state dict; so is a TensorDict's
+    ``__extra_state__``, which TorchRL's `WeightStrategy` makes. Nothing else is copied.
 
     Raises:
         ConfigurationError: the source or a value in it is of an unsupported type, or two values have the same name.
@@ -207,7 +208,9 @@ def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None
         )
     for key, value in source.items():
         name = str(key)
-        if is_extra_state(name):
+        if name == _TORCHRLS_EXTRA_STATE and not prefix and isinstance(value, TensorDictBase):
+            _add_slot(into, EXTRA_STATE, ExtraSlot(partial(_from_torchrls, source), partial(_to_torchrls, source)))
+        elif is_extra_state(name):
             slot = ExtraSlot(partial(_from_tensordict, source, name), partial(_to_tensordict, source, name))
             _add_slot(into, prefix + name, slot)
         elif isinstance(value, Tensor):
@@ -216,6 +219,18 @@ def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None
             _read_tensordict(value, f"{prefix}{name}.", into)
         else:
             raise _unsupported(prefix + name, value)
+
+
+#: Where TorchRL's `WeightStrategy` puts the extra state of the module itself, as a TensorDict.
+_TORCHRLS_EXTRA_STATE = "__extra_state__"
+
+
+def _from_torchrls(source: TensorDictBase) -> ExtraState:
+    return source.get(_TORCHRLS_EXTRA_STATE).flatten_keys(".").to_dict()
+
+
+def _to_torchrls(destination: TensorDictBase, value: ExtraState) -> None:
+    destination.set(_TORCHRLS_EXTRA_STATE, TensorDict(value))
 
 
 def _from_tensordict(source: TensorDictBase, name: str) -> ExtraState:

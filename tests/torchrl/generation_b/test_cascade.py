@@ -62,6 +62,18 @@ def test_the_first_version_is_handed_on_too(manager: Manager) -> None:
     assert manager.asked == [("policy", {1.0})]
 
 
+def test_a_context_that_was_set_before_init_is_handed_versions_too(scheme_class: Any) -> None:
+    """TorchRL's InferenceServer sets it so, and counts versions by these calls."""
+    duo = Duo(scheme_class, strategy="tensordict")
+    duo.receiving.context = made = Manager(duo)
+    duo.connect()
+    duo.send(2.0)
+
+    assert duo.receiving.context is made
+    assert made.asked == [("policy", {1.0}), ("policy", {2.0})]
+    duo.end()
+
+
 def test_what_is_handed_on_is_live_already_and_its_report_travels(manager: Manager) -> None:
     manager.result = nested(OutcomeKind.APPLIED)
 

@@ -382,6 +382,19 @@ def test_before_an_init_there_is_nothing_to_see() -> None:
     assert seen == (None, None, None, None, None, {})
 
 
+def test_a_context_that_was_set_before_init_has_the_models(scheme_class: Any) -> None:
+    trainer, worker = SimpleNamespace(policy=small(5.0)), SimpleNamespace(policy=small(0.0))
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as sending, scheme_class() as receiving:
+        sending.context, receiving.context = trainer, worker
+        sending.init_on_sender(model_id="policy", pipes=[ours])
+        receiving.init_on_receiver(model_id="policy", pipe=theirs, worker_idx=0)
+        with beside(lambda: sending.connect(timeout=PATIENCE)):
+            receiving.connect(timeout=PATIENCE)
+
+        assert constants(worker.policy) == {5.0}
+
+
 @pytest.mark.parametrize("other", ["policy", "get_model", "get_cached_weights", "cached_weights"])
 def test_the_model_that_is_set_is_sent_whatever_was_given_or_found_before(scheme_class: Any, other: str) -> None:
     held, model = {"policy": small(5.0)}, small(0.0)

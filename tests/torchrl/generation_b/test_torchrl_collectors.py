@@ -7,8 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from collecting import MARKS, cartpole, choose, chosen, policy, start_workers_by
+from duo import Duo
+from fleet import filled
+from tensordict import TensorDict
+from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.trainers import UpdateWeights
+from torchrl.weight_update import WeightStrategy as TheirStrategy
 from torchrl.weight_update import WeightSyncScheme as TheirScheme
 
 import weightsync.torchrl.collectors
@@ -18,6 +25,7 @@ from weightsync import (
     OutcomeKind,
     SharedMemWeightSyncScheme,
     State,
+    WeightStrategy,
     WeightSyncScheme,
 )
 
@@ -39,6 +47,48 @@ def test_our_schemes_are_theirs(kind: Any) -> None:
 
     assert isinstance(kind(), TheirScheme)
     assert issubclass(WeightSyncScheme, TheirScheme)
+
+
+def test_their_trainers_hook_sends_the_registered_model(duo: Duo) -> None:
+    filled(duo.source, 3.0)
+
+    UpdateWeights(sender=duo.sending.get_sender())()
+
+    assert duo.model() == {3.0}
+
+
+class Normalised(nn.Module):
+    """A module with extra state, such as TorchRL's `VecNormV2`."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), fill))
+        self.seen = {"loc": torch.full((2,), fill), "count": torch.tensor(1)}
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.seen = state
+
+
+def test_the_extra_state_in_weights_of_their_strategy_is_applied(scheme_class: Any) -> None:
+    """A `RayCollector` extracts the weights with it itself."""
+    duo = Duo(scheme_class, make=Normalised, strategy="tensordict")
+    duo.connect()
+
+    duo.sending.send(TheirStrategy().extract_weights(Normalised(3.0)))
+
+    assert duo.model.scale.tolist() == duo.model.seen["loc"].tolist() == [3.0, 3.0]
+    duo.end()
+
+
+def test_weights_of_their_strategy_can_be_written_into() -> None:
+    destination: TensorDict = TheirStrategy().extract_weights(Normalised(0.0)).data.clone()
+    for fill in (2.0, 3.0):
+        WeightStrategy().apply_weights(destination, Normalised(fill))
+
+    assert destination["__extra_state__", "loc"].tolist() == destination["scale"].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.usefixtures("collected")

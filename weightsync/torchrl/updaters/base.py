@@ -30,7 +30,8 @@ class WeightUpdaterBase(abc.ABC):
     """Pushes the weights of one policy to workers that it reaches by calls.
 
     A subclass says how one worker is reached (`_sync_weights_with_worker`), and may override `all_worker_ids`,
-    `_get_server_weights`, `_maybe_map_weights` and `_skip_update`. It need not call ``super().__init__()``.
+    `_get_server_weights`, `_maybe_map_weights`, `_skip_update` and `_push_weights`. It need not call
+    ``super().__init__()``.
 
     A push uses the state machines of a `WeightSender`. Its outcomes have the evidence CALL: APPLIED means that the
     worker's call returned, and nothing else. For an answer that names version and digest use a scheme. A pickled,
@@ -76,7 +77,7 @@ class WeightUpdaterBase(abc.ABC):
 
         Args:
             policy_or_weights: a module, which is extracted to a TensorDict; a TensorDict or a dict, taken as it is;
-                None: what `_get_server_weights` returns.
+                None: what `_get_server_weights` returns. `_maybe_map_weights` gets it first, and may take other types.
             worker_ids: one or several ids or devices; None: all.
             timeout: seconds until the wait ends for calls that returned a future; None: forever; default:
                 `WEIGHTSYNC_TIMEOUT` or 60. A call that blocks cannot be cut short.
@@ -99,8 +100,7 @@ class WeightUpdaterBase(abc.ABC):
             report = self._push(policy_or_weights, worker_ids, deadline)
             if failing is OnFailure.RAISE:
                 report.raise_on_failure(ADVICE)
-            for hook in tuple(self._hooks):
-                hook()
+            self._call_post_hooks()
         return report
 
     def __call__(
@@ -112,7 +112,11 @@ class WeightUpdaterBase(abc.ABC):
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
         """The same as `push_weights`."""
-        return self.push_weights(policy_or_weights, worker_ids, timeout=timeout, on_failure=on_failure)
+        # A subclass's own push_weights() may take TorchRL's two arguments only.
+        options: dict[str, Any] = {} if timeout is Timeout.DEFAULT else {"timeout": timeout}
+        if on_failure is not OnFailure.RAISE:
+            options["on_failure"] = on_failure
+        return self.push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids, **options)
 
     @property
     def state(self) -> State:
@@ -120,10 +124,15 @@ class WeightUpdaterBase(abc.ABC):
         return self._pushes.state
 
     def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
+        if type(self)._push_weights is not WeightUpdaterBase._push_weights:
+            own = functools.partial(self._push_weights, policy_or_weights=given, worker_ids=worker_ids)
+            return self._pushes.push([None], lambda _worker: own(), deadline)
         targets, watch = _targets(worker_ids, self.all_worker_ids()), Stopwatch()
         if not targets:
             return self._pushes.empty()
-        weights = self._maybe_map_weights(self._get_server_weights() if given is None else _taken(given))
+        weights = self._maybe_map_weights(self._get_server_weights() if given is None else given)
+        if given is not None and weights is given:
+            weights = _taken(given)
         due = [worker for worker in targets if not self._skips(worker)]
         seconds = watch.seconds
         report = self._pushes.push(due, functools.partial(self._call, weights), deadline) if due else None
@@ -162,8 +171,20 @@ class WeightUpdaterBase(abc.ABC):
         return None
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """The weights in the form that workers take; here unchanged."""
+        """The weights in the form that workers take; here unchanged.
+
+        Args:
+            server_weights: what was given to `push_weights`, a module as a module; or what `_get_server_weights`
+                returned.
+        """
         return server_weights
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> Any:
+        """To be overridden by a subclass that makes all calls of a push itself, in place of the methods above.
+
+        The report has one outcome, for worker 0: APPLIED means that this method returned.
+        """
+        raise NotImplementedError
 
     def _skip_update(self, worker_id: int | torch.device) -> bool:
         """Whether this push leaves a worker out; asked once for each target. False here."""
@@ -186,6 +207,11 @@ class WeightUpdaterBase(abc.ABC):
         if not callable(hook):
             raise ConfigurationError(f"a post-hook is a function without arguments, not {hook!r}.")
         self._hooks.append(hook)
+
+    def _call_post_hooks(self) -> None:
+        """Call the hooks. For a subclass that overrides `push_weights`."""
+        for hook in tuple(self._hooks):
+            hook()
 
     def register_collector(self, collector: Any) -> None:
         """Register the collector that uses this updater. Held weakly.

@@ -1,0 +1,114 @@
+"""Subclasses that were written for TorchRL's `WeightUpdaterBase`, as its own updaters for vLLM are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from weightsync import ConfigurationError, OutcomeKind, RefusedError, WeightUpdaterBase
+
+
+class Wrapper(nn.Module):
+    """A policy around the model whose weights the workers take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(1, 1)
+
+
+class Mapping(WeightUpdaterBase):
+    """Takes what it needs from whatever it is given."""
+
+    def __init__(self) -> None:
+        self.given: Any = None
+        self.synced: Any = None
+
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
+        self.given = server_weights
+        if isinstance(server_weights, Wrapper):
+            return TensorDict(server_weights.model.state_dict(), [])
+        return {"loaded": torch.ones(1)} if server_weights == "a checkpoint" else server_weights
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        self.synced = server_weights
+
+
+class Whole(WeightUpdaterBase):
+    """Makes all calls of a push itself."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[Any, Any]] = []
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        if policy_or_weights == "none":
+            raise LookupError("no such weights")
+        self.pushed.append((policy_or_weights, worker_ids))
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        raise AssertionError
+
+
+class Outright(WeightUpdaterBase):
+    """Overrides the push with TorchRL's signature."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[Any, Any]] = []
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:  # type: ignore[override]
+        self.pushed.append((policy_or_weights, worker_ids))
+        self._call_post_hooks()
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        raise AssertionError
+
+
+def test_the_mapping_gets_a_module_as_it_is() -> None:
+    updater, policy = Mapping(), Wrapper()
+    updater.push_weights(policy)
+
+    assert updater.given is policy
+    assert sorted(updater.synced.keys()) == ["bias", "weight"]
+
+
+def test_a_module_that_the_mapping_returns_unchanged_is_extracted() -> None:
+    updater = Mapping()
+    updater.push_weights(nn.Linear(1, 1))
+
+    assert isinstance(updater.synced, TensorDict)
+
+
+def test_the_mapping_may_take_other_types_than_weights() -> None:
+    updater = Mapping()
+    updater.push_weights("a checkpoint")  # type: ignore[arg-type]
+    assert list(updater.synced) == ["loaded"]
+
+    with pytest.raises(ConfigurationError, match="not a str"):
+        updater.push_weights("another")  # type: ignore[arg-type]
+
+
+def test_a_subclass_may_make_all_calls_of_a_push_itself() -> None:
+    updater, hooked = Whole(), list[str]()
+    updater.register_post_hook(lambda: hooked.append("hook"))
+
+    report = updater({}, worker_ids=[0, 3])
+
+    assert updater.pushed == [({}, [0, 3])]
+    assert {worker: outcome.kind for worker, outcome in report.outcomes.items()} == {0: OutcomeKind.APPLIED}
+    assert hooked == ["hook"]
+    with pytest.raises(RefusedError, match="no such weights"):
+        updater("none")  # type: ignore[arg-type]
+    assert hooked == ["hook"]
+
+
+def test_a_subclass_may_override_the_push_and_call_the_hooks() -> None:
+    updater, hooked = Outright(), list[str]()
+    updater.register_post_hook(lambda: hooked.append("hook"))
+
+    updater(policy_or_weights={}, worker_ids=3)
+
+    assert updater.pushed == [({}, 3)]
+    assert hooked == ["hook"]
