@@ -22,9 +22,10 @@ from weightsync.weights.device.driver import Driver
 from weightsync.weights.device.registry import device_of
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.layout import ITEMSIZES
-from weightsync.weights.packing import pack
+from weightsync.weights.packing import digest_of, pack
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, borrowed
+from weightsync.weights.tree_digest import digest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -309,6 +310,7 @@ def test_every_bit_of_every_dtype_arrives(name: str) -> None:
     memory.read(host)
     pack_from(device, weights, layout, crossed)
     pack(read_weights({each: tensor.cpu() for each, tensor in source.items()}), layout, expected)
+    assert digest_of(weights, layout, b"") == digest(expected, b"")
     out = {each: torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype) for each, tensor in source.items()}
     device.copy(ordered(read_weights(out), layout), memory.views(layout))
     device.finish()
