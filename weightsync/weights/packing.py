@@ -30,6 +30,8 @@ from weightsync.weights.tensors import (
     PLAIN,
     address_of,
     borrowed,
+    copy_groups,
+    groups_of,
     memory_at,
     on_cpu,
     why_uncopied,
@@ -48,6 +50,7 @@ _put: Final[Any] = setitem
 _get: Final[Any] = getitem
 #: Called with the bytes of a buffer that have just been written.
 Behind = Callable[[int, int], None]
+_Copy = Callable[[list[Tensor], list[Tensor]], object]
 
 
 def pack(
@@ -124,7 +127,7 @@ def scatter(
         with torch.inference_mode():
             for first, last in _chunks(layout):
                 flat = _span(layout, first, last, base).to(tensors[0].device)
-                torch._foreach_copy_(tensors[first:last], views(layout, flat, first, last))
+                _copy_on_device(tensors[first:last], views(layout, flat, first, last))
         return
     pieces = pieces or Pieces(layout, movable(layout, tensors))
     pieces.empty_into(tensors, base, chosen)
@@ -354,7 +357,7 @@ def _fill(layout: Layout, first: int, last: int, tensors: list[Tensor], base: in
         flat = _span(layout, first, last, base)
         if _on_one_device(chosen):
             gathered = torch.empty(flat.numel(), dtype=torch.uint8, device=chosen[0].device)
-            _copy(layout, first, views(layout, gathered, first, last), chosen)
+            _copy(layout, first, views(layout, gathered, first, last), chosen, _copy_on_device)
             flat.copy_(gathered)
         else:
             _copy(layout, first, views(layout, flat, first, last), chosen)
@@ -366,12 +369,16 @@ def _span(layout: Layout, first: int, last: int, base: int) -> Tensor:
     return borrowed(base + start, tail.offset + tail.nbytes - start)
 
 
-def _copy(layout: Layout, first: int, into: list[Tensor], tensors: list[Tensor]) -> None:
+def _copy_on_device(into: list[Tensor], tensors: list[Tensor]) -> None:
+    copy_groups(groups_of(into, tensors), into, tensors)
+
+
+def _copy(layout: Layout, first: int, into: list[Tensor], tensors: list[Tensor], copy: _Copy | None = None) -> None:
     if not tensors:
         return
     try:
         with torch.inference_mode():
-            torch._foreach_copy_(into, tensors)
+            (copy or torch._foreach_copy_)(into, tensors)
     except Exception as error:
         for entry, tensor in zip(layout.entries[first:], tensors, strict=False):
             why = why_uncopied(tensor)

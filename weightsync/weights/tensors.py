@@ -1,4 +1,4 @@
-"""One tensor at a time: whether it can be sent, its bytes, and memory viewed as a tensor."""
+"""Tensors: whether one can be sent, its bytes, memory viewed as one, and copies of many on a device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import ctypes
 import sys
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import numpy
 import torch
@@ -265,3 +266,83 @@ def set_data(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
                 tensor.data = data
             else:
                 _SET_DATA(tensor, data)
+
+
+#: Dtypes that torch's kernel for many tensors cannot copy, or would convert to float and back, which changes NaNs; and
+#: the dtype as which they are copied instead, bit for bit.
+BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {
+        DTYPES[name]: bits
+        for bits, names in (
+            (torch.uint8, ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")),
+            (torch.int16, ("float16", "bfloat16", "uint16")),
+            (torch.int32, ("complex32", "uint32")),
+            (torch.int64, ("uint64",)),
+        )
+        for name in names
+        if name in DTYPES
+    }
+)
+
+
+class SlotViews(list[Tensor]):
+    """The entries of a layout as views of a slot, which are copied again and again."""
+
+    #: The same memory, in the dtypes in which a device copies it bit for bit; None: not made yet.
+    bits: list[Tensor] | None = None
+
+
+class Group(NamedTuple):
+    """Copies that torch makes with few kernels: one dtype on each side, and all tensors contiguous or none.
+
+    Copies without a cast are made bit for bit.
+    """
+
+    #: Which of the tensors; None: all.
+    indices: Sequence[int] | None
+    #: As what their elements are copied; None: as what they are.
+    bits: torch.dtype | None
+
+    def chosen(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors to write, and those to read."""
+        return self._of(into), self._of(tensors)
+
+    def _of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        known = self.bits is not None and isinstance(tensors, SlotViews)
+        given = _bits_of(tensors) if known else tensors  # type: ignore[arg-type]
+        chosen = list(given) if self.indices is None else [given[index] for index in self.indices]
+        return chosen if known or self.bits is None else list(map(Tensor.view, chosen, repeat(self.bits)))
+
+
+def _bits_of(views: SlotViews) -> list[Tensor]:
+    """Views of a slot as what they are copied bit for bit: made once, since it takes a microsecond for each."""
+    if views.bits is None:
+        views.bits = [each.view(BITS.get(each.dtype, each.dtype)) for each in views]
+    return views.bits
+
+
+def groups_of(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Group]:
+    """How tensors on a device are copied into as many others."""
+    found: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for index, (target, source) in enumerate(zip(into, tensors, strict=True)):
+        key = target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous()
+        found.setdefault(key, []).append(index)
+    groups = []
+    for (to, of, plain), indices in found.items():
+        bits = BITS.get(to) if to is of and plain else None
+        if bits is not None and any(is_lazily_changed(into[i]) or is_lazily_changed(tensors[i]) for i in indices):
+            bits = None
+        groups.append(Group(None if len(found) == 1 else indices, bits))
+    return groups
+
+
+def is_lazily_changed(tensor: Tensor) -> bool:
+    """Whether its elements are not what its memory holds."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def copy_groups(groups: Sequence[Group], into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Queue the copies on the device."""
+    with torch.inference_mode():
+        for group in groups:
+            torch._foreach_copy_(*group.chosen(into, tensors), non_blocking=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from weightsync.weights.device import cuda
-from weightsync.weights.device.base import DeviceError, Piece, SlotViews
+from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
-from weightsync.weights.device.cuda import Bounce, CudaDevice, groups_of
-from weightsync.weights.tensors import bits_of
+from weightsync.weights.device.cuda import Bounce, CudaDevice
+from weightsync.weights.tensors import BITS, SlotViews, bits_of, groups_of
 
 
 def copied(into: list[Tensor], tensors: list[Tensor]) -> int:
@@ -46,7 +46,7 @@ def test_one_odd_tensor_does_not_make_all_others_slow() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("name", sorted(str(dtype).removeprefix("torch.") for dtype in cuda._BITS))
+@pytest.mark.parametrize("name", sorted(str(dtype).removeprefix("torch.") for dtype in BITS))
 def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
     dtype = getattr(torch, name)
     every = torch.arange(256, dtype=torch.uint8).repeat(2).view(dtype)  # signalling NaNs among them
@@ -61,7 +61,7 @@ def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("names", [["bfloat16"], sorted(str(dtype).removeprefix("torch.") for dtype in cuda._BITS)])
+@pytest.mark.parametrize("names", [["bfloat16"], sorted(str(dtype).removeprefix("torch.") for dtype in BITS)])
 def test_views_of_a_slot_are_made_once_for_all_copies_into_it_and_out_of_it(names: list[str]) -> None:
     every = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs among them
     tensors = [torch.arange(3.0), *(every.clone().view(getattr(torch, name)) for name in names)]

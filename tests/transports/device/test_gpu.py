@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,9 +24,10 @@ from weightsync.weights.device.driver import Driver
 from weightsync.weights.device.registry import device_of
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.layout import ITEMSIZES
-from weightsync.weights.packing import pack
+from weightsync.weights.packing import digest_of, pack
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, borrowed
+from weightsync.weights.tree_digest import digest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -309,6 +312,7 @@ def test_every_bit_of_every_dtype_arrives(name: str) -> None:
     memory.read(host)
     pack_from(device, weights, layout, crossed)
     pack(read_weights({each: tensor.cpu() for each, tensor in source.items()}), layout, expected)
+    assert digest_of(weights, layout, b"") == digest(expected, b"")
     out = {each: torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype) for each, tensor in source.items()}
     device.copy(ordered(read_weights(out), layout), memory.views(layout))
     device.finish()
@@ -469,3 +473,37 @@ def join_host(setup: WorkerSetup) -> None:
     setup.model = on_gpu().cpu()
     setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
     setup.receiver = setup.scheme.get_receiver()
+
+
+def join_gpu_number(setup: WorkerSetup, number: int) -> None:
+    torch.cuda.set_device(number)
+    join_gpu(setup)
+
+
+def opened_slots(setup: WorkerSetup) -> int:
+    """How many of the trainer's slots on its GPU the worker has opened."""
+    (link,) = setup.receiver.driver._links.values()
+    return sum(isinstance(each, DeviceMemory) for each in link._mapped._mappings.values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="TWO GPUS WERE NOT TESTED: there are fewer")
+@pytest.mark.parametrize("scheme", [mapped, copied])
+@pytest.mark.parametrize("trainers_number", [0, 1])
+def test_a_worker_on_another_gpu_that_it_may_number_otherwise_gets_whole_versions(
+    scheme: Any, trainers_number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(gpus) if trainers_number else gpus))
+    torch.cuda.set_device(0)
+    crew, model = Crew(multiprocessing.get_context("spawn")), on_gpu(1.0)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(crew.end)
+        (worker,) = crew.start(scheme())
+        worker.do(join_gpu_number, 1 - trainers_number)
+        before = worker.do(place)
+        with trainer(scheme(), worker, model=model) as sender:
+            for version in range(1, 6):
+                synced(sender, worker, model, version, float(version))
+                assert worker.do(contents) == {float(version)}
+            assert worker.do(opened_slots) == (2 if Driver().reaches(1, 0) else 0)
+        assert worker.do(place) == before

@@ -19,7 +19,7 @@ from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights, ordered
-from weightsync.weights.tensors import address_of, borrowed, on_cpu
+from weightsync.weights.tensors import SlotViews, address_of, borrowed, on_cpu
 
 #: The size of a device's identity in bytes.
 IDENTITY_NBYTES = 16
@@ -119,13 +119,6 @@ class Backend(Protocol):
 
     def named(self, identity: bytes) -> Device | None:
         """The device with this identity; None: it is none of this process's."""
-
-
-class SlotViews(list[Tensor]):
-    """The entries of a layout as views of a slot, which are copied again and again."""
-
-    #: The same memory, in the dtypes in which a device copies it bit for bit; None: not made yet.
-    bits: list[Tensor] | None = None
 
 
 class DeviceMemory:

@@ -8,43 +8,20 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import repeat
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import SEAL_NBYTES, STAGING_NBYTES, DeviceError, DeviceMemory, Piece, SlotViews
+from weightsync.weights.device.base import SEAL_NBYTES, STAGING_NBYTES, DeviceError, DeviceMemory, Piece
 from weightsync.weights.device.captures import Captures, KeepsAddresses
 from weightsync.weights.device.driver import Driver
-from weightsync.weights.tensors import DTYPES, address_of
+from weightsync.weights.tensors import Group, address_of, copy_groups, groups_of, is_lazily_changed
 
 logger = logging.getLogger("weightsync")
-
-#: Dtypes that torch's kernel for many tensors cannot copy, or would convert to float and back, which changes NaNs; and
-#: the dtype as which they are copied instead, bit for bit.
-_BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
-    {
-        DTYPES[name]: bits
-        for bits, names in (
-            (torch.uint8, ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")),
-            (torch.int16, ("float16", "bfloat16", "uint16")),
-            (torch.int32, ("complex32", "uint32")),
-            (torch.int64, ("uint64",)),
-        )
-        for name in names
-        if name in DTYPES
-    }
-)
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether its elements are not what its memory holds."""
-    return tensor.is_neg() or tensor.is_conj()
 
 
 class _Mapping:
@@ -189,9 +166,7 @@ class CudaDevice:
             groups = groups_of(into, tensors)
             if known is not None:
                 self._groups[known] = groups
-        with torch.inference_mode():
-            for group in groups:
-                torch._foreach_copy_(*group.chosen(into, tensors), non_blocking=True)
+        copy_groups(groups, into, tensors)
 
     @cached_property
     def _beside(self) -> torch.cuda.Stream:
@@ -252,7 +227,7 @@ class CudaDevice:
     def _send_large(self, piece: Piece) -> None:
         """Queue the copy of a piece that is one tensor, larger than the staging area."""
         (target,), (source,) = piece.tensors, piece.among(piece.host)
-        if target.is_contiguous() and target.dtype is source.dtype and not _is_lazy(target):
+        if target.is_contiguous() and target.dtype is source.dtype and not is_lazily_changed(target):
             self._send(target.view(-1).view(torch.uint8), piece.host)
             return
         with torch.cuda.stream(self._beside):
@@ -303,50 +278,6 @@ class CudaDevice:
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         torch.cuda.synchronize(self._ordinal)
-
-
-class Group(NamedTuple):
-    """Copies that torch makes with few kernels: one dtype on each side, and all tensors contiguous or none.
-
-    Copies without a cast are made bit for bit.
-    """
-
-    #: Which of the tensors; None: all.
-    indices: Sequence[int] | None
-    #: As what their elements are copied; None: as what they are.
-    bits: torch.dtype | None
-
-    def chosen(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors to write, and those to read."""
-        return self._of(into), self._of(tensors)
-
-    def _of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        known = self.bits is not None and isinstance(tensors, SlotViews)
-        given = _bits_of(tensors) if known else tensors  # type: ignore[arg-type]
-        chosen = list(given) if self.indices is None else [given[index] for index in self.indices]
-        return chosen if known or self.bits is None else list(map(Tensor.view, chosen, repeat(self.bits)))
-
-
-def _bits_of(views: SlotViews) -> list[Tensor]:
-    """Views of a slot as what they are copied bit for bit: made once, since it takes a microsecond for each."""
-    if views.bits is None:
-        views.bits = [each.view(_BITS.get(each.dtype, each.dtype)) for each in views]
-    return views.bits
-
-
-def groups_of(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Group]:
-    """How tensors are copied into as many others."""
-    found: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
-    for index, (target, source) in enumerate(zip(into, tensors, strict=True)):
-        key = target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous()
-        found.setdefault(key, []).append(index)
-    groups = []
-    for (to, of, plain), indices in found.items():
-        bits = _BITS.get(to) if to is of and plain else None
-        if bits is not None and any(_is_lazy(into[index]) or _is_lazy(tensors[index]) for index in indices):
-            bits = None
-        groups.append(Group(None if len(found) == 1 else indices, bits))
-    return groups
 
 
 class CudaBackend:
