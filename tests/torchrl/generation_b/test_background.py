@@ -420,6 +420,23 @@ def test_an_unforeseen_error_of_the_threads_wait_is_raised_by_receive_too(
         duo.receiving.receive(timeout=PATIENCE)
 
 
+def test_a_transport_error_of_the_users_own_code_ends_the_thread_though_its_link_lives(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(self: Background) -> None:
+        raise TransportError("of a relay of the user's")
+
+    receiver = duo.receiving.get_receiver()
+    monkeypatch.setattr(Background, "_attend", attend)
+    receiver.driver.waker.fire()
+    with pytest.raises(TransportError, match="of a relay of the user's"):
+        duo.receiving.receive(timeout=PATIENCE)
+
+    while threads_of_ours():
+        os.sched_yield()
+    assert receiver.links()
+
+
 def test_what_a_property_of_the_users_raises_refuses_the_version_and_later_ones_are_applied(duo: Duo) -> None:
     receiver, model = duo.receiving.get_receiver(), duo.receiving.model
 

@@ -19,7 +19,7 @@ class Apart:
 
     def __init__(self, scheme_class: Any) -> None:
         self.ours, self.theirs = multiprocessing.Pipe()
-        self.trainer, self.worker, self.later = (scheme_class() for _ in range(3))
+        self.trainer, self.worker, self.later, self.first, self.second = (scheme_class() for _ in range(5))
         self.trainer.init_on_sender("policy", pipes=[self.ours], model=small(1.0))
         self.worker.init_on_worker("actor", pipe=self.theirs, model=small())
 
@@ -27,8 +27,17 @@ class Apart:
         """Have the worker read what has come."""
         assert self.worker.get_receiver().receive(timeout=0) is False
 
+    def serve_version_1(self) -> None:
+        """Have ``first`` receive it. The worker's sender ``second`` keeps the connection open beyond the receivers."""
+        self.second.init_on_sender("actor", pipes=[self.ours], model=small())
+        self.first.init_on_worker("policy", pipe=self.theirs, model=small())
+        sender = self.trainer.get_sender()
+        sender.send_async()
+        assert self.first.get_receiver().receive(timeout=PATIENCE)
+        assert sender.wait_async(timeout=PATIENCE).ok
+
     def close(self) -> None:
-        for scheme in (self.trainer, self.worker, self.later):
+        for scheme in (self.trainer, self.worker, self.later, self.first, self.second):
             scheme.close()
         self.ours.close()
         self.theirs.close()
@@ -66,14 +75,9 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
 
 
 def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(apart: Apart) -> None:
-    first, second, model = type(apart.later)(), type(apart.later)(), small()
-    second.init_on_sender("actor", pipes=[apart.ours], model=small())  # which keeps the connection open
-    first.init_on_worker("policy", pipe=apart.theirs, model=small())
-    sender = apart.trainer.get_sender()
-    sender.send_async()
-    assert first.get_receiver().receive(timeout=PATIENCE)
-    assert sender.wait_async(timeout=PATIENCE).ok
-    first.close()
+    apart.serve_version_1()
+    sender, model = apart.trainer.get_sender(), small()
+    apart.first.close()
     sender.poll()
     sender.add_worker(0, apart.ours)
     for _ in range(2):
@@ -83,47 +87,33 @@ def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(
     apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
     assert apart.later.get_receiver().receive(timeout=0)
     assert constants(model) == {1.0}
-    second.close()
 
 
 def test_a_worker_that_is_removed_and_added_again_at_once_is_served_over_its_next_receiver(apart: Apart) -> None:
     """Both models share the pipe: the goodbye and the next handshake are read in one go."""
-    first, second, model = type(apart.later)(), type(apart.later)(), small()
-    second.init_on_sender("actor", pipes=[apart.ours], model=small())  # which keeps the connection open
-    first.init_on_worker("policy", pipe=apart.theirs, model=small())
-    sender = apart.trainer.get_sender()
-    sender.send_async()
-    assert first.get_receiver().receive(timeout=PATIENCE)
-    assert sender.wait_async(timeout=PATIENCE).ok
+    apart.serve_version_1()
+    sender, model = apart.trainer.get_sender(), small()
     sender.remove_worker(0)
     sender.add_worker(0, apart.ours)
     with pytest.raises(SenderClosed):
-        first.get_receiver().receive(timeout=PATIENCE)
-    first.close()
+        apart.first.get_receiver().receive(timeout=PATIENCE)
+    apart.first.close()
     apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
 
     assert apart.later.get_receiver().receive(timeout=PATIENCE)
     assert constants(model) == {1.0}
-    second.close()
 
 
 def test_an_ack_that_was_in_flight_to_a_removed_worker_connects_no_later_one(apart: Apart) -> None:
-    first, second = type(apart.later)(), type(apart.later)()
-    second.init_on_sender("actor", pipes=[apart.ours], model=small())  # which keeps the connection open
-    first.init_on_worker("policy", pipe=apart.theirs, model=small())
+    apart.serve_version_1()
     sender = apart.trainer.get_sender()
     sender.send_async()
-    assert first.get_receiver().receive(timeout=PATIENCE)
-    assert sender.wait_async(timeout=PATIENCE).ok
-    sender.send_async()
-    assert first.get_receiver().receive(timeout=PATIENCE)
+    assert apart.first.get_receiver().receive(timeout=PATIENCE)
     sender.remove_worker(0)
     sender.add_worker(0, apart.ours)
     sender.poll()
 
     assert sender.workers[0].link_state is LinkState.EXPECTED
-    second.close()
-    first.close()
 
 
 def test_a_rendez_vous_with_a_worker_of_another_model_says_so(apart: Apart) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -224,13 +226,30 @@ def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(linked):
     assert [received.message for received in first.receive()] == [BYE]
 
 
-def test_an_inherited_waker_is_closed_in_the_child_though_another_thread_held_its_lock():
-    waker, held, done = Waker(), threading.Event(), threading.Event()
+@contextlib.contextmanager
+def held_elsewhere(*locks: AbstractContextManager) -> Iterator[None]:
+    """Another thread holds these locks during the block."""
+    held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with waker._lock:
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
             held.set()
             done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        holder.join()
+
+
+def test_an_inherited_waker_is_closed_in_the_child_though_another_thread_held_its_lock():
+    waker = Waker()
 
     def check() -> None:
         assert waker.fileno() == -1
@@ -238,14 +257,8 @@ def test_an_inherited_waker_is_closed_in_the_child_though_another_thread_held_it
         waker.fire()
         waker.close()
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    try:
+    with held_elsewhere(waker._lock):
         in_a_fork(check)
-    finally:
-        done.set()
-        holder.join()
 
     assert (waker.fired, wait(waker, [], 0.0)) == (0, [])
     waker.close()
@@ -253,13 +266,7 @@ def test_an_inherited_waker_is_closed_in_the_child_though_another_thread_held_it
 
 def test_a_channel_is_dropped_in_the_child_though_another_thread_held_the_locks_of_its_wakers(linked, monkeypatch):
     first, _ = linked()
-    channel, held, done = first._channel, threading.Event(), threading.Event()
-    user = channel.user_waker()
-
-    def hold() -> None:
-        with first._box.waker._lock, user._lock:
-            held.set()
-            done.wait()
+    channel, user = first._channel, first._channel.user_waker()
 
     def check() -> None:
         channel.forget()
@@ -267,14 +274,8 @@ def test_a_channel_is_dropped_in_the_child_though_another_thread_held_the_locks_
 
     # The order in which a child forgets is not known.
     monkeypatch.setattr("weightsync.transports.process._inherited", WeakSet())
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    try:
+    with held_elsewhere(first._box.waker._lock, user._lock):
         in_a_fork(check)
-    finally:
-        done.set()
-        holder.join()
 
     assert user.fired == 0
     assert user.fileno() >= 0

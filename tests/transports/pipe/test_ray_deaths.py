@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from missing import not_tested
+from torch import nn
 
-from weightsync import TransportError
+from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncActor
 from weightsync.protocol.messages import Hello, Update
+from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.ray import client as module
@@ -185,3 +187,16 @@ def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
     real.attend(other, "worker 1")
     assert other.result(timeout=60.0) == 1
     assert "a call to an actor could not be repeated" in caplog.text
+
+
+def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_actors_own_scheme() -> None:
+    """A goodbye, for instance. Only a handshake makes the receiver."""
+    actor, scheme = WeightSyncActor(), RayWeightSyncScheme()
+    try:
+        with pytest.raises(TransportError, match="the actor was restarted"):
+            actor._weightsync_call("late", "a link", 1, b"a frame", None)
+        scheme.init_on_worker("late", model=nn.Linear(2, 2))
+        assert scheme.get_receiver().state is State.UNINITIALIZED
+    finally:
+        scheme.close()
+        ray_server._servers.pop("late")

@@ -65,8 +65,8 @@ def _fleet(wanted: Wanted, fixture: Any) -> Fleet:
 
 def _ray_fleet(wanted: Wanted, actors: list[Any]) -> RayFleet:
     victim, other, leader = actors
-    if wanted.dies and wanted.at is WorkerPoint.AHEAD:
-        # Ray would restart any other, which would then be met.
+    if wanted.dies and wanted.at in (WorkerPoint.AHEAD, WorkerPoint.HANDSHAKE):
+        # Ray would restart any other, which would then be met: the handshake is repeated.
         once = ray_fleet.ray.remote(num_cpus=0)(StrikableActor).remote()
         return RayFleet(once, other, spare=victim)
     return RayFleet(victim, other, leader if wanted.led else None)
