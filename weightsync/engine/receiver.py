@@ -18,7 +18,7 @@ from weightsync.engine.manual_ack import UPDATED, ManualAck
 from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
-from weightsync.engine.serving_lock import PATIENCE, ServedModel
+from weightsync.engine.serving_lock import PATIENCE, TURN, ServedModel
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -118,7 +118,8 @@ class WeightReceiver(Participant):
         """Apply the newest version that has arrived, and answer for it.
 
         Args:
-            timeout: seconds to wait for a version. 0 does not wait; None waits until one comes or the sender is gone.
+            timeout: seconds to wait for a version, and for `serving` blocks of other threads. 0 does not wait; None
+                waits until a version comes or the sender is gone.
 
         Returns:
             Whether a new version is live now. False: none came, or it was refused (`last_refusal` says why, and the
@@ -148,7 +149,12 @@ class WeightReceiver(Participant):
                     return False
                 if shield.recorded:
                     shield.deliver()
-                self._driver.wait(nap, seen)
+                if self._served.staged is None or self.serves_here:
+                    self._driver.wait(nap, seen)
+                    continue
+                applied = self._applier.swap_before_forwards(TURN if nap is None else min(nap, TURN))
+                if applied is not None:
+                    return applied
 
     def receive_and_apply(self, target: Target) -> bool | None:
         """Read the links and apply what is pending, without waiting for threads that serve the model.
@@ -317,6 +323,7 @@ class WeightReceiver(Participant):
         """Keep the served version: no other version goes live inside the block. Yields the served version.
 
         Meanwhile a `receive` in another thread reads messages but applies nothing; it applies once the block has ended.
+        Blocks of other threads that begin while it waits for that wait too, for at most a second.
         A version that a background thread has staged goes live when the outermost block begins.
 
         Raises:

@@ -32,6 +32,9 @@ logger = logging.getLogger("weightsync")
 #: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
 PATIENCE: Final = 1.0
 
+#: The longest time, in seconds, that `receive` waits for forwards to end before it reads its links again.
+TURN: Final = 0.1
+
 
 class ServingLock:
     """Shared by the threads that serve a model, which may nest; a swap holds it alone."""
@@ -41,19 +44,22 @@ class ServingLock:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiters = 0
+        #: How many threads wait to change the model. New forwards let them go first, for at most `PATIENCE`.
+        self._queued = 0
         self._serving: defaultdict[int, list[FrameType | None]] = defaultdict(list)
         self._swapping: int | None = None
 
     def enter(self, frame: FrameType | None = None) -> None:
-        """Begin to serve; waits for a swap to end.
+        """Begin to serve; waits for a swap to end, and for threads that wait to change the model.
 
         Args:
             frame: the call that serves. If it ends without `leave`, its entry no longer counts.
         """
         own = threading.get_ident()
         with self._lock:
-            if self._swapping not in (None, own) and own not in self._serving:
-                self._wait_for(lambda: self._swapping in (None, own), None)
+            if (self._queued or self._swapping is not None) and self._swapping != own and own not in self._serving:
+                self._wait_for(lambda: not self._queued, PATIENCE)
+                self._wait_for(lambda: self._swapping is None, None)
             self._serving[own].append(frame)
 
     def leave(self) -> None:
@@ -106,6 +112,20 @@ class ServingLock:
             return True
 
     @contextlib.contextmanager
+    def first(self, timeout: float) -> Iterator[None]:
+        """Wait until no forward is under way, or time is up. New forwards wait for this block."""
+        with self._lock:
+            self._queued += 1
+        try:
+            with self._lock:
+                self._wait_for(self._free, timeout)
+            yield
+        finally:
+            with self._lock:
+                self._queued -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
         """Hold the lock exclusively, except for this thread's own forwards. Waits for all other threads.
 
@@ -124,12 +144,17 @@ class ServingLock:
                 self.end_swap()
 
     def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
-        while not self._wait_for(lambda: self._free(besides=own), deadline.nap):
-            if deadline.passed:
-                raise ModelBusyError(
-                    f"{asked}(): other threads used the model until the timeout (a forward, or a serving() block). "
-                    "Nothing has changed; call it again, or give it a longer timeout=."
-                )
+        self._queued += 1
+        try:
+            while not self._wait_for(lambda: self._free(besides=own), deadline.nap):
+                if deadline.passed:
+                    raise ModelBusyError(
+                        f"{asked}(): other threads used the model until the timeout (a forward, or a serving() block). "
+                        "Nothing has changed; call it again, or give it a longer timeout=."
+                    )
+        finally:
+            self._queued -= 1
+            self._changed.notify_all()
 
     def end_swap(self) -> None:
         """Let others serve the model again."""

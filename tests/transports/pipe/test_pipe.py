@@ -383,6 +383,29 @@ def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(linked):
         second.receive()
 
 
+def test_a_close_that_cuts_a_frame_ends_the_stream_though_a_forked_process_has_that_end_too(linked):
+    ends = multiprocessing.Pipe()
+    inherited = os.dup(ends[0].fileno())
+    first, second = linked(ends=ends, payloads=Payloads.INLINE)
+    first.send(update(2, 2**20), filled(2**20))
+    first.close()
+
+    assert second.receive() == []
+    with pytest.raises(TransportError, match="the trainer was closed by the other end"):
+        second.receive()
+    os.close(inherited)
+
+
+def test_a_close_that_cuts_no_frame_leaves_the_stream_to_a_process_that_has_that_end_too(linked):
+    ends = multiprocessing.Pipe()
+    first, second = linked(ends=ends)
+    with multiprocessing.connection.Connection(os.dup(ends[0].fileno())) as inherited:
+        first.close()
+        linked(ends=(inherited, multiprocessing.Pipe()[1]))[0].send(ack(1))
+
+        assert [ack(1)] == [r.message for r in second.receive()]
+
+
 # -------------------------------------------------------------------------------------------- bad frames
 
 

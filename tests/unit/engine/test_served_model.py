@@ -201,3 +201,31 @@ def test_the_frame_of_a_compiled_call_is_the_first_that_is_not_of_the_caller_s_m
     found, called_from = elsewhere["call"](hook)
 
     assert found is called_from
+
+
+def test_threads_that_serve_without_a_pause_starve_no_receive(pair: Pair) -> None:
+    inside, ended = threading.Barrier(3), threading.Event()
+
+    def serve() -> list[set[float]]:
+        seen = []
+        inside.wait(PATIENCE)
+        while not ended.is_set():
+            with pair.receiver.serving():
+                before = constants(pair.model)
+                ended.wait(0.005)
+                seen.append(before | constants(pair.model))
+        return seen
+
+    pair.sync()
+    with ThreadPoolExecutor(2) as pool:
+        serving = [pool.submit(serve) for _ in range(2)]
+        inside.wait(PATIENCE)
+        try:
+            for fill in range(2, 12):
+                pair.sender.send_async(filled(pair.source, float(fill)))
+                assert pair.receiver.receive(PATIENCE)
+                assert pair.sender.wait_async(timeout=PATIENCE).ok
+        finally:
+            ended.set()
+
+    assert all(len(values) == 1 for each in serving for values in each.result())

@@ -162,6 +162,51 @@ def test_alone_waits_for_a_swap_and_for_others_that_serve(lock: ServingLock, bes
     assert asking.result(PATIENCE) is True
 
 
+def alone(lock: ServingLock, timeout: float) -> contextlib.AbstractContextManager[None]:
+    return lock.alone(Deadline(timeout), "ask")
+
+
+@pytest.mark.parametrize("ask", [ServingLock.first, alone])
+def test_a_forward_lets_those_go_first_that_wait_to_change_the_model(
+    ask: Callable[[ServingLock, float], contextlib.AbstractContextManager[None]], lock: ServingLock, beside: Beside
+) -> None:
+    third, order = Beside(), []
+
+    def change() -> None:
+        with ask(lock, PATIENCE):
+            order.append("changed")
+
+    def serve() -> None:
+        lock.enter()
+        order.append("served")
+        lock.leave()
+
+    lock.enter()
+    changing = beside.begin(change)
+    with pytest.raises(StillWaiting):
+        changing.result(WHILE)
+    serving = third.begin(serve)
+    with pytest.raises(StillWaiting):
+        serving.result(WHILE)
+    lock.enter()  # a forward within a forward does not wait
+    lock.leave()
+    lock.leave()
+
+    serving.result(PATIENCE)
+    assert order == ["changed", "served"]
+    third.end()
+
+
+def test_a_forward_waits_for_those_that_wait_to_change_the_model_only_for_a_time(
+    lock: ServingLock, beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_lock, "PATIENCE", 0.01)
+    beside.does(lock.enter)
+    with lock.first(0.0):
+        assert free(lock) is False
+        Beside().does(lock.enter)
+
+
 def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: Beside) -> None:
     def forward() -> FrameType:
         frame = sys._getframe()

@@ -329,6 +329,11 @@ class Channel:
         if not self.connection.closed:
             with contextlib.suppress(OSError):
                 self.outlet.write()
+        if self._socket is not None and not self.outlet.idle:
+            # A frame, and the goodbye behind it, will never be whole. Another process, such as a forked worker, may
+            # have a copy of this end, so that closing ours would not end the stream.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
         self._release()
         self._fail(lost("is closed"))
         # The user can read the rest of its messages as long as the connection object exists.
