@@ -18,7 +18,7 @@ from weightsync.engine.manual_ack import UPDATED, ManualAck
 from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
-from weightsync.engine.serving_lock import PATIENCE, TURN, ServedModel
+from weightsync.engine.serving_lock import PATIENCE, ServedModel
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -152,7 +152,7 @@ class WeightReceiver(Participant):
                 if self._served.staged is None or self.serves_here:
                     self._driver.wait(nap, seen)
                     continue
-                applied = self._applier.swap_before_forwards(TURN if nap is None else min(nap, TURN))
+                applied = self._applier.swap_before_forwards(PATIENCE if nap is None else min(nap, PATIENCE))
                 if applied is not None:
                     return applied
 

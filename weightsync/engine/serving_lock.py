@@ -14,7 +14,7 @@ from typing import Any, Final
 from msgspec import Struct
 from torch import nn
 
-from weightsync.clock import Deadline
+from weightsync.clock import Deadline, Stopwatch
 from weightsync.engine.copies import SchemeServices
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
@@ -32,8 +32,9 @@ logger = logging.getLogger("weightsync")
 #: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
 PATIENCE: Final = 1.0
 
-#: The longest time, in seconds, that `receive` waits for forwards to end before it reads its links again.
-TURN: Final = 0.1
+#: New forwards let a thread that waits to change the model go first: for `PATIENCE` of each period of so many seconds.
+#: More often, a `serving` block that waits for forwards in other threads would slow down each of them.
+_PERIOD: Final = 10.0
 
 
 class ServingLock:
@@ -44,8 +45,10 @@ class ServingLock:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiters = 0
-        #: How many threads wait to change the model. New forwards let them go first, for at most `PATIENCE`.
+        #: How many threads wait to change the model.
         self._queued = 0
+        #: When the first of them began to, since the model was changed last.
+        self._queued_since: Stopwatch | None = None
         self._serving: defaultdict[int, list[FrameType | None]] = defaultdict(list)
         self._swapping: int | None = None
 
@@ -58,9 +61,14 @@ class ServingLock:
         own = threading.get_ident()
         with self._lock:
             if (self._queued or self._swapping is not None) and self._swapping != own and own not in self._serving:
-                self._wait_for(lambda: not self._queued, PATIENCE)
+                self._wait_for(lambda: not self._queued, self._patience())
                 self._wait_for(lambda: self._swapping is None, None)
             self._serving[own].append(frame)
+
+    def _patience(self) -> float:
+        """Seconds for which new forwards now let threads go first that wait to change the model."""
+        waited = 0.0 if self._queued_since is None else self._queued_since.seconds
+        return max(0.0, PATIENCE - waited % _PERIOD)
 
     def leave(self) -> None:
         """End what this thread began last, if anything."""
@@ -108,22 +116,28 @@ class ServingLock:
             free = (self._swapping is None and not self._serving) or self._free()
             if not (free or (timeout != 0.0 and self._wait_for(self._free, timeout))):
                 return False
-            self._swapping = own
+            self._swapping, self._queued_since = own, None
             return True
 
     @contextlib.contextmanager
     def first(self, timeout: float) -> Iterator[None]:
         """Wait until no forward is under way, or time is up. New forwards wait for this block."""
         with self._lock:
-            self._queued += 1
+            self._queue(1)
         try:
             with self._lock:
                 self._wait_for(self._free, timeout)
             yield
         finally:
             with self._lock:
-                self._queued -= 1
-                self._changed.notify_all()
+                self._queue(-1)
+
+    def _queue(self, threads: int) -> None:
+        """Count threads that wait to change the model."""
+        self._queued += threads
+        if self._queued and self._queued_since is None:
+            self._queued_since = Stopwatch()
+        self._changed.notify_all()
 
     @contextlib.contextmanager
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
@@ -136,7 +150,7 @@ class ServingLock:
             outer = self._swapping == own
             if not outer:
                 self._await_free(own, deadline, asked)
-                self._swapping = own
+                self._swapping, self._queued_since = own, None
         try:
             yield
         finally:
@@ -144,7 +158,7 @@ class ServingLock:
                 self.end_swap()
 
     def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
-        self._queued += 1
+        self._queue(1)
         try:
             while not self._wait_for(lambda: self._free(besides=own), deadline.nap):
                 if deadline.passed:
@@ -153,8 +167,7 @@ class ServingLock:
                         "Nothing has changed; call it again, or give it a longer timeout=."
                     )
         finally:
-            self._queued -= 1
-            self._changed.notify_all()
+            self._queue(-1)
 
     def end_swap(self) -> None:
         """Let others serve the model again."""

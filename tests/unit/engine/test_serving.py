@@ -207,6 +207,28 @@ def test_a_forward_waits_for_those_that_wait_to_change_the_model_only_for_a_time
         Beside().does(lock.enter)
 
 
+def test_forwards_give_way_in_the_first_second_of_each_period_only_until_the_model_was_changed(
+    lock: ServingLock, beside: Beside
+) -> None:
+    def waits() -> float:
+        return round(lock._patience())
+
+    beside.does(lock.enter)  # a long block, which may itself wait for forwards in other threads
+    with lock.first(0.0):
+        assert lock._queued_since is not None
+        assert waits() == serving_lock.PATIENCE
+        lock._queued_since.started -= 3.0
+        assert waits() == 0
+        Beside().does(lock.enter)
+    with lock.first(0.0):  # the same wait to change the model goes on
+        assert waits() == 0
+        lock._queued_since.started -= serving_lock._PERIOD - 3.0
+        assert waits() == serving_lock.PATIENCE
+    lock._serving.clear()
+    assert free(lock)
+    assert lock._queued_since is None
+
+
 def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: Beside) -> None:
     def forward() -> FrameType:
         frame = sys._getframe()
