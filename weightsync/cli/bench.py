@@ -65,7 +65,7 @@ def bench(  # noqa: PLR0917
 ) -> None:
     """Measure weightsync, TorchRL, and the same bytes by memcpy and bare pipes, interleaved in one run.
 
-    Memcpy and the bare calls are the floors: they have no protocol and no checks, so no library is faster on their path.
+    Memcpy and bare calls are the floors: they have no protocol and no checks, so no library is faster on their path.
 
     A send ends when every worker has applied the version and acked it. Before and after, each worker proves by digest
     that it has the trainer's weights. What is not installed is left out, and named.
