@@ -22,7 +22,7 @@ from weightsync.errors import ConfigurationError
 #: The sub-commands in the order of the help text, with the first lines of their docstrings.
 COMMANDS = {
     "demo": "Train a policy on CartPole while worker processes act with the weights they receive.",
-    "bench": "Measure weightsync, TorchRL and the physical floors on this machine, in turns in one run.",
+    "bench": "Measure weightsync, TorchRL, and the same bytes by memcpy and bare pipes, interleaved in one run.",
     "check": "Check the protocol's model with TLC.",
     "verify": "Check whether recorded runs conformed to the protocol.",
     "trace": "Show recorded runs as sequence charts, and export them as SVG or for Perfetto.",

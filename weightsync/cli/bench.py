@@ -63,7 +63,9 @@ def bench(  # noqa: PLR0917
         tuple[Path, Path] | None, typer.Option(metavar="A.json B.json", help="Compare two results and measure nothing.")
     ] = None,
 ) -> None:
-    """Measure weightsync, TorchRL and the physical floors on this machine, in turns in one run.
+    """Measure weightsync, TorchRL, and the same bytes by memcpy and bare pipes, interleaved in one run.
+
+    Memcpy and bare calls are the floors: they have no protocol and no checks, so no library is faster on their path.
 
     A send ends when every worker has applied the version and acked it. Before and after, each worker proves by digest
     that it has the trainer's weights. What is not installed is left out, and named.

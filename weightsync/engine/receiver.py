@@ -126,8 +126,11 @@ class WeightReceiver(Participant):
             sender is told the same).
 
         Raises:
-            ConfigurationError: no model is registered.
+            ConfigurationError, ModelPathError: no model is registered, or its path does not resolve. An update that has
+                arrived waits until there is a model.
             StateError: the receiver is closed, or has no link yet.
+            WeightSyncError: a swap failed halfway and could not be undone, or a loader raised `PartlyLoadedError`: the
+                model serves nothing, and the receiver is closed.
             SenderClosed: (a TransportError) the sender closed the link cleanly. The model keeps the version it
                 serves; a new link may be registered.
             TransportError: the sender is gone without a goodbye, or this worker refused its handshake because the

@@ -140,8 +140,9 @@ class WorkerGroup:
         Raises:
             StateError: it was started already, or is closed.
             ConfigurationError: ``run`` or ``make_model`` cannot be pickled. The group is closed.
+            LayoutError: the model has weights that cannot be sent, or none match ``names``. The group is closed.
             NonFiniteError: with ``check_finite``, the model has NaN or infinite values. The group is closed.
-            Exception: a process could not be started. The group is closed.
+            Exception: a process could not be started, or the model's own code raised. The group is closed.
         """
         self._require(State.UNINITIALIZED, "start")
         self._state = State.READY

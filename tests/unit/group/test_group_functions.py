@@ -150,7 +150,7 @@ def test_what_cannot_be_pickled_for_an_actor_is_named_and_leaves_nothing(make_ov
     group = make_over(act)
     with pytest.raises(ConfigurationError, match=r"run= is act\(\), and fails at run -> lock \(.*lock") as caught:
         group.start()
-    assert "in the worker, instead of in the trainer" in str(caught.value)
+    assert "Create it inside run= or make_model=, in the worker" in str(caught.value)
     assert group.processes == {}
 
     group = make_over(workers.act, make_model=functools.partial(id, lock))
