@@ -17,6 +17,7 @@ from test_kernels import copied, mapped
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme
+from weightsync.engine.background import Background
 from weightsync.transports.buffers import Segment
 from weightsync.transports.mapping import Mapping
 from weightsync.weights.device.base import DeviceMemory
@@ -417,6 +418,31 @@ def test_g3_a_captured_graph_is_found_among_frozen_objects(crew: Crew) -> None:
             synced(sender, worker, model, version, 2.0**-version)
             assert (worker.do(contents), worker.do(replay)) == ({2.0**-version}, True)
         assert worker.do(place) == before
+
+
+def receive_in_background(setup: WorkerSetup) -> None:
+    setup.kept["reader"] = Background(setup.receiver, lambda: None)
+    setup.kept["reader"].start()
+
+
+def capture_until(setup: WorkerSetup, version: int) -> None:
+    """Capture one graph after another until that version is served."""
+    while (setup.receiver.version or 0) < version:
+        capture(setup)
+
+
+@pytest.mark.parametrize("scheme", [mapped, copied])
+def test_graphs_are_captured_while_a_background_reader_receives(crew: Crew, scheme: Any) -> None:
+    (worker,), model = crew.start(scheme()), on_gpu(1.0)
+    worker.do(join_gpu)
+    worker.do(receive_in_background)
+    with trainer(scheme(), worker, model=model) as sender:
+        worker.tell(capture_until, 20)
+        for version in range(1, 21):
+            filled(model, 2.0**-version)
+            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+        worker.answer()
+        assert (worker.do(contents), worker.do(replay)) == ({2.0**-20}, True)
 
 
 def serve_inferring(setup: WorkerSetup, version: int) -> int | None:
