@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
-import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -426,7 +424,6 @@ def receive_in_background(setup: WorkerSetup) -> None:
 
 
 def capture_until(setup: WorkerSetup, version: int) -> None:
-    """Capture one graph after another until that version is served."""
     while (setup.receiver.version or 0) < version:
         capture(setup)
 
@@ -499,37 +496,3 @@ def join_host(setup: WorkerSetup) -> None:
     setup.model = on_gpu().cpu()
     setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
     setup.receiver = setup.scheme.get_receiver()
-
-
-def join_gpu_number(setup: WorkerSetup, number: int) -> None:
-    torch.cuda.set_device(number)
-    join_gpu(setup)
-
-
-def opened_slots(setup: WorkerSetup) -> int:
-    """How many of the trainer's slots on its GPU the worker has opened."""
-    (link,) = setup.receiver.driver._links.values()
-    return sum(isinstance(each, DeviceMemory) for each in link._mapped._mappings.values())
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="TWO GPUS WERE NOT TESTED: there are fewer")
-@pytest.mark.parametrize("scheme", [mapped, copied])
-@pytest.mark.parametrize("trainers_number", [0, 1])
-def test_a_worker_on_another_gpu_that_it_may_number_otherwise_gets_whole_versions(
-    scheme: Any, trainers_number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(gpus) if trainers_number else gpus))
-    torch.cuda.set_device(0)
-    crew, model = Crew(multiprocessing.get_context("spawn")), on_gpu(1.0)
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(crew.end)
-        (worker,) = crew.start(scheme())
-        worker.do(join_gpu_number, 1 - trainers_number)
-        before = worker.do(place)
-        with trainer(scheme(), worker, model=model) as sender:
-            for version in range(1, 6):
-                synced(sender, worker, model, version, float(version))
-                assert worker.do(contents) == {float(version)}
-            assert worker.do(opened_slots) == (2 if Driver().reaches(1, 0) else 0)
-        assert worker.do(place) == before
