@@ -95,6 +95,26 @@ def test_a_capture_begins_once_no_other_thread_receives(graphs: Captures) -> Non
     assert ended.is_set()
 
 
+def test_who_captures_without_a_pause_lets_a_thread_that_waits_receive(graphs: Captures) -> None:
+    graph, received = graph_of(graphs), threading.Event()
+    with graphs.apart():
+        pass
+    graph.capture_begin()
+
+    def receive() -> None:
+        with graphs.apart():
+            time.sleep(A_WHILE)
+            received.set()
+
+    with beside(receive):
+        while not graphs._apart:
+            time.sleep(0)
+        graph.capture_end()
+        graph.capture_begin()
+        assert received.is_set()
+        graph.capture_end()
+
+
 @pytest.mark.parametrize("fails", ["begin", "end"])
 def test_a_capture_that_fails_holds_nobody_up(graphs: Captures, fails: str) -> None:
     graph = graph_of(graphs)

@@ -64,10 +64,11 @@ class Captures:
         with self._lock:
             self._wrap()
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._under_way, PATIENCE):
-                self._under_way = 0  # who began it has given it up
-            self._apart.append(own)
+            self._apart.append(own)  # no further capture begins, also if one is under way
         try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._under_way, PATIENCE):
+                    self._under_way = 0  # who began it has given it up
             yield
         finally:
             with self._changed:
