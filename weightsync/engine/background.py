@@ -20,6 +20,7 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.process import forget_after_fork
+from weightsync.weights.device.registry import apart_from_captures
 
 logger = logging.getLogger("weightsync")
 
@@ -251,7 +252,8 @@ class Background:
 
     def _attend(self) -> None:
         receiver = self._receiver
-        receiver.receive_and_apply_here()
+        with apart_from_captures():
+            receiver.receive_and_apply_here()
         if receiver.driver.deferring:
             self._relay_and_ack()
         self._news_of()

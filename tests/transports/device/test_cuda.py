@@ -219,8 +219,15 @@ class Watcher:
         self.calls.append("keep")
 
 
+class Capturing:
+    """A class of graphs; each test has one of its own, since it is wrapped."""
+
+    def capture_end(self) -> None:
+        """Nothing."""
+
+
 def test_who_watches_is_told_before_each_capture() -> None:
-    class Graph:
+    class Graph(Capturing):
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> str:
             watcher.calls.append(f"begin {pool} {capture_error_mode}")
             return "begun"
@@ -234,7 +241,7 @@ def test_who_watches_is_told_before_each_capture() -> None:
 
 
 def test_a_graph_that_was_captured_before_is_found() -> None:
-    class Graph:
+    class Graph(Capturing):
         def capture_begin(self) -> None:
             """Nothing."""
 
@@ -244,7 +251,7 @@ def test_a_graph_that_was_captured_before_is_found() -> None:
 
 
 def test_g3_a_graph_is_found_among_frozen_objects_too_which_stay_frozen() -> None:
-    class Graph:
+    class Graph(Capturing):
         def capture_begin(self) -> None:
             """Nothing."""
 
@@ -269,7 +276,7 @@ def test_the_search_among_frozen_objects_freezes_no_garbage() -> None:
     gc.freeze()
     del garbage
     try:
-        Captures(type("Graph", (), {"capture_begin": None})).watch(Watcher())
+        Captures(type("Graph", (Capturing,), {"capture_begin": None})).watch(Watcher())
         assert dropped() is None
     finally:
         gc.unfreeze()
@@ -279,7 +286,7 @@ def test_the_search_among_frozen_objects_freezes_no_garbage() -> None:
 
 
 def test_the_search_for_graphs_asks_other_objects_nothing() -> None:
-    class Graph:
+    class Graph(Capturing):
         def capture_begin(self) -> None:
             """Nothing."""
 
@@ -311,7 +318,7 @@ def test_a_plan_of_copies_lasts_as_long_as_what_it_is_known_by() -> None:
 
 
 def test_a_capture_does_not_keep_its_watchers() -> None:
-    class Graph:
+    class Graph(Capturing):
         def capture_begin(self) -> None:
             """Nothing."""
 

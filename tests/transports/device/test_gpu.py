@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
-import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ from test_kernels import copied, mapped
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme
+from weightsync.engine.background import Background
 from weightsync.transports.buffers import Segment
 from weightsync.transports.mapping import Mapping
 from weightsync.weights.device.base import DeviceMemory
@@ -419,6 +418,30 @@ def test_g3_a_captured_graph_is_found_among_frozen_objects(crew: Crew) -> None:
         assert worker.do(place) == before
 
 
+def receive_in_background(setup: WorkerSetup) -> None:
+    setup.kept["reader"] = Background(setup.receiver, lambda: None)
+    setup.kept["reader"].start()
+
+
+def capture_until(setup: WorkerSetup, version: int) -> None:
+    while (setup.receiver.version or 0) < version:
+        capture(setup)
+
+
+@pytest.mark.parametrize("scheme", [mapped, copied])
+def test_graphs_are_captured_while_a_background_reader_receives(crew: Crew, scheme: Any) -> None:
+    (worker,), model = crew.start(scheme()), on_gpu(1.0)
+    worker.do(join_gpu)
+    worker.do(receive_in_background)
+    with trainer(scheme(), worker, model=model) as sender:
+        worker.tell(capture_until, 20)
+        for version in range(1, 21):
+            filled(model, 2.0**-version)
+            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+        worker.answer()
+        assert (worker.do(contents), worker.do(replay)) == ({2.0**-20}, True)
+
+
 def serve_inferring(setup: WorkerSetup, version: int) -> int | None:
     with torch.inference_mode():
         return serve(setup, version)
@@ -473,37 +496,3 @@ def join_host(setup: WorkerSetup) -> None:
     setup.model = on_gpu().cpu()
     setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
     setup.receiver = setup.scheme.get_receiver()
-
-
-def join_gpu_number(setup: WorkerSetup, number: int) -> None:
-    torch.cuda.set_device(number)
-    join_gpu(setup)
-
-
-def opened_slots(setup: WorkerSetup) -> int:
-    """How many of the trainer's slots on its GPU the worker has opened."""
-    (link,) = setup.receiver.driver._links.values()
-    return sum(isinstance(each, DeviceMemory) for each in link._mapped._mappings.values())
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="TWO GPUS WERE NOT TESTED: there are fewer")
-@pytest.mark.parametrize("scheme", [mapped, copied])
-@pytest.mark.parametrize("trainers_number", [0, 1])
-def test_a_worker_on_another_gpu_that_it_may_number_otherwise_gets_whole_versions(
-    scheme: Any, trainers_number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(gpus) if trainers_number else gpus))
-    torch.cuda.set_device(0)
-    crew, model = Crew(multiprocessing.get_context("spawn")), on_gpu(1.0)
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(crew.end)
-        (worker,) = crew.start(scheme())
-        worker.do(join_gpu_number, 1 - trainers_number)
-        before = worker.do(place)
-        with trainer(scheme(), worker, model=model) as sender:
-            for version in range(1, 6):
-                synced(sender, worker, model, version, float(version))
-                assert worker.do(contents) == {float(version)}
-            assert worker.do(opened_slots) == (2 if Driver().reaches(1, 0) else 0)
-        assert worker.do(place) == before

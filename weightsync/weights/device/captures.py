@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
@@ -15,6 +17,9 @@ CAPTURED: Final = (
     "map_on_device: this process has captured a CUDA graph, which keeps addresses; so parameters stay where they are "
     "from now on, and each version is copied into them"
 )
+
+#: The most seconds that a capture and a thread that receives wait for each other.
+PATIENCE: Final = 5.0
 
 
 class KeepsAddresses(Protocol):
@@ -27,8 +32,11 @@ class KeepsAddresses(Protocol):
 class Captures:
     """Tells its watchers before a graph is captured, by whatever means: each way of torch's calls `capture_begin`.
 
+    Captures also wait for threads that use the device `apart` from them. To wait for a whole device is an error amid a
+    capture, in whatever thread, and ends the capture; by default so are many other calls.
+
     Args:
-        graph_class: torch's class of graphs. Its `capture_begin` is wrapped once somebody watches.
+        graph_class: torch's class of graphs. Its methods are wrapped once somebody watches, or is `apart`.
     """
 
     def __init__(self, graph_class: Any) -> None:
@@ -36,29 +44,76 @@ class Captures:
         self._watchers: WeakSet[KeepsAddresses] = WeakSet()
         self._lock = threading.Lock()
         self._wrapped = False
+        self._changed = threading.Condition()
+        #: How many captures are under way, and the threads that are `apart` from them.
+        self._under_way = 0
+        self._apart: list[int] = []
 
     def watch(self, watcher: KeepsAddresses) -> bool:
         """Call the watcher's `keep_addresses` before each capture; whether there are graphs already."""
         with self._lock:
             self._watchers.add(watcher)
-            if not self._wrapped:
-                self._wrap()
-                self._wrapped = True
+            self._wrap()
         # By their types: `isinstance` would ask each object for its class, and some warn when they are asked anything.
         return any(issubclass(type(each), self._class) for each in _tracked())
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block during which no other thread captures. Whoever is too late waits for the other, up to `PATIENCE`."""
+        own = threading.get_ident()
+        with self._lock:
+            self._wrap()
+        with self._changed:
+            self._apart.append(own)  # no further capture begins, also if one is under way
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._under_way, PATIENCE):
+                    self._under_way = 0  # who began it has given it up
+            yield
+        finally:
+            with self._changed:
+                self._apart.remove(own)
+                self._changed.notify_all()
+
+    def _begins(self) -> None:
+        own = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: all(each == own for each in self._apart), PATIENCE)
+            self._under_way += 1
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._under_way = max(0, self._under_way - 1)
+            self._changed.notify_all()
+
     def _wrap(self) -> None:
-        begin = self._class.capture_begin
+        """Wrap the class, once. The caller holds the lock."""
+        if self._wrapped:
+            return
+        self._wrapped = True
+        begin, end = self._class.capture_begin, self._class.capture_end
 
         @functools.wraps(begin)
         def capture_begin(graph: Any, *arguments: Any, **options: Any) -> Any:
-            with self._lock:
-                watchers = list(self._watchers)
-            for watcher in watchers:
-                watcher.keep_addresses()
-            return begin(graph, *arguments, **options)
+            self._begins()
+            try:
+                with self._lock:
+                    watchers = list(self._watchers)
+                for watcher in watchers:
+                    watcher.keep_addresses()
+                return begin(graph, *arguments, **options)
+            except BaseException:
+                self._ended()
+                raise
 
-        self._class.capture_begin = capture_begin
+        @functools.wraps(end)
+        def capture_end(graph: Any, *arguments: Any, **options: Any) -> Any:
+            try:
+                return end(graph, *arguments, **options)
+            finally:
+                self._ended()
+
+        self._class.capture_begin, self._class.capture_end = capture_begin, capture_end
 
 
 def _tracked() -> list[Any]:

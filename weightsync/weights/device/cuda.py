@@ -269,7 +269,7 @@ class CudaDevice:
 
     def watch_captures(self, watcher: KeepsAddresses) -> bool:
         """See `Device.watch_captures`."""
-        return _captures().watch(watcher)
+        return captures().watch(watcher)
 
     def finish(self) -> None:
         """See `Device.finish`."""
@@ -294,7 +294,8 @@ class CudaBackend:
 
 
 @lru_cache(maxsize=1)
-def _captures() -> Captures:
+def captures() -> Captures:
+    """The captures of graphs in this process."""
     return Captures(torch.cuda.CUDAGraph)
 
 

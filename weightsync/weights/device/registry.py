@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from weightsync.errors import ProtocolError
 from weightsync.weights.device.base import Backend, Device, DeviceMemory, Waits
-from weightsync.weights.device.cuda import CudaBackend
+from weightsync.weights.device.cuda import CudaBackend, captures
 
 #: By the type of a torch device. Weights on any other device are copied through host memory.
 backends: dict[str, Backend] = {"cuda": CudaBackend()}
@@ -31,6 +32,12 @@ def installed(kind: str, backend: Backend) -> Iterator[None]:
 def capturing() -> bool:
     """Whether the current stream captures a graph: nobody may wait for kernels then."""
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def apart_from_captures() -> AbstractContextManager[None]:
+    """A block for a thread that receives beside the user's: see `Captures.apart`."""
+    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return captures().apart() if in_use else contextlib.nullcontext()
 
 
 class Unshared:

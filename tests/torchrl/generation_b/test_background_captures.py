@@ -1,0 +1,137 @@
+"""A worker that captures CUDA graphs while a background thread receives: what waits for what."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from duo import Duo, beside
+from fake_device import fake_device
+from fleet import PATIENCE, constants, filled
+
+from weightsync import SharedMemWeightSyncScheme
+from weightsync.weights.device import captures, registry
+from weightsync.weights.device.captures import Captures
+
+#: Seconds in which a thread that does not wait would long have done its work.
+A_WHILE = 0.3
+
+
+class Graph:
+    """A graph that captures nothing."""
+
+    def __init__(self) -> None:
+        self.fails: set[str] = set()
+
+    def capture_begin(self) -> None:
+        self._ends("begin")
+
+    def capture_end(self) -> None:
+        self._ends("end")
+
+    def _ends(self, what: str) -> None:
+        if what in self.fails:
+            raise RuntimeError(f"capture_{what}")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    """The captures of this process, in which CUDA counts as used."""
+    kind = type("Own", (Graph,), {"capture_begin": Graph.capture_begin, "capture_end": Graph.capture_end})
+    made = Captures(kind)
+    monkeypatch.setattr(registry, "captures", lambda: made)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+@pytest.fixture
+def duo() -> Iterator[Duo]:
+    with fake_device():
+        made = Duo(SharedMemWeightSyncScheme)
+        made.connect()
+        with contextlib.closing(made.sending):
+            yield made
+        made.end()
+
+
+def graph_of(made: Captures) -> Any:
+    return made._class()
+
+
+def capture(graph: Any) -> None:
+    graph.capture_begin()
+    graph.capture_end()
+
+
+def test_a_background_reader_calls_no_device_while_another_thread_captures(duo: Duo, graphs: Captures) -> None:
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    graph = graph_of(graphs)
+    with graphs.apart():  # wraps the class
+        pass
+    graph.capture_begin()
+    sender = duo.sending.get_sender()
+    sender.send_async(filled(duo.source, 3.0))
+    time.sleep(A_WHILE)
+    assert (duo.receiving.get_receiver().version, constants(duo.model)) == (sender.version - 1, {2.0})
+
+    graph.capture_end()
+    assert sender.wait_async(timeout=PATIENCE).ok
+    assert constants(duo.model) == {3.0}
+
+
+def test_a_capture_begins_once_no_other_thread_receives(graphs: Captures) -> None:
+    graph, ended = graph_of(graphs), threading.Event()
+    with contextlib.ExitStack() as receiving:
+        receiving.enter_context(graphs.apart())
+        with beside(lambda: (capture(graph), ended.set())):
+            assert not ended.wait(A_WHILE)
+            receiving.close()
+    assert ended.is_set()
+
+
+def test_who_captures_without_a_pause_lets_a_thread_that_waits_receive(graphs: Captures) -> None:
+    graph, received = graph_of(graphs), threading.Event()
+    with graphs.apart():
+        pass
+    graph.capture_begin()
+
+    def receive() -> None:
+        with graphs.apart():
+            time.sleep(A_WHILE)
+            received.set()
+
+    with beside(receive):
+        while not graphs._apart:
+            time.sleep(0)
+        graph.capture_end()
+        graph.capture_begin()
+        assert received.is_set()
+        graph.capture_end()
+
+
+@pytest.mark.parametrize("fails", ["begin", "end"])
+def test_a_capture_that_fails_holds_nobody_up(graphs: Captures, fails: str) -> None:
+    graph = graph_of(graphs)
+    with graphs.apart():  # in which this thread itself may capture
+        capture(graph)
+    graph.fails.add(fails)
+    with pytest.raises(RuntimeError, match=f"capture_{fails}"):
+        capture(graph)
+    begun = time.monotonic()
+    with graphs.apart():
+        assert time.monotonic() - begun < A_WHILE
+
+
+def test_a_capture_that_never_ends_holds_nobody_up_forever(graphs: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "PATIENCE", 0.01)
+    with graphs.apart():
+        pass
+    graph_of(graphs).capture_begin()
+    with graphs.apart(), beside(lambda: graph_of(graphs).capture_begin()):
+        pass
