@@ -159,6 +159,36 @@ class Moody(nn.Linear):
         return 3
 
 
+def test_an_engine_that_is_added_again_takes_the_next_version_also_amid_another(world: World) -> None:
+    engine = world.make(world.server.url)
+    world.start(engine)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    world.sender.add_worker(0, engine)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+
+    world.server.plan[world.update] = ["stall"]
+    world.sender.send_async()
+    assert world.server.stalled.wait(PATIENCE)
+    world.sender.add_worker(0, engine)
+    assert world.server.hung_up.wait(PATIENCE)
+    assert world.sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.LOST
+    nn.init.normal_(world.source[0].weight)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    assert (equal(world.server, world.source), world.server.paused) == (True, False)
+
+
+def test_the_newest_link_to_an_engine_has_it(world: World) -> None:
+    engine = world.make(world.server.url)
+    world.start(engine)
+    with scheme_with(engine, world.source) as newer:
+        assert newer.get_sender().send(timeout=PATIENCE).ok
+        outcome = world.outcome()
+        assert (outcome.kind, "was given another link" in outcome.reason) == (OutcomeKind.LOST, True)
+        assert newer.get_sender().send(timeout=PATIENCE).ok
+    world.sender.add_worker(0, engine)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+
+
 def test_extra_state_is_refused_since_no_engine_takes_it(world: World) -> None:
     world.start(source=Moody(1, 1))
     outcome = world.outcome()

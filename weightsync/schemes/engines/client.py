@@ -39,6 +39,8 @@ class Engine(abc.ABC):
     bucket_bytes: int
     #: The engine's name of a tensor, by its name in the trainer's weights. Tensors that it lacks keep their names.
     name_map: Mapping[str, str] | None
+    #: The client of the newest link to it; None: it has none.
+    _client: EngineClient | None = None
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -75,7 +77,8 @@ class Engine(abc.ABC):
 class EngineClient:
     """Gives an engine one version after the other, in a thread of its own.
 
-    `close` ends the call in progress and the thread. A call that cannot be ended is left to a daemon thread.
+    `close` ends the call in progress and the thread. A call that cannot be ended is left to a daemon thread. A client
+    of the same engine that was not closed yet is closed first: otherwise it would end the calls of this one.
 
     Args:
         engine: the adapter.
@@ -91,6 +94,9 @@ class EngineClient:
         self._peer = peer
         self._layouts: dict[bytes, Layout] = {}
         self._thread = JobThread(f"weightsync feeds {peer}")
+        if engine._client is not None:
+            engine._client.close()
+        engine._client = self
         engine.open()
 
     @property
@@ -105,12 +111,16 @@ class EngineClient:
 
     def close(self) -> None:
         """End the call in progress and the thread."""
-        self._engine.abort()
+        if self._engine._client is self:
+            self._engine._client = None
+            self._engine.abort()
         thread = self._thread.end()
         if thread is not None:
             thread.join(PATIENCE)
 
     def _call(self, update: Update, view: memoryview) -> Answers:
+        if self._engine._client is not self:
+            raise TransportError(f"{self._peer} was given another link, which has ended this one.")
         if update.layout:
             sent = Layout.decode(update.layout)
             self._layouts = {sent.digest: sent}
