@@ -590,6 +590,14 @@ def test_a_header_that_cannot_be_sent_is_refused_without_its_value(make: Callabl
     assert "s3cret" not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.parametrize("url", ["http://a:s3cret@b:1", "http://b:1/engine?key=s3cret", "http://b:1/#s3cret"])
+@pytest.mark.parametrize("make", [SGLangEngine, lambda url: VLLMEngine(url, Inline())])
+def test_a_url_with_what_would_not_be_sent_is_refused_without_it(make: Callable[..., Any], url: str) -> None:
+    with pytest.raises(ConfigurationError, match="which is sent nowhere: pass") as caught:
+        make(url)
+    assert "s3cret" not in str(caught.value)
+
+
 def test_only_the_name_of_a_header_is_a_name() -> None:
     for name in ("a b", "a:", "", 3):
         with pytest.raises(ConfigurationError, match="is not the name of an HTTP header"):
