@@ -142,6 +142,18 @@ def test_close_ends_a_call_that_stalls_with_its_thread_and_its_socket(world: Wor
     assert ends_of_this_process()[1] == []
 
 
+def test_a_close_amid_a_version_logs_what_the_engine_is_left_with(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.start()
+    world.server.plan[world.update] = ["stall"]
+    world.sender.send_async()
+    assert world.server.stalled.wait(PATIENCE)
+    world.scheme.close()
+    assert "a link was closed while a version was loaded: POST" in caplog.text
+    assert "still runs, it may hold parts of two versions, and stays paused." in caplog.text
+
+
 def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> None:
     with serving() as other:
         world.start(world.make(world.server.url), world.make(other.url))

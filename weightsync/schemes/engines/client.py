@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Final
@@ -18,6 +19,8 @@ from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
 from weightsync.weights.layout import Layout
 from weightsync.weights.loader import draw, is_unawaited
+
+logger = logging.getLogger("weightsync")
 
 #: Names and tensors that go to an engine in one call.
 Bucket = list[tuple[str, Tensor]]
@@ -143,15 +146,21 @@ class EngineClient:
             if is_unawaited(engine.load(chain(first, buckets), f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
         except EngineLeftError as error:
-            answers.set_exception(_lost(str(error), error))
+            self._lose(answers, str(error), error)
         except PartlyLoadedError as error:
-            answers.set_exception(_lost(f"{engine} may hold parts of two versions, or be paused: {error}", error))
+            self._lose(answers, f"{engine} may hold parts of two versions, or be paused: {error}", error)
         except TransportError as error:
-            answers.set_exception(_lost(f"{error} If {engine} still runs, it may hold parts of two versions.", error))
+            self._lose(answers, f"{error} If {engine} still runs, it may hold parts of two versions.", error)
         except BaseException as error:  # noqa: BLE001 - whatever an adapter raises is reported to the sender
             answers.set_result([raised(update, error, f"{engine}: ")])
         else:
             answers.set_result([ack(update, seconds=stopwatch.seconds)])
+
+    def _lose(self, answers: Answers, what: str, error: Exception) -> None:
+        """The engine is lost. Nobody hears the answer of a link that was closed, so the log has it."""
+        if self._engine._client is not self:
+            logger.warning("a link was closed while a version was loaded: %s", what)
+        answers.set_exception(_lost(what, error))
 
 
 def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
