@@ -142,6 +142,18 @@ def test_close_ends_a_call_that_stalls_with_its_thread_and_its_socket(world: Wor
     assert ends_of_this_process()[1] == []
 
 
+def test_a_close_amid_a_version_logs_what_the_engine_is_left_with(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.start()
+    world.server.plan[world.update] = ["stall"]
+    world.sender.send_async()
+    assert world.server.stalled.wait(PATIENCE)
+    world.scheme.close()
+    assert "a link was closed while a version was loaded: POST" in caplog.text
+    assert "still runs, it may hold parts of two versions, and stays paused." in caplog.text
+
+
 def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> None:
     with serving() as other:
         world.start(world.make(world.server.url), world.make(other.url))
@@ -157,6 +169,36 @@ class Moody(nn.Linear):
 
     def get_extra_state(self) -> int:
         return 3
+
+
+def test_an_engine_that_is_added_again_takes_the_next_version_also_amid_another(world: World) -> None:
+    engine = world.make(world.server.url)
+    world.start(engine)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    world.sender.add_worker(0, engine)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+
+    world.server.plan[world.update] = ["stall"]
+    world.sender.send_async()
+    assert world.server.stalled.wait(PATIENCE)
+    world.sender.add_worker(0, engine)
+    assert world.server.hung_up.wait(PATIENCE)
+    assert world.sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.LOST
+    nn.init.normal_(world.source[0].weight)
+    assert world.outcome().kind is OutcomeKind.APPLIED
+    assert (equal(world.server, world.source), world.server.paused) == (True, False)
+
+
+def test_the_newest_link_to_an_engine_has_it(world: World) -> None:
+    engine = world.make(world.server.url)
+    world.start(engine)
+    with scheme_with(engine, world.source) as newer:
+        assert newer.get_sender().send(timeout=PATIENCE).ok
+        outcome = world.outcome()
+        assert (outcome.kind, "was given another link" in outcome.reason) == (OutcomeKind.LOST, True)
+        assert newer.get_sender().send(timeout=PATIENCE).ok
+    world.sender.add_worker(0, engine)
+    assert world.outcome().kind is OutcomeKind.APPLIED
 
 
 def test_extra_state_is_refused_since_no_engine_takes_it(world: World) -> None:
@@ -584,6 +626,14 @@ def test_a_header_that_cannot_be_sent_is_refused_without_its_value(make: Callabl
     with pytest.raises(ConfigurationError, match="headers= has 'Authorization', whose value") as caught:
         make("http://localhost:1", headers={"Authorization": value})
     assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("url", ["http://a:s3cret@b:1", "http://b:1/engine?key=s3cret", "http://b:1/#s3cret"])
+@pytest.mark.parametrize("make", [SGLangEngine, lambda url: VLLMEngine(url, Inline())])
+def test_a_url_with_what_would_not_be_sent_is_refused_without_it(make: Callable[..., Any], url: str) -> None:
+    with pytest.raises(ConfigurationError, match="which is sent nowhere: pass") as caught:
+        make(url)
+    assert "s3cret" not in str(caught.value)
 
 
 def test_only_the_name_of_a_header_is_a_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Final
@@ -18,6 +19,8 @@ from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
 from weightsync.weights.layout import Layout
 from weightsync.weights.loader import BUCKET_BYTES, draw, is_unawaited
+
+logger = logging.getLogger("weightsync")
 
 #: Names and tensors that go to an engine in one call.
 Bucket = list[tuple[str, Tensor]]
@@ -39,6 +42,8 @@ class Engine(abc.ABC):
     bucket_bytes: int = BUCKET_BYTES
     #: The engine's name of a tensor, by its name in the trainer's weights. Tensors that it lacks keep their names.
     name_map: Mapping[str, str] | None = None
+    #: The client of the newest link to it; None: it has none.
+    _client: EngineClient | None = None
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -75,7 +80,8 @@ class Engine(abc.ABC):
 class EngineClient:
     """Gives an engine one version after the other, in a thread of its own.
 
-    `close` ends the call in progress and the thread. A call that cannot be ended is left to a daemon thread.
+    `close` ends the call in progress and the thread. A call that cannot be ended is left to a daemon thread. A client
+    of the same engine that was not closed yet is closed first: otherwise it would end the calls of this one.
 
     Args:
         engine: the adapter.
@@ -91,6 +97,9 @@ class EngineClient:
         self._peer = peer
         self._layouts: dict[bytes, Layout] = {}
         self._thread = JobThread(f"weightsync feeds {peer}")
+        if engine._client is not None:
+            engine._client.close()
+        engine._client = self
         engine.open()
 
     @property
@@ -105,12 +114,16 @@ class EngineClient:
 
     def close(self) -> None:
         """End the call in progress and the thread."""
-        self._engine.abort()
+        if self._engine._client is self:
+            self._engine._client = None
+            self._engine.abort()
         thread = self._thread.end()
         if thread is not None:
             thread.join(PATIENCE)
 
     def _call(self, update: Update, view: memoryview) -> Answers:
+        if self._engine._client is not self:
+            raise TransportError(f"{self._peer} was given another link, which has ended this one.")
         if update.layout:
             sent = Layout.decode(update.layout)
             self._layouts = {sent.digest: sent}
@@ -133,15 +146,21 @@ class EngineClient:
             if is_unawaited(engine.load(chain(first, buckets), f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
         except EngineLeftError as error:
-            answers.set_exception(_lost(str(error), error))
+            self._lose(answers, str(error), error)
         except PartlyLoadedError as error:
-            answers.set_exception(_lost(f"{engine} may hold parts of two versions, or be paused: {error}", error))
+            self._lose(answers, f"{engine} may hold parts of two versions, or be paused: {error}", error)
         except TransportError as error:
-            answers.set_exception(_lost(f"{error} If {engine} still runs, it may hold parts of two versions.", error))
+            self._lose(answers, f"{error} If {engine} still runs, it may hold parts of two versions.", error)
         except BaseException as error:  # noqa: BLE001 - whatever an adapter raises is reported to the sender
             answers.set_result([raised(update, error, f"{engine}: ")])
         else:
             answers.set_result([ack(update, seconds=stopwatch.seconds)])
+
+    def _lose(self, answers: Answers, what: str, error: Exception) -> None:
+        """The engine is lost. Nobody hears the answer of a link that was closed, so the log has it."""
+        if self._engine._client is not self:
+            logger.warning("a link was closed while a version was loaded: %s", what)
+        answers.set_exception(_lost(what, error))
 
 
 def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:

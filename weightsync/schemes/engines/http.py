@@ -144,6 +144,10 @@ def _parsed(url: str) -> SplitResult:
         raise ConfigurationError(
             "the URL of an engine has a user or a password, which is sent nowhere: pass headers={'Authorization': ...}."
         )
+    if at.query or at.fragment:  # likewise
+        raise ConfigurationError(
+            "the URL of an engine has a query or a fragment, which is sent nowhere: pass what it says as headers=."
+        )
     if at.scheme not in ("http", "https") or not at.hostname or not _has_usable_port(at):
         raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
     return at
