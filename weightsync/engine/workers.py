@@ -110,7 +110,8 @@ class Workers:
 
     def _require_all_up(self) -> None:
         lost, refused = self._reasons(LinkState.LOST), self._reasons(LinkState.REFUSED)
-        reasons = "; ".join(f"worker {worker}: {reason}" for worker, reason in sorted({**lost, **refused}.items()))
+        ended = sorted({**lost, **refused}.items())
+        reasons = "; ".join(f"worker {worker}: {reason.rstrip('.')}" for worker, reason in ended)
         if lost:
             raise WorkerLostError(f"{reasons}. add_worker() brings one back, remove_worker() removes it.", lost=lost)
         if refused:

@@ -21,6 +21,7 @@ from hours import hours
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    MultiProcessWeightSyncScheme,
     OnFailure,
     OnPending,
     OutcomeKind,
@@ -967,12 +968,25 @@ def test_g10_a_process_may_be_started_after_the_send_and_be_dead_before_the_wait
     theirs.close()
 
 
+def test_the_loss_of_a_worker_that_is_awaited_ends_in_one_full_stop() -> None:
+    sender = MultiProcessWeightSyncScheme().create_sender()
+    ours, theirs = multiprocessing.Pipe()
+    sender.add_worker(0, ours)
+    theirs.close()
+    sender.connect()
+
+    with pytest.raises(WorkerLostError, match=r"closed by the other end\. add_worker\(\) brings one back"):
+        sender.await_workers(PATIENCE)
+    sender.close()
+
+
 def test_g10_a_process_that_starts_and_dies_while_workers_are_awaited_is_noticed(scheme_class: Any) -> None:
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
     scheme, theirs = unconnected(scheme_class, [process])
     later = threading.Timer(0.1, process.start)
     later.start()
-    with pytest.raises(WorkerLostError, match="has ended with exit code 3"):
+    # Its pipe may be found to have ended before the process is: "is dead: it ended with exit code 3".
+    with pytest.raises(WorkerLostError, match="ended with exit code 3"):
         scheme.get_sender().await_workers(timeout=None)
     later.join()
     process.join()
