@@ -170,13 +170,13 @@ class WeightSyncScheme(Configured):
         scheme: WeightSyncScheme = scheme_of(backend)(**kwargs)
         return scheme
 
-    def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
+    def init_on_sender(self, model_id: str | None = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make the sender and add the workers to it. Never waits.
 
         The links are created here, or in `connect` if the scheme makes them itself.
 
         Args:
-            model_id: the name of the model, the same on both sides; may be a path on the context.
+            model_id: the name of the model, the same on both sides; may be a path on the context. None: "policy".
             context: an object whose attributes are used for arguments of the same names that are not given; its
                 ``.get_model(model_id)`` or ``.get_cached_weights(model_id)`` gives the model. Held weakly. None: what
                 ``scheme.context`` was set to before.
@@ -200,7 +200,7 @@ class WeightSyncScheme(Configured):
         side = self._sender_side
         if side.sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
-        require_name(model_id, "model_id")
+        model_id = require_name("policy" if model_id is None else model_id, "model_id")
         if context is None and self._receiver_side.receiver is None:
             context = self.context
         refuse_out_of_reach(type(self).__name__, self._reached, context, kwargs.keys() & self._sender_arguments)

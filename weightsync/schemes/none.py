@@ -82,7 +82,7 @@ class NoReceiver(WeightReceiver):
 class NoWeightSyncScheme(WeightSyncScheme):
     """Sends nothing: for workers without a model, or with one that never changes."""
 
-    def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
+    def init_on_sender(self, model_id: str | None = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make a sender that needs nothing; all other arguments are ignored.
 
         Raises:
@@ -94,7 +94,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         with self._first_callback:
             self._report_events(sender, None)
             self._sender_side.sender = sender
-        sender.set_context(None, model_id)
+        sender.set_context(None, "policy" if model_id is None else model_id)
         sender.connect()
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:

@@ -369,7 +369,12 @@ def _differing(mismatched: Mapping[str, str]) -> str:
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """The hint for names that differ only by the prefix of a wrapper (DistributedDataParallel, torch.compile)."""
+    """The hint for missing extra state, or names that differ only by a wrapper's prefix (DDP, torch.compile)."""
+    if missing and not unexpected and all(map(is_extra_state, missing)):
+        return (
+            " TensorDict.from_module() leaves extra state out: pass the module, its state_dict(), or "
+            "WeightStrategy().extract_weights(module)."
+        )
     if not missing or len(missing) != len(unexpected):
         return ""
     longer, shorter = (unexpected, missing) if len(unexpected[0]) > len(missing[0]) else (missing, unexpected)

@@ -20,6 +20,7 @@ from weightsync import (
     DistributedTransport,
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
     RPCTransport,
     RPCWeightSyncScheme,
     SharedMemTransport,
@@ -35,6 +36,15 @@ def test_each_documented_call_is_taken(name: str) -> None:
     signature = inspect.signature(getattr(getattr(weightsync, scheme), method))
     for positional, keywords in FORMS[name]:
         signature.bind(None, *positional, **keywords)
+
+
+@pytest.mark.parametrize("scheme_class", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, NoWeightSyncScheme])
+def test_a_model_id_of_none_is_the_policys(scheme_class: Any) -> None:
+    """TorchRL's signatures have ``model_id: str | None = None`` beside weights and devices."""
+    with scheme_class() as scheme:
+        scheme.init_on_sender(model_id=None, weights={"a": torch.ones(1)}, devices=[torch.device("cpu")])
+
+        assert scheme.model_id == "policy"
 
 
 class Collector:

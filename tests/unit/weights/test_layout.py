@@ -134,6 +134,14 @@ def test_a_wrappers_prefix_is_pointed_out() -> None:
     assert "by the prefix 'module.' of the destination: give both sides the wrapper" in str(wrapped.difference(plain))
 
 
+def test_weights_without_the_extra_state_are_told_who_leaves_it_out() -> None:
+    model = Layout([("b", "float32", (2,))], ["", "norm"])
+    bare = Layout([("b", "float32", (2,))])
+
+    assert "TensorDict.from_module() leaves extra state out: pass the module" in str(model.difference(bare))
+    assert "from_module" not in str(bare.difference(model))
+
+
 def test_many_names_are_counted_in_the_message_and_whole_in_the_error() -> None:
     model = Layout([(f"p{i:04}", "float32", (i % 2 + 1,)) for i in range(1200)])
     renamed = Layout([(f"q{i:04}", "float32", (i % 2 + 1,)) for i in range(1200)])
