@@ -143,19 +143,21 @@ class ServingLock:
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
         """Hold the lock exclusively, except for this thread's own forwards. Waits for all other threads.
 
-        Raises ModelBusyError: other threads used the model until then.
+        Raises ModelBusyError: other threads used the model until then, or this thread is changing it.
         """
         own = threading.get_ident()
         with self._lock:
-            outer = self._swapping == own
-            if not outer:
-                self._await_free(own, deadline, asked)
-                self._swapping, self._queued_since = own, None
+            if self._swapping == own:
+                raise ModelBusyError(
+                    f"{asked}(): this thread is applying weights, and called a hook, such as set_extra_state(), that "
+                    "made this call. Nothing has changed; make the call when the hook has returned."
+                )
+            self._await_free(own, deadline, asked)
+            self._swapping, self._queued_since = own, None
         try:
             yield
         finally:
-            if not outer:
-                self.end_swap()
+            self.end_swap()
 
     def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
         self._queue(1)

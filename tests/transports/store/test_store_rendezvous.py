@@ -192,6 +192,17 @@ def test_a_sender_whose_link_was_taken_or_that_has_closed_does_not_wait_any_more
             time.sleep(0.01)
 
 
+def test_a_model_for_which_the_list_had_no_room_is_not_said_to_be_missing(store: Any) -> None:
+    models = Models(1, RECEIVERS)
+    with contextlib.closing(Client(store)) as client:
+        for number in range(32):
+            assert models.without(client, "policy") == ", ".join(repr(f"model {each}") for each in range(number))
+            models.add(client, f"model {number}")
+        models.add(client, "policy")
+
+        assert not models.without(client, "policy")
+
+
 def test_a_process_that_receives_for_a_rank_as_another_one_does_says_so(
     store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

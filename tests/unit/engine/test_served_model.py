@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
@@ -20,6 +20,7 @@ from weightsync import (
     LayoutError,
     Loader,
     MultiProcessWeightSyncScheme,
+    OutcomeKind,
     SharedMemWeightSyncScheme,
 )
 from weightsync.engine.serving_lock import compiled_frame
@@ -229,3 +230,38 @@ def test_threads_that_serve_without_a_pause_starve_no_receive(pair: Pair) -> Non
             ended.set()
 
     assert all(len(values) == 1 for each in serving for values in each.result())
+
+
+class Hooked(torch.nn.Linear):
+    """A model whose hook makes a call, once."""
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__(2, 2)
+        filled(self, fill)
+        self.call: Callable[[], None] | None = None
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+
+
+@pytest.mark.parametrize("asked", ["apply_weights", "register_model"])
+def test_a_hook_does_not_change_the_model_that_a_version_is_being_applied_to(asked: str) -> None:
+    pair = Pair(MultiProcessWeightSyncScheme, model=Hooked)
+    assert pair.sync().ok
+    pair.model.call = lambda: getattr(pair.receiver, asked)(Hooked(7.0))
+
+    pair.sender.send_async(Hooked(2.0))
+    pair.receiver.receive()
+    report = pair.sender.wait_async(on_failure="report")
+
+    assert report[0].kind is OutcomeKind.REFUSED
+    assert f"{asked}(): this thread is applying weights" in report[0].reason
+    assert (constants(pair.model), pair.receiver.version) == ({1.0}, 1)
+    assert pair.sync(Hooked(3.0)).ok
+    assert constants(pair.model) == {3.0}
+    pair.close()

@@ -67,6 +67,10 @@ def swapping(lock: ServingLock, timeout: float = 0.0) -> Iterator[bool]:
             lock.end_swap()
 
 
+def alone(lock: ServingLock, timeout: float) -> contextlib.AbstractContextManager[None]:
+    return lock.alone(Deadline(timeout), "inner")
+
+
 def free(lock: ServingLock) -> bool:
     """Whether a swap could have the model now."""
     with swapping(lock) as got:
@@ -119,11 +123,12 @@ def test_a_forward_waits_for_whoever_has_the_model_alone(lock: ServingLock, besi
     beside.does(lock.leave)
 
 
-def test_alone_is_beside_what_the_thread_itself_serves_and_may_be_nested(lock: ServingLock, beside: Beside) -> None:
+def test_alone_is_beside_what_the_thread_itself_serves_and_is_not_nested(lock: ServingLock, beside: Beside) -> None:
     lock.enter()
     with lock.alone(Deadline(0), "outer"):
-        with lock.alone(Deadline(0), "inner"):
-            assert beside.does(lambda: free(lock)) is False
+        with pytest.raises(ModelBusyError, match=r"^inner\(\): this thread is applying weights"), alone(lock, PATIENCE):
+            raise AssertionError("it had the model twice")
+        assert beside.does(lambda: free(lock)) is False
         lock.leave()
         assert beside.does(lambda: free(lock)) is False
     assert beside.does(lambda: free(lock)) is True
@@ -160,10 +165,6 @@ def test_alone_waits_for_a_swap_and_for_others_that_serve(lock: ServingLock, bes
         with pytest.raises(StillWaiting):
             asking.result(WHILE)
     assert asking.result(PATIENCE) is True
-
-
-def alone(lock: ServingLock, timeout: float) -> contextlib.AbstractContextManager[None]:
-    return lock.alone(Deadline(timeout), "ask")
 
 
 @pytest.mark.parametrize("ask", [ServingLock.first, alone])

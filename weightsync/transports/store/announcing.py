@@ -241,12 +241,12 @@ class Models:
                 client.set(f"{self._key}/{number}", b"")
 
     def without(self, client: Client, model_id: str) -> str:
-        """The models that are there, if that one is not; empty if it is, or none are.
+        """The models that are there, if that one is not; empty if it is, if none are, or if there was no room for it.
 
         Raises TransportError: the store is gone.
         """
         known = [name for name in self._found(client) if name]
-        if _as_read(model_id) in known:
+        if _as_read(model_id) in known or len(known) == _MOST:
             return ""
         return ", ".join(repr(each[:_LONGEST]) for each in known)
 
