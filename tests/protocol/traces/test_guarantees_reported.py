@@ -317,3 +317,31 @@ def test_an_answer_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(r
     [found] = run.network.findings()
 
     assert "Ack of version 1, sent before it" in found.what
+
+
+def too_early(run: Run) -> None:
+    """Version 1 arrives before it was sent."""
+    run.change("receiver", comes(1), line=lambda moment: replace(moment.line, fields={**moment.line.fields, "t": 0}))
+
+
+def test_a_message_that_arrives_before_it_was_sent_is_reported(run: Run) -> None:
+    too_early(run)
+
+    [found] = run.network.findings()
+
+    assert "it arrived before it was sent" in found.what
+
+
+def test_by_another_clock_nobody_can_say_what_arrived_too_early(run: Run) -> None:
+    too_early(run)
+    run.find("receiver", comes(1))[0].clock = "another host's"
+
+    assert list(run.network.findings()) == []
+
+
+def test_an_update_of_a_sender_whose_handshake_never_arrived_over_its_link_is_reported(run: Run) -> None:
+    run.change("receiver", comes(1), **said(incarnation=LATE))
+
+    [found] = run.network.findings()
+
+    assert found.what == f"no handshake of incarnation {LATE} arrived"
