@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
+from weakref import ref
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
@@ -18,7 +18,7 @@ from weightsync.engine.manual_ack import UPDATED, ManualAck
 from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
-from weightsync.engine.serving_lock import PATIENCE, ServedModel
+from weightsync.engine.serving_lock import PATIENCE, Block, ServedModel, Server
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -332,19 +332,20 @@ class WeightReceiver(Participant):
         Raises:
             WeightSyncError: a swap failed halfway, now or before: the model serves nothing.
         """
-        self.begin_serving(None)
+        block = Block()
+        self.begin_serving(ref(block))
         try:
             yield self.version
         finally:
             self.end_serving()
 
-    def begin_serving(self, frame: FrameType | None) -> None:
+    def begin_serving(self, server: Server) -> None:
         """Begin a forward. First swap in a staged version, so that a busy worker never delays a swap forever.
 
         A forward that is captured as a CUDA graph swaps nothing: the swap would wait for kernels.
 
         Args:
-            frame: the forward's call.
+            server: the forward's call, or the block.
 
         Raises:
             WeightSyncError: a swap failed half way, now or before: the model serves nothing.
@@ -356,7 +357,7 @@ class WeightReceiver(Participant):
         if behind and not served.serving.mine() and not capturing():
             with Shield(self._driver.waker.fire):
                 self._applier.swap_staged(PATIENCE)
-        served.serving.enter(frame)
+        served.serving.enter(server)
 
     def end_serving(self) -> None:
         """End the forward or block that this thread began last, and wake a thread that waits to swap."""

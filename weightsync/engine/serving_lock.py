@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
+from weakref import ref
 
 from msgspec import Struct
 from torch import nn
@@ -37,6 +38,14 @@ PATIENCE: Final = 1.0
 _PERIOD: Final = 10.0
 
 
+class Block:
+    """A `serving` block that has not ended: its generator alone keeps it."""
+
+
+#: Who serves: the call of a forward, or a block. It counts only as long as that exists; None counts until `leave`.
+Server = FrameType | ref[Block] | None
+
+
 class ServingLock:
     """Shared by the threads that serve a model, which may nest; a swap holds it alone."""
 
@@ -49,21 +58,21 @@ class ServingLock:
         self._queued = 0
         #: When the first of them began to, since the model was changed last.
         self._queued_since: Stopwatch | None = None
-        self._serving: defaultdict[int, list[FrameType | None]] = defaultdict(list)
+        self._serving: defaultdict[int, list[Server]] = defaultdict(list)
         self._swapping: int | None = None
 
-    def enter(self, frame: FrameType | None = None) -> None:
+    def enter(self, server: Server = None) -> None:
         """Begin to serve; waits for a swap to end, and for threads that wait to change the model.
 
         Args:
-            frame: the call that serves. If it ends without `leave`, its entry no longer counts.
+            server: the call or the block that serves. If it ends without `leave`, its entry no longer counts.
         """
         own = threading.get_ident()
         with self._lock:
             if (self._queued or self._swapping is not None) and self._swapping != own and own not in self._serving:
                 self._wait_for(lambda: not self._queued, self._patience())
                 self._wait_for(lambda: self._swapping is None, None)
-            self._serving[own].append(frame)
+            self._serving[own].append(server)
 
     def _patience(self) -> float:
         """Seconds for which new forwards now let threads go first that wait to change the model."""
@@ -81,7 +90,7 @@ class ServingLock:
         """End the forward that this thread began last. Do nothing if it began before its model was guarded."""
         own = threading.get_ident()
         with self._lock:
-            if own in self._serving and self._serving[own][-1] is not None:
+            if own in self._serving and isinstance(self._serving[own][-1], FrameType):
                 self._pop(own)
 
     def _pop(self, own: int) -> None:
@@ -111,9 +120,9 @@ class ServingLock:
         """
         own = threading.get_ident()
         with self._lock:
+            free = (self._swapping is None and not self._serving) or self._free()
             if self._swapping == own or own in self._serving:
                 return False
-            free = (self._swapping is None and not self._serving) or self._free()
             if not (free or (timeout != 0.0 and self._wait_for(self._free, timeout))):
                 return False
             self._swapping, self._queued_since = own, None
@@ -152,12 +161,14 @@ class ServingLock:
                     f"{asked}(): this thread is applying weights, and called a hook, such as set_extra_state(), that "
                     "made this call. Nothing has changed; make the call when the hook has returned."
                 )
-            self._await_free(own, deadline, asked)
-            self._swapping, self._queued_since = own, None
         try:
+            with self._lock:
+                self._await_free(own, deadline, asked)
+                self._swapping, self._queued_since = own, None
             yield
         finally:
-            self.end_swap()
+            if self._swapping == own:
+                self.end_swap()
 
     def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
         self._queue(1)
@@ -182,18 +193,18 @@ class ServingLock:
         if self._swapping is not None:
             return False
         for thread, entries in list(self._serving.items()):
-            entries[:] = [frame for frame in entries if not _over(frame)]
+            entries[:] = [server for server in entries if not _over(server)]
             if not entries:
                 del self._serving[thread]
         return all(thread == besides for thread in self._serving)
 
 
-def _over(frame: FrameType | None) -> bool:
-    """Whether a call has ended. torch skips our hook when a KeyboardInterrupt ends a forward."""
-    if frame is None:
-        return False
+def _over(server: Server) -> bool:
+    """Whether a call or block has ended. A KeyboardInterrupt may skip our hook, or the end of a block."""
+    if not isinstance(server, FrameType):
+        return server is not None and server() is None
     try:
-        frame.clear()
+        server.clear()
     except RuntimeError:
         return False  # it is still running
     return True

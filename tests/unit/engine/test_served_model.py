@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import threading
@@ -23,7 +24,7 @@ from weightsync import (
     OutcomeKind,
     SharedMemWeightSyncScheme,
 )
-from weightsync.engine.serving_lock import compiled_frame
+from weightsync.engine.serving_lock import ServingLock, compiled_frame
 from weightsync.weights.target import Target
 
 
@@ -265,3 +266,18 @@ def test_a_hook_does_not_change_the_model_that_a_version_is_being_applied_to(ask
     assert pair.sync(Hooked(3.0)).ok
     assert constants(pair.model) == {3.0}
     pair.close()
+
+
+def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_version(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(self: ServingLock) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(ServingLock, "leave", leave)
+        with contextlib.suppress(KeyboardInterrupt), pair.receiver.serving():
+            pass
+
+    assert pair.sync().ok
+    assert not pair.receiver.serves_here
