@@ -7,6 +7,9 @@ import os
 # torch asks the DNS for a name of each address it connects to, in a store's one thread too, and a test machine's DNS
 # may not answer. The C library reads this once a thread: it is set before anything is imported that might ask.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# torch's threads wait for each other without computing: the tests have fewer cores than threads, and one that spins
+# keeps from its core the one it waits for. Read as torch is loaded: by the workers of pytest-xdist and all processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import gc
 import multiprocessing
