@@ -8,6 +8,7 @@ import os
 import pkgutil
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -67,21 +68,22 @@ def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_pat
 
 
 @pytest.mark.gloo
-def test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so() -> None:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = subprocess.run(
-        [*program, "docs/examples/torchrun_fsdp.py"],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+@pytest.mark.parametrize("launch", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so(
+    launch: str, tmp_path: Path, forkserver: Any
+) -> None:
+    path = Path(shutil.copy(DOCS / "examples" / "torchrun_fsdp.py", tmp_path))
+    if launch == "forked":
+        code, output, errors = run(path, forkserver, ranks=2, method="fork")
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=PATIENCE)
+        code, output, errors = done.returncode, done.stdout, done.stderr
 
-    assert found.returncode == 0, found.stderr
+    assert code == 0, errors
     for rank in range(2):
         for version in range(1, 4):
-            assert f"rank {rank}: version {version} of 'policy' [worker 0: APPLIED] 904 bytes" in found.stdout
+            assert f"rank {rank}: version {version} of 'policy' [worker 0: APPLIED] 904 bytes" in output
 
 
 @pytest.mark.ray

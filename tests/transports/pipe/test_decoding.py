@@ -15,7 +15,7 @@ import pytest
 import wire_strategies as strategies
 from decoders import DECODERS, carrying, sealed
 from edits import edited, edits, inputs
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -214,6 +214,7 @@ def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
 
 
 @pytest.mark.parametrize(("decode", "seeds"), DECODERS.values(), ids=DECODERS)
+@settings(max_examples=60)  # `make fuzz`, which CI runs for every change too, tries thousands
 @given(data=st.data())
 def test_only_typed_errors_escape_a_decoder(decode: Callable[[bytes], None], seeds: list[bytes], data: Any) -> None:
     decode(data.draw(inputs(seeds)))
