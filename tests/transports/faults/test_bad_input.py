@@ -125,16 +125,17 @@ def test_extra_state_beyond_the_wire_is_refused_before_anybody_is_dispatched_to(
 def test_a_model_path_that_does_not_resolve_names_its_part(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     context = SimpleNamespace(env=SimpleNamespace(), pipes=[ours])
+    workers = SimpleNamespace(pipe=theirs, env=SimpleNamespace(net=[small()]))
     with scheme_class() as a, scheme_class() as b:
         a.init_on_sender("policy", context, model=small(1.0))
-        b.init_on_worker("env.net[1]", SimpleNamespace(pipe=theirs, env=SimpleNamespace(net=[small()])))
+        b.init_on_worker("env.net[1]", workers)
         with pytest.raises(ModelPathError) as here:
             a.get_sender().send("env.net.weight")
         with pytest.raises(ModelPathError) as there:
             b.get_receiver().receive()
 
     assert here.value.part == "net"
-    assert there.value.part == "[1]" or "collected" in str(there.value)
+    assert there.value.part == "[1]"
 
 
 @pytest.mark.parametrize("path", ["", ".", "env..net", "env.net[", "env[x]", "env.net[1.5]", "a b", "__import__('os')"])

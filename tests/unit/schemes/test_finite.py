@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import warnings
 from typing import Any
@@ -80,5 +81,6 @@ def test_float8_is_checked_in_pieces_that_bound_what_its_conversion_takes(monkey
 def test_without_the_option_such_weights_are_sent() -> None:
     packer = Packer()
     packed = packer.pack(nn.ParameterDict({"bad": nn.Parameter(torch.tensor([NAN]))}))
+    assert math.isnan(packed.buffer.view[:4].cast("f")[0])
     packer.handed_over(packed)
     packer.close()
