@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,9 +150,10 @@ def test_a_trainer_that_closes_while_its_worker_applies_a_version_says_goodbye(
         pair.receiver.receive(timeout=PATIENCE)
 
 
-#: A trainer that ends with an open sender, while its worker, which is no daemon, waits for the next version.
+#: Trainers that end with an open sender, while their workers, which are no daemons, wait for the next version. Each is
+#: a fork of a program that has imported torch, and its output and its worker's are a file.
 LEFT_OPEN = """
-import multiprocessing, sys
+import multiprocessing, os, sys
 from fleet import small
 from weightsync import MultiProcessWeightSyncScheme as Scheme, TransportError
 
@@ -164,33 +166,38 @@ def serve(pipe):
     except TransportError as error:
         print(type(error).__name__, error, flush=True)
 
-ours, theirs = multiprocessing.Pipe()
-multiprocessing.get_context("fork").Process(target=serve, args=(theirs,)).start()
-scheme = Scheme()
-scheme.init_on_sender("policy", pipes=[ours], model=small())
-scheme.connect()
-{end}
+for number, end in enumerate(sys.argv[1:]):
+    trainer = os.fork()
+    if trainer:
+        print(os.waitstatus_to_exitcode(os.waitpid(trainer, 0)[1]), flush=True)
+        continue
+    os.dup2(os.open(str(number), os.O_WRONLY | os.O_CREAT), 1)
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=serve, args=(theirs,)).start()
+    scheme = Scheme()
+    scheme.init_on_sender("policy", pipes=[ours], model=small())
+    scheme.connect()
+    exec(end)
+    break
 """
+#: How a trainer's program ends, its exit code, and what its worker says.
+ENDS = {
+    "": (0, "SenderClosed .*the sender said goodbye"),
+    "sys.exit(3)": (3, "SenderClosed .*the sender said goodbye"),
+    "1 / 0": (1, "TransportError .*the sender failed: ZeroDivisionError"),
+}
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "said"),
-    [
-        ("", 0, "SenderClosed .*the sender said goodbye"),
-        ("sys.exit(3)", 3, "SenderClosed .*the sender said goodbye"),
-        ("1 / 0", 1, "TransportError .*the sender failed: ZeroDivisionError"),
-    ],
-    ids=["its last line", "exit", "an error"],
-)
-def test_a_trainer_whose_program_ends_says_goodbye_and_does_not_wait_for_its_workers_forever(
-    end: str, code: int, said: str
-) -> None:
-    program = [sys.executable, "-c", LEFT_OPEN.format(end=end)]
+def test_a_trainer_whose_program_ends_says_goodbye_and_does_not_wait_for_its_workers_forever(tmp_path: Path) -> None:
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(program, env=path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    program = [sys.executable, "-c", LEFT_OPEN, *ENDS]
+    ended = subprocess.run(
+        program, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
-    assert ended.returncode == code
-    assert re.match(said, ended.stdout)
+    assert ended.stdout.split() == [str(code) for code, _ in ENDS.values()], ended.stderr
+    for number, (_, said) in enumerate(ENDS.values()):
+        assert re.match(said, (tmp_path / str(number)).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.INFO], ids=["unexpected", "expected"])
