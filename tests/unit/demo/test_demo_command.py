@@ -115,7 +115,8 @@ def training(scheme: str = "shared") -> contextlib.AbstractContextManager[tuple[
     return running("demo", "--plain", "--workers", "2", "--scheme", scheme, begun="training")
 
 
-@pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=pytest.mark.ray)])
+# Over Ray it starts a cluster of its own.
+@pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
     with training(scheme) as (process, mark):
         assert len(marked(mark)) >= 3
