@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from weightsync.testing import pytest_plugin
 
 #: Seconds; reached only by a failure. Three processes import torch, and two of them start TLC.
 PATIENCE = 280.0
@@ -78,10 +82,10 @@ def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_
     assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, EVENTS]}
 
 
-@pytest.mark.timeout(300)
 def test_counts_that_cannot_be_written_are_a_usage_error_before_the_first_test(tmp_path: Path) -> None:
-    done = session(tmp_path, f"--trace-counts={tmp_path / 'no' / 'counts.json'}")
+    counts = str(tmp_path / "no" / "counts.json")
+    options = {"no_traces": False, "collectonly": False, "traces": None, "trace_counts": counts}
+    config: Any = SimpleNamespace(addinivalue_line=lambda *_: None, getoption=options.get)
 
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
-    assert "its folder is missing" in done.stderr
-    assert "passed" not in done.stdout
+    with pytest.raises(pytest.UsageError, match="cannot be written: its folder is missing"):
+        pytest_plugin.pytest_configure(config)
