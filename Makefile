@@ -28,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-loaded test-matrix fuzz smoke verify verify-quick demo bench bench-gpu check check-all lint format generate docs protocol clean
+.PHONY: help install test test-loaded test-matrix fuzz smoke verify verify-quick demo bench bench-gpu check check-all lint lint-types lint-rest format generate docs protocol clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 11 minutes'
@@ -105,7 +105,14 @@ check: $(INSTALLED)
 check-all: $(INSTALLED)
 	$(BIN)/weightsync check --all
 
+# mypy takes most of the time, beside the rest.
 lint: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-types lint-rest
+
+lint-types: $(INSTALLED)
+	$(BIN)/mypy
+
+lint-rest: $(INSTALLED)
 	$(BIN)/python spec/generate.py --check
 	$(BIN)/python spec/assurance.py --check
 	$(BIN)/python spec/architecture.py --check
@@ -114,7 +121,6 @@ lint: $(INSTALLED)
 	$(BIN)/python spec/troubleshooting.py --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(INSTALLED)
