@@ -34,7 +34,7 @@ LOOK_AGAIN: Final = 0.01
 RelayCall = Callable[[], SyncReport | None]
 
 
-class _Before(Hook):
+class _BeforeForward(Hook):
     """Before a forward."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
@@ -47,7 +47,7 @@ class _Before(Hook):
             self._receiver.begin_serving(calling_frame())
 
 
-class _After(Hook):
+class _AfterForward(Hook):
     """After a forward, also one that raised."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
@@ -104,8 +104,8 @@ class Guard:
                 return
             self._remove()
             if isinstance(model, nn.Module):
-                before = model.register_forward_pre_hook(_Before(self.receiver), prepend=True)
-                after = model.register_forward_hook(_After(self.receiver), always_call=True)
+                before = model.register_forward_pre_hook(_BeforeForward(self.receiver), prepend=True)
+                after = model.register_forward_hook(_AfterForward(self.receiver), always_call=True)
                 self._hooks = [before, after]
             self._model = model
 
@@ -237,7 +237,7 @@ class Background:
                 driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
         except ProtocolError as broken:  # that link is down, others may be well
             logger.error("model %r: %s", self._receiver.model_id, broken)
-            self._news_of(broken)
+            self._notify(broken)
         except TransportError as gone:
             logger.info("%s", gone)
             return self._end_unless_added(gone, added)
@@ -256,7 +256,7 @@ class Background:
             receiver.receive_and_apply_here()
         if receiver.driver.deferring:
             self._relay_and_ack()
-        self._news_of()
+        self._notify()
 
     def _over(self) -> bool:
         return self._stopping or self._receiver.state is State.CLOSED
@@ -279,7 +279,7 @@ class Background:
         with self._news:
             return self._added != added or self._end(gone)
 
-    def _news_of(self, error: Exception | None = None) -> None:
+    def _notify(self, error: Exception | None = None) -> None:
         with self._news:
             self._error = error or self._error
             self._news.notify_all()

@@ -226,7 +226,7 @@ def close(link: Link) -> None:
         _fault(link, error)
 
 
-def mishandled(link: Link, error: Exception) -> str:
+def handler_failed(link: Link, error: Exception) -> str:
     """Log an unexpected error from handling a link's message. Returns the reason for which the link is lost."""
     logger.error("a message over the link to %s could not be handled", link.peer, exc_info=error)
     return f"a message from {link.peer} could not be handled: {error!r}"

@@ -58,7 +58,7 @@ class Readers(Protocol):
         """Prepare to send a payload to the targets in parts while it is packed; None: it is sent whole."""
 
 
-class _Nobody:
+class _NoWorkers:
     def all_share(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - whatever it is
         return False
 
@@ -70,7 +70,7 @@ class _Nobody:
 
 
 #: No worker: nothing is mapped.
-nobody = _Nobody()
+nobody = _NoWorkers()
 
 
 class Packed(Struct):

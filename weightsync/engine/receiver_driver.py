@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weightsync.engine.delta import HeldBase
-from weightsync.engine.driver import Driver, close, flush, mishandled, read, watch
+from weightsync.engine.driver import Driver, close, flush, handler_failed, read, watch
 from weightsync.engine.parts import IncomingParts
 from weightsync.engine.refusal_hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
@@ -322,7 +322,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
         except Exception as error:  # noqa: BLE001 - any error here is a failure of this link only
-            self._down(number, mishandled(link, error))
+            self._down(number, handler_failed(link, error))
         finally:
             if self._todo:
                 self._finish()

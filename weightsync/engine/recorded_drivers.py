@@ -81,9 +81,9 @@ class TracedSenderDriver(SenderDriver):
         self.tell(What.RECEIVED, link=number, message=message)
         super()._message(worker, number, link, message, take)
 
-    def _last_words(self, worker: int, number: int, reason: str, take: Taking) -> None:
+    def _read_then_lose(self, worker: int, number: int, reason: str, take: Taking) -> None:
         self.tell(What.FAILED, link=number, reason=reason)
-        super()._last_words(worker, number, reason, take)
+        super()._read_then_lose(worker, number, reason, take)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:

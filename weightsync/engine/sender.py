@@ -16,7 +16,7 @@ from weightsync.engine.packer import OutgoingWeights, Packed
 from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.workers import SendTargets, Workers, until_look
+from weightsync.engine.workers import SendTargets, Workers, seconds_to_check
 from weightsync.errors import RefusedError, WorkerLostError, warn_renamed
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol import sender as pure
@@ -471,7 +471,7 @@ class WeightSender(Participant):
             while version not in driver.concluded and (nap := deadline.nap) != 0.0:
                 if shield.recorded:
                     shield.deliver()
-                ready = driver.wait(until_look(nap) if driver.awaited else nap, seen)
+                ready = driver.wait(seconds_to_check(nap) if driver.awaited else nap, seen)
                 seen = driver.waker.fired
                 driver.pump(ready or None)
             if shield.recorded:

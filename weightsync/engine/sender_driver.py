@@ -10,7 +10,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from weightsync.engine.delta import Travelling, travelling
-from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, mishandled, read, watch
+from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, handler_failed, read, watch
 from weightsync.engine.packer import Packed
 from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worthwhile
 from weightsync.engine.refusal_hints import sender_hint
@@ -38,7 +38,7 @@ _WORKER: Final = attrgetter("worker")
 logger = logging.getLogger("weightsync")
 
 
-class Said(Struct, frozen=True):
+class SentUpdate(Struct, frozen=True):
     """An update as it was sent."""
 
     update: Update
@@ -76,7 +76,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: For each version that is kept: worker id to the hashes that an ack may name, over any of the worker's links.
         self._named: dict[int, dict[int, set[bytes]]] = {}
         #: The update that was sent last; None if none was, or its version is no longer due.
-        self._said: Said | None = None
+        self._last_sent: SentUpdate | None = None
         #: Shared by links that send their updates together (a fan-out); None: each link sends on its own.
         self._gathering: Gathering | None = None
         #: The ending and the reason in this sender's goodbyes; here: it has not failed.
@@ -197,18 +197,18 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         layout_known = lane.orders and lane.known_layout == packed.layout.digest
         # Determined now: by the time the ack arrives, the memory that the worker can map may have changed.
         shared = packed.buffer.mappable and lane.shares(packed.buffer, packed.layout.nbytes)
-        said = self._said
-        if said is None or (said.update.version, said.layout_known, said.shared) != (version, layout_known, shared):
+        sent = self._last_sent
+        if sent is None or (sent.update.version, sent.layout_known, sent.shared) != (version, layout_known, shared):
             # One object for all workers that get the same message, so that a link can reuse its encoding.
-            said = self._said = self._message_of(version, packed, layout_known, shared)
-        self._named.setdefault(version, {}).setdefault(worker, set()).add(said.named)
-        update, payload = said.update, packed.buffer
+            sent = self._last_sent = self._message_of(version, packed, layout_known, shared)
+        self._named.setdefault(version, {}).setdefault(worker, set()).add(sent.named)
+        update, payload = sent.update, packed.buffer
         if packed.travelling is not None and _carries_deltas(lane.link):
             update, payload = packed.travelling.to(worker, link, self.data.workers[worker].served, update, payload)
         self._write(worker, link, update, payload)
         lane.known_layout = packed.layout.digest
 
-    def _message_of(self, version: int, packed: Packed, layout_known: bool, shared: bool) -> Said:
+    def _message_of(self, version: int, packed: Packed, layout_known: bool, shared: bool) -> SentUpdate:
         """The message with a version, and what an ack of it must name."""
         layout, digest = packed.layout, packed.digest_to_send(shared)
         update = Update(
@@ -224,10 +224,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             trace_context=packed.trace_context,
         )
         if digest or not shared:
-            return Said(update, layout_known, shared, digest)
+            return SentUpdate(update, layout_known, shared, digest)
         seal = packed.buffer.sealed()
         named = slot_digest(seal, update.incarnation, version, layout.digest, packed.extras)
-        return Said(update, layout_known, shared, named)
+        return SentUpdate(update, layout_known, shared, named)
 
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
         lane = self._links.get(link)
@@ -236,7 +236,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         try:
             lane.link.send(message, payload)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the other targets get the update
-            self._last_words(worker, link, str(error) or repr(error), self._step)
+            self._read_then_lose(worker, link, str(error) or repr(error), self._step)
         if lane.outlet is None or not lane.outlet.idle:
             self._asked_again(lane.link)
 
@@ -304,7 +304,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             chosen = None if ready is None else set(map(id, ready))
             for number, lane in tuple(self._links.items()):
                 if lane.awaited is not None:
-                    self._look_after(number, lane, lane.awaited)
+                    self._watch_process(number, lane, lane.awaited)
                 elif chosen is not None and id(lane.link) not in chosen:
                     continue
                 # The events of the link; its loss is the last.
@@ -317,11 +317,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if ready or self.awaited:
             self.pump(ready)
 
-    def _look_after(self, number: int, lane: Lane, process: AwaitedProcess) -> None:
+    def _watch_process(self, number: int, lane: Lane, process: AwaitedProcess) -> None:
         """Start to watch the worker's process once it has started. Takes its death if it is dead already."""
         identity, end = process.identity, process.end
         if end:
-            self._last_words(lane.worker, number, end, self.take)
+            self._read_then_lose(lane.worker, number, end, self.take)
         elif identity is not None:
             lane.awaited = None
             self.awaited -= 1
@@ -337,7 +337,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         try:
             flush(lane.link)
         except TransportError as error:
-            self._last_words(lane.worker, number, str(error), self.take)
+            self._read_then_lose(lane.worker, number, str(error), self.take)
             return False
         return True
 
@@ -364,14 +364,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         except (TransportError, ProtocolError) as error:
             take(pure.LinkLost(worker, number, str(error)))
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
-            take(pure.LinkLost(worker, number, mishandled(link, error)))
+            take(pure.LinkLost(worker, number, handler_failed(link, error)))
 
     def _give_up(self, link: Link, reason: str) -> None:
         for number, lane in tuple(self._links.items()):
             if lane.link is link:
                 self._step(pure.LinkLost(lane.worker, number, reason))
 
-    def _last_words(self, worker: int, number: int, reason: str, take: Taking) -> None:
+    def _read_then_lose(self, worker: int, number: int, reason: str, take: Taking) -> None:
         """Take the events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
             self._heard(number, self._links[number], take)
@@ -476,8 +476,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._release(version)
 
     def _release(self, version: int) -> None:
-        if self._said is not None and self._said.update.version == version:
-            self._said = None
+        if self._last_sent is not None and self._last_sent.update.version == version:
+            self._last_sent = None
         self._named.pop(version, None)
         self._packed.pop(version).buffer.pins.discard(self)
 

@@ -214,10 +214,10 @@ class Hook:
     """One of the two hooks of a guarded module. In a copy of the module they do nothing."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Inert, ()
+        return NoopHook, ()
 
 
-class Inert:
+class NoopHook:
     """A hook of a copied module: it does nothing."""
 
     def __call__(self, *_: Any) -> None:

@@ -89,7 +89,7 @@ class Workers:
                 if deadline.passed:
                     self._time_out(sorted(expected))
                 shield.deliver()
-                self._driver.wait(until_look(deadline.nap) if self._driver.awaited else deadline.nap, seen)
+                self._driver.wait(seconds_to_check(deadline.nap) if self._driver.awaited else deadline.nap, seen)
         self._require_all_up()
         self.make_slots()
 
@@ -148,6 +148,6 @@ class Workers:
         return self._services.user_messages(self.endpoints[worker_id])
 
 
-def until_look(nap: float | None) -> float:
+def seconds_to_check(nap: float | None) -> float:
     """Seconds to sleep while processes have not started: until the next check of them, and no longer than ``nap``."""
     return STARTS if nap is None else min(nap, STARTS)

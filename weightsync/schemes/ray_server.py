@@ -48,7 +48,7 @@ STEP: Final = 0.05
 Answer = concurrent.futures.Future[Frames]
 
 
-class _CameEarly(Exception):
+class _OutOfOrderCall(Exception):
     """This call would have to wait longer than it may block the event loop, for instance for earlier calls."""
 
 
@@ -125,7 +125,7 @@ class ActorServer:
         """
         try:
             return self._decided(parcel, lost)
-        except _CameEarly as early:
+        except _OutOfOrderCall as early:
             return [EARLY + str(early).encode()]
         except BaseException:
             self._unanswered.pop(parcel.link, None)
@@ -141,7 +141,7 @@ class ActorServer:
         self._call_server.skip(parcel, lost)
         try:
             self._decide(parcel, answers[-1])
-        except _CameEarly:
+        except _OutOfOrderCall:
             self._unanswered[parcel.link] = answers[:-1]
             raise
         except (ConfigurationError, ModelPathError, LayoutError) as error:
@@ -249,7 +249,7 @@ def _patience_for_order() -> float:
 
 def _too_early(reason: str) -> Exception:
     """Ends a call that cannot be decided yet. On an event loop, the sender repeats the call for a while."""
-    return _CameEarly(reason) if _on_a_loop() else TransportError(reason)
+    return _OutOfOrderCall(reason) if _on_a_loop() else TransportError(reason)
 
 
 def _in_order() -> bool:

@@ -176,7 +176,7 @@ class CarriesDevices(ABC):
         """What arrives in shared memory of the host is copied to a device: map it so that it can be pinned."""
 
 
-class Reach:
+class ReachableDevices:
     """The devices whose slots the worker at the other end can open, as its Hello said.
 
     A worker that refuses such a slot gets the next versions through host memory, until its next Hello.

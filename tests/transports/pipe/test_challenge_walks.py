@@ -16,7 +16,7 @@ from weightsync import AuthenticationError
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Message
-from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, TurnedAway
+from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, UntrustedCall
 from weightsync.transports.calls.server import Frames, Parcel
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
 from weightsync.transports.store.seals import SenderGuard, WorkerGuard
@@ -220,7 +220,7 @@ class Calls:
             assert bool(admitted.frame) == (bool(it.content) or number in self.kept[w])
             self._reads(w, number, admitted, it)
         else:
-            assert isinstance(admitted, TurnedAway), (it, g, s, number)
+            assert isinstance(admitted, UntrustedCall), (it, g, s, number)
 
     def _keeps(self, g: int, s: int, number: int, frames: Frames) -> None:
         w = self.ends.setdefault((g, s), len(self.ends) + 1)

@@ -362,7 +362,7 @@ def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypat
     stores.keep_in_child(1, 2)
     assert stores._inherited == [(1, 2)]
 
-    dialling = stores._Dialling()
+    dialling = stores._ConnectingInTurn()
     for _ in range(2):
         assert dialling.lock.acquire(blocking=False)
         process._forget_all()  # as in a child, and in its own child

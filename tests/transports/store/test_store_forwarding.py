@@ -100,13 +100,13 @@ def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(fo
 def test_what_is_passed_on_within_this_host_has_a_congestion_control_that_suits_it(
     forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, hasten = list[bytes](), forwarding.hasten
+    chosen, send_at_once = list[bytes](), forwarding.send_at_once
 
     def recorded(sock: socket.socket) -> None:
-        hasten(sock)
+        send_at_once(sock)
         chosen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0"))
 
-    monkeypatch.setattr(forwarding, "hasten", recorded)
+    monkeypatch.setattr(forwarding, "send_at_once", recorded)
     forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
 
     assert fetched(routed(forwarder.address))[0] == PAYLOAD

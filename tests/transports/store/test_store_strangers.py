@@ -21,7 +21,7 @@ from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.store import announcing, heartbeat, listener, worker, worker_threads
 from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import Rendezvous
-from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, end
+from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, end
 from weightsync.transports.store.store import DIAL, Client
 from weightsync.transports.store.stream import Acceptor, _names, dial
 
@@ -181,7 +181,7 @@ def test_messages_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> No
     outbox.shut()
 
     assert [inbox.take() for _ in range(3)] == [NAME, NAMES, NAME]
-    with pytest.raises(Shut):
+    with pytest.raises(PeerClosed):
         inbox.take()
 
 

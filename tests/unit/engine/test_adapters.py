@@ -103,7 +103,7 @@ def test_a_link_that_cannot_even_be_closed_is_logged(caplog: pytest.LogCaptureFi
 def test_a_message_that_could_not_be_handled_is_a_reason_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     error = ValueError("odd")
 
-    assert driver.mishandled(Adapter(), error) == (  # type: ignore[arg-type]
+    assert driver.handler_failed(Adapter(), error) == (  # type: ignore[arg-type]
         "a message from somebody could not be handled: ValueError('odd')"
     )
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]

@@ -400,11 +400,11 @@ def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
     third = fleet.sends()
     assert [fleet.driver.packed(version) for version in (1, 2, 3)] == [None, None, third]
     assert [each.buffer.pinned for each in (first, second, third)] == [False, False, True]
-    assert fleet.driver._said is not None
-    assert fleet.driver._said.update.version == 3
+    assert fleet.driver._last_sent is not None
+    assert fleet.driver._last_sent.update.version == 3
     assert set(fleet.driver._named) == {3}
     fleet.driver.close()
-    assert fleet.driver._said is None
+    assert fleet.driver._last_sent is None
     assert fleet.driver.packed(3) is None
     assert not third.buffer.pinned
 

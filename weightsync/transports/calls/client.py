@@ -12,7 +12,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.base import Received, Remarks, SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.succession import Place, once_met
+from weightsync.transports.calls.succession import Place, when_all_answered
 from weightsync.transports.wakeup import WakeableLink
 
 logger = logging.getLogger("weightsync")
@@ -88,7 +88,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._require_open()
         later = self._place.later if isinstance(message, Bye) else ()
         if later:
-            once_met(later, lambda: self._say_late(message))
+            when_all_answered(later, lambda: self._say_late(message))
             return
         nbytes = message.nbytes if isinstance(message, Update) else 0
         if nbytes and (payload is None or payload.nbytes < nbytes):

@@ -32,7 +32,7 @@ MAX_KEPT_NBYTES: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedAway:
+class UntrustedCall:
     """A call from a sender that is not trusted."""
 
     #: The answer of the call.
@@ -62,7 +62,7 @@ class CallAuthenticator:
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
 
-    def admit(self, parcel: Parcel) -> Parcel | HeldCall | TurnedAway:
+    def admit(self, parcel: Parcel) -> Parcel | HeldCall | UntrustedCall:
         """Open a parcel that may be delivered; or return the answer of its call, which ends at once."""
         if self.key is None:
             return self._refuse(Reason.WORKER_HAS_NONE) if is_envelope(parcel.frame) else parcel
@@ -93,9 +93,9 @@ class CallAuthenticator:
                 return
             nbytes -= self._sessions.pop(name).kept_nbytes
 
-    def _refuse(self, reason: Reason) -> TurnedAway:
+    def _refuse(self, reason: Reason) -> UntrustedCall:
         logger.warning("model %r: a sender's call was turned away: %s.", self._model_id, TURNED_AWAY[reason])
-        return TurnedAway([refusal(reason)])
+        return UntrustedCall([refusal(reason)])
 
     def knows(self, link: str) -> bool:
         """Whether a call of that link was admitted or kept before."""

@@ -13,7 +13,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.forwarding import complete_like
-from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, TurnedAway
+from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, UntrustedCall
 from weightsync.transports.calls.same_host import REACHES, reaches
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
 from weightsync.transports.exposure import warn_exposed
@@ -75,7 +75,7 @@ class CallServer:
         admitted = gate.admit(parcel)
         if isinstance(admitted, Parcel):
             return gate.sealed(parcel.link, self._bring(admitted))
-        gone: Future[Frames] = CallRefused() if isinstance(admitted, TurnedAway) else Future()
+        gone: Future[Frames] = CallRefused() if isinstance(admitted, UntrustedCall) else Future()
         gone.set_result(admitted.frames)
         return gone
 

@@ -72,9 +72,9 @@ class Place:
         return [] if self._worker is None else _unmet.after(self._worker, self._number)
 
 
-def once_met(links: Sequence[Met], say: Callable[[], None]) -> None:
+def when_all_answered(links: Sequence[Met], say: Callable[[], None]) -> None:
     """Call ``say`` once the worker has answered on all these links, in the thread that learns of it last."""
     if links:
-        links[0].add_done_callback(lambda _: once_met(links[1:], say))
+        links[0].add_done_callback(lambda _: when_all_answered(links[1:], say))
     else:
         say()

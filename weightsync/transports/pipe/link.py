@@ -31,7 +31,7 @@ from weightsync.transports.base import (
     TellsWhatIsRead,
 )
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pins, Segment
-from weightsync.transports.device import CarriesDevices, DeviceBuffer, DeviceSlot, OnDevice, Opener, Reach
+from weightsync.transports.device import CarriesDevices, DeviceBuffer, DeviceSlot, OnDevice, Opener, ReachableDevices
 from weightsync.transports.mapping import Mapping
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import Frame, Outgoing, framed, framed_updates
@@ -75,7 +75,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         self.outlet = self._channel.outlet
         self._named = Named()
         self._mapped = Mapped(opener)
-        self._reach = Reach(peer)
+        self._reach = ReachableDevices(peer)
         self._pins = Pins()
         self._broken: ProtocolError | TransportError | None = None
         self._closed = False

@@ -30,7 +30,7 @@ WAY: Final = "ray"
 INLINE_NBYTES: Final = 64 * 1024
 
 
-class _CameEarly(TransportError):
+class _OutOfOrderCall(TransportError):
     """The actor's event loop has not run a call of this link that was begun before this one."""
 
 
@@ -101,7 +101,7 @@ class _RayCallClient:
             settle(answers, call.said(over))
         except Challenged as challenge:
             self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
-        except _CameEarly as early:
+        except _OutOfOrderCall as early:
             self._repeat(answers, early, None if call.patience.passed else call)
         except _Restarting as restarting:
             self._repeat_after(restarting, answers, call)
@@ -233,7 +233,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         if error is None:
             frames = self._shared.without_mark(over.result())
             if isinstance(frames, list) and frames and frames[0].startswith(EARLY):
-                raise _CameEarly(f"{self._peer} ended its link: {frames[0].removeprefix(EARLY).decode()}")
+                raise _OutOfOrderCall(f"{self._peer} ended its link: {frames[0].removeprefix(EARLY).decode()}")
             messages = self._seal.brought(frames)
             self._shared.heard(messages)
             return messages

@@ -42,7 +42,7 @@ def base_key(model_id: str, rank: int) -> str:
     return f"weightsync/{model_id}/{rank}"
 
 
-class _UnderWay(PerProcess):
+class _OngoingAnnouncements(PerProcess):
     """The links that this process is announcing. A goodbye to the same worker waits for them.
 
     So a worker that gets a new link sees it before the end of the old one, after which it might leave.
@@ -66,7 +66,7 @@ class _UnderWay(PerProcess):
             made.wait(_PATIENCE)
 
 
-_under_way = _UnderWay()
+_under_way = _OngoingAnnouncements()
 
 
 class _Announcement:

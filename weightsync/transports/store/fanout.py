@@ -73,7 +73,7 @@ class Payload:
         return Routed(self.token, children, self.digest(), parent).encoded()
 
 
-class _Debt(NamedTuple):
+class _OwedPayload(NamedTuple):
     """A payload that a worker may still ask for."""
 
     message: StoreMessage
@@ -101,7 +101,7 @@ class Branch:
     def __init__(self, fanout: Fanout, post: Callable[[StoreMessage], None], peer: str, keyed: bool) -> None:
         self._fanout, self._post, self._peer, self.keyed = fanout, post, peer, keyed
         self._lock = threading.Lock()
-        self._debts: dict[int, _Debt] = {}
+        self._owed_payloads: dict[int, _OwedPayload] = {}
         self._over = False
         #: Where its worker listens; empty if it does not, or could not be reached there.
         self.address = ""
@@ -135,7 +135,9 @@ class Branch:
             over = self._over
             if not over:
                 version = payload.version
-                self._debts[version] = _Debt(replace(message, frame=Supply(version).encoded(), hint=None), parent)
+                self._owed_payloads[version] = _OwedPayload(
+                    replace(message, frame=Supply(version).encoded(), hint=None), parent
+                )
         if over:
             message.done()
             return
@@ -163,10 +165,10 @@ class Branch:
             debt.parent._proved = True
             debt.message.done()
 
-    def _settled(self, version: int) -> list[_Debt]:
+    def _settled(self, version: int) -> list[_OwedPayload]:
         with self._lock:
-            versions = [each for each in self._debts if each <= version]
-            return [self._debts.pop(each) for each in versions]
+            versions = [each for each in self._owed_payloads if each <= version]
+            return [self._owed_payloads.pop(each) for each in versions]
 
     def asked(self, route: Ask) -> None:
         """Its worker did not get a payload from its parent: send it.
@@ -176,7 +178,7 @@ class Branch:
         with self._lock:
             if self._over:
                 return
-            debt = self._debts.pop(route.version, None)
+            debt = self._owed_payloads.pop(route.version, None)
             if debt is None:
                 raise malformed(f"{self._peer} asks for a payload of version {route.version} that it is not owed", b"")
             self._post(debt.message)
@@ -200,7 +202,7 @@ class Branch:
 
     def forget(self) -> None:
         """In a forked child: the payloads are the parent's."""
-        self._lock, self._debts = threading.Lock(), {}
+        self._lock, self._owed_payloads = threading.Lock(), {}
 
 
 class Fanout(Gathering):

@@ -15,7 +15,7 @@ from typing import Final
 from weightsync.errors import TransportError
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.store.routes import TOKEN_NBYTES
-from weightsync.transports.store.stream import hasten
+from weightsync.transports.store.stream import send_at_once
 from weightsync.transports.store.worker_threads import start
 
 LENGTH: Final = struct.Struct("!I")
@@ -190,7 +190,7 @@ class _Child:
                 feed = self._forwarder.feed(self._token())
                 if feed is not None:
                     self._socket.settimeout(_PULSE)
-                    hasten(self._socket)
+                    send_at_once(self._socket)
                     self._pass_on(feed)
         finally:
             self.end()

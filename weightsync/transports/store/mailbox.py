@@ -139,7 +139,7 @@ class Outbox:
         self._number += 1
 
 
-class Shut(Exception):
+class PeerClosed(Exception):
     """The other end will write nothing more."""
 
 
@@ -172,12 +172,12 @@ class Inbox:
         """The next message, once it is whole.
 
         Raises:
-            Shut, Ended: there is none.
+            PeerClosed, Ended: there is none.
             TransportError: the store is gone, or another program has overwritten a message.
         """
         value = self._await()
         if value == _CLOSED:
-            raise Shut
+            raise PeerClosed
         if value == _END.encode():
             raise Ended
         return value[1:]

@@ -107,7 +107,7 @@ def keep_in_child(*parents: object) -> None:
     _inherited.append(parents)
 
 
-class _Dialling:
+class _ConnectingInTurn:
     """Makes connections one at a time, so that a new socket is known to be ours."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class _Dialling:
         forget_after_fork(self)
 
 
-_dialling = _Dialling()
+_dialling = _ConnectingInTurn()
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Stream:
         sock.settimeout(None)
         # A blocking call writes a whole piece at once, and returns in time if the other end reads nothing.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-        hasten(sock)
+        send_at_once(sock)
         self._socket = sock
         self._lock = threading.Lock()
 
@@ -207,7 +207,7 @@ class Acceptor:
         self._listener.close()
 
 
-def hasten(sock: socket.socket) -> None:
+def send_at_once(sock: socket.socket) -> None:
     """Have a connection send at once, and as fast as the other end reads if that is on this host: nothing is congested.
 
     BBR carried half as much there. So did CUBIC, tried where BBR is the default: see docs/design.md.

@@ -17,7 +17,7 @@ from weightsync.transports.store import heartbeat
 from weightsync.transports.store.arriving import arrivals_of
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
-from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
+from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, dial, own_address
@@ -340,7 +340,7 @@ class StoreWorker:
             if not self._closed:
                 client = Client(self._rendezvous.store)
                 self._receive_all(client)
-        except (Shut, EndOfStream, Ended):
+        except (PeerClosed, EndOfStream, Ended):
             if client is not None and not self._closed:
                 self._before_end(client)
             self._fail(TransportError(self._why_ended()))
@@ -418,7 +418,7 @@ class StoreWorker:
             raise Ended
         if client.present(inbox.next_key):
             inbox.take()
-            raise Shut
+            raise PeerClosed
 
     def _adopt(self, stream: Stream) -> Stream:
         with self._condition:
