@@ -39,8 +39,9 @@ class EngineServer:
         #: Tensors of each update call.
         self.sizes: list[int] = []
         #: What the server does at a route, instead of what it should: statuses, "stall", "die", or both; "garbage" is
-        #: somebody else's page, "unsuccessful" an error with the status of success, "half" an answer that ends before
-        #: its body. With " after", it first does what it should. One per call; "serve" is what it should.
+        #: somebody else's page, "unsuccessful" and "wrong" are errors with the status of success, "half" is an answer
+        #: that ends before its body. With " after", it first does what it should. One per call; "serve" is what it
+        #: should.
         self.plan: dict[str, list[int | str]] = defaultdict(list)
         self.stalled = threading.Event()
         self._released = threading.Event()
@@ -100,6 +101,8 @@ class EngineServer:
             return 200, "<html>Log in first</html>"
         if planned == "unsuccessful":
             return 200, json.dumps({"success": False, "message": "out of blocks"})
+        if planned == "wrong":
+            return 200, json.dumps({"error": "the engine is dead"})
         if planned == "500":
             planned = 500
         status, answer = (planned, {"error": "out of blocks"}) if isinstance(planned, int) else self._tried(route, body)

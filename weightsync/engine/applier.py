@@ -137,14 +137,6 @@ class Applier:
         finally:
             serving.end_swap()
 
-    def swap_before_forwards(self, timeout: float) -> bool | None:
-        """Like `swap_staged`, ahead of forwards that have not begun yet.
-
-        Forwards that follow one another without a pause would otherwise delay the swap forever.
-        """
-        with self._served.serving.first(timeout):
-            return self.swap_staged(0.0)
-
     def _apply_outside_functional_call(self, target: Target) -> bool | None:
         """Apply, unless other tensors stand in for the model's parameters: then the reader tries again later."""
         target.refuses_functional_calls = self._listening.background_reader is not None

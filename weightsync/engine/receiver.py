@@ -140,24 +140,29 @@ class WeightReceiver(Participant):
         reader = self._listening.background_reader
         if reader is not None:
             return reader.receive(timeout)
-        deadline = Deadline(timeout)
+        deadline, serving, queued = Deadline(timeout), self._served.serving, False
         with Shield(self._driver.waker.fire) as shield:
-            while True:
-                seen = self._driver.waker.fired
-                applied = self._applier.receive_and_apply_here()
-                if applied is not None:
-                    return applied
-                nap = deadline.nap
-                if nap == 0.0:  # the deadline has passed
-                    return False
-                if shield.recorded:
-                    shield.deliver()
-                if self._served.staged is None or self.serves_here:
-                    self._driver.wait(nap, seen)
-                    continue
-                applied = self._applier.swap_before_forwards(PATIENCE if nap is None else min(nap, PATIENCE))
-                if applied is not None:
-                    return applied
+            try:
+                while True:
+                    seen = self._driver.waker.fired
+                    applied = self._applier.receive_and_apply_here()
+                    if applied is not None:
+                        return applied
+                    nap = deadline.nap
+                    if nap == 0.0:  # the deadline has passed
+                        return False
+                    if shield.recorded:
+                        shield.deliver()
+                    # Forwards that follow one another without a pause would otherwise delay a staged version forever.
+                    waits_for_forwards = self._served.staged is not None and not self.serves_here
+                    if waits_for_forwards is not queued:
+                        (serving.queue if waits_for_forwards else serving.leave_queue)()
+                        queued = waits_for_forwards
+                    # A block that an interrupt has ended wakes nobody.
+                    self._driver.wait(PATIENCE if queued and (nap is None or nap > PATIENCE) else nap, seen)
+            finally:
+                if queued:
+                    serving.leave_queue()
 
     def receive_and_apply(self, target: Target) -> bool | None:
         """Read the links and apply what is pending, without waiting for threads that serve the model.

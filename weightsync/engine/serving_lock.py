@@ -56,7 +56,7 @@ class ServingLock:
         self._waiters = 0
         #: How many threads wait to change the model.
         self._queued = 0
-        #: When the first of them began to, since the model was changed last.
+        #: When a forward first gave way to them, since the model was changed last.
         self._queued_since: Stopwatch | None = None
         self._serving: defaultdict[int, list[Server]] = defaultdict(list)
         self._swapping: int | None = None
@@ -70,14 +70,16 @@ class ServingLock:
         own = threading.get_ident()
         with self._lock:
             if (self._queued or self._swapping is not None) and self._swapping != own and own not in self._serving:
-                self._wait_for(lambda: not self._queued, self._patience())
+                if self._queued:
+                    self._wait_for(lambda: not self._queued, self._patience())
                 self._wait_for(lambda: self._swapping is None, None)
             self._serving[own].append(server)
 
     def _patience(self) -> float:
         """Seconds for which new forwards now let threads go first that wait to change the model."""
-        waited = 0.0 if self._queued_since is None else self._queued_since.seconds
-        return max(0.0, PATIENCE - waited % _PERIOD)
+        if self._queued_since is None:
+            self._queued_since = Stopwatch()
+        return max(0.0, PATIENCE - self._queued_since.seconds % _PERIOD)
 
     def leave(self) -> None:
         """End what this thread began last, if anything."""
@@ -128,25 +130,16 @@ class ServingLock:
             self._swapping, self._queued_since = own, None
             return True
 
-    @contextlib.contextmanager
-    def first(self, timeout: float) -> Iterator[None]:
-        """Wait until no forward is under way, or time is up. New forwards wait for this block."""
+    def queue(self) -> None:
+        """Note that this thread waits to change the model, until `leave_queue`: new forwards give way to it."""
         with self._lock:
-            self._queue(1)
-        try:
-            with self._lock:
-                self._wait_for(self._free, timeout)
-            yield
-        finally:
-            with self._lock:
-                self._queue(-1)
+            self._queued += 1
 
-    def _queue(self, threads: int) -> None:
-        """Count threads that wait to change the model."""
-        self._queued += threads
-        if self._queued and self._queued_since is None:
-            self._queued_since = Stopwatch()
-        self._changed.notify_all()
+    def leave_queue(self) -> None:
+        """Note that this thread has changed the model, or no longer waits to."""
+        with self._lock:
+            self._queued -= 1
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
@@ -171,7 +164,7 @@ class ServingLock:
                 self.end_swap()
 
     def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
-        self._queue(1)
+        self._queued += 1
         try:
             while not self._wait_for(lambda: self._free(besides=own), deadline.nap):
                 if deadline.passed:
@@ -180,7 +173,8 @@ class ServingLock:
                         "Nothing has changed; call it again, or give it a longer timeout=."
                     )
         finally:
-            self._queue(-1)
+            self._queued -= 1
+            self._changed.notify_all()
 
     def end_swap(self) -> None:
         """Let others serve the model again."""

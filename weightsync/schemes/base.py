@@ -220,7 +220,9 @@ class WeightSyncScheme(Configured):
         sender = self.create_sender()
         reports = self._report_events(sender, None)
         self.per_worker_weights = self.per_worker_weights or has_factories(context)
-        side.given, self._context, side.worker_set = given, Context(context), workers
+        side.given, side.worker_set = given, workers
+        if context is not None or self._receiver_side.receiver is None:
+            self._context = Context(context)
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
             sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))

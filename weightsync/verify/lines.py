@@ -151,7 +151,9 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
     lines = text.splitlines(keepends=True)
     # A process that is killed as it writes a line may leave the first part of it.
     if len(lines) > 1 and not lines[-1].endswith("\n"):
-        lines.pop()
+        last = lines.pop()
+        if _parsed(last) is not None:
+            lines.append(f"{last}\n")
     return enumerate(lines, 1)
 
 

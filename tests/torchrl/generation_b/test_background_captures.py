@@ -69,7 +69,10 @@ def capture(graph: Any) -> None:
     graph.capture_end()
 
 
-def test_a_background_reader_calls_no_device_while_another_thread_captures(duo: Duo, graphs: Captures) -> None:
+def test_a_background_reader_calls_no_device_while_another_thread_captures(
+    duo: Duo, graphs: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
     assert duo.send(2.0, timeout=PATIENCE).ok
     graph = graph_of(graphs)
     with graphs.apart():  # wraps the class
@@ -123,9 +126,8 @@ def test_a_capture_that_fails_holds_nobody_up(graphs: Captures, fails: str) -> N
     graph.fails.add(fails)
     with pytest.raises(RuntimeError, match=f"capture_{fails}"):
         capture(graph)
-    begun = time.monotonic()
-    with graphs.apart():
-        assert time.monotonic() - begun < A_WHILE
+
+    assert graphs._under_way == 0
 
 
 def test_a_capture_that_never_ends_holds_nobody_up_forever(graphs: Captures, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ CALLS = {
 #: likewise, or amid the answer; what is no engine's answer.
 TURNED_AWAY, FAILED, HUNG_UP = (
     (404, 307),
-    ("500", "500 after", "unsuccessful"),
+    ("500", "500 after", "unsuccessful", "wrong"),
     ("die", "die after", "half", "half after"),
 )
 FAULTS = (*TURNED_AWAY, *FAILED, *HUNG_UP, "garbage", "stall")

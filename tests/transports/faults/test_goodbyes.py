@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -191,11 +192,15 @@ ENDS = {
 def test_a_trainer_whose_program_ends_says_goodbye_and_does_not_wait_for_its_workers_forever(tmp_path: Path) -> None:
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = [sys.executable, "-c", LEFT_OPEN, *ENDS]
-    ended = subprocess.run(
-        program, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, cwd=tmp_path, env=path, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=PATIENCE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # none is left, unless it hung
+                os.killpg(process.pid, signal.SIGKILL)
 
-    assert ended.stdout.split() == [str(code) for code, _ in ENDS.values()], ended.stderr
+    assert output.split() == [str(code) for code, _ in ENDS.values()], errors
     for number, (_, said) in enumerate(ENDS.values()):
         assert re.match(said, (tmp_path / str(number)).read_text(encoding="utf-8"))
 

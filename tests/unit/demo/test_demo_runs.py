@@ -61,10 +61,10 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
 
 
 def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 1.0)
+    monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 2.0)
     monkeypatch.setattr(trainer, "act", demo_workers.stops_in_its_first_chunk)
 
-    result = run(RunState(Settings(seconds=2.5)))
+    result = run(RunState(Settings(seconds=4.0)))
 
     assert result.of(Verdict.PROVED) == [0]
     assert result.of(Verdict.LOST) == [1]

@@ -17,6 +17,7 @@ from weightsync import ModelBusyError
 from weightsync.clock import Deadline
 from weightsync.engine import serving_lock
 from weightsync.engine.serving_lock import ServingLock
+from weightsync.testing.clock import FakeClock
 
 PATIENCE = 30.0
 #: The machine's seconds that show that somebody waits.
@@ -65,10 +66,6 @@ def swapping(lock: ServingLock, timeout: float = 0.0) -> Iterator[bool]:
     finally:
         if got:
             lock.end_swap()
-
-
-def alone(lock: ServingLock, timeout: float) -> contextlib.AbstractContextManager[None]:
-    return lock.alone(Deadline(timeout), "inner")
 
 
 def free(lock: ServingLock) -> bool:
@@ -167,14 +164,15 @@ def test_alone_waits_for_a_swap_and_for_others_that_serve(lock: ServingLock, bes
     assert asking.result(PATIENCE) is True
 
 
-@pytest.mark.parametrize("ask", [ServingLock.first, alone])
 def test_a_forward_lets_those_go_first_that_wait_to_change_the_model(
-    ask: Callable[[ServingLock, float], contextlib.AbstractContextManager[None]], lock: ServingLock, beside: Beside
+    lock: ServingLock, beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(serving_lock, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(serving_lock, "_PERIOD", 10 * PATIENCE)
     third, order = Beside(), []
 
     def change() -> None:
-        with ask(lock, PATIENCE):
+        with lock.alone(Deadline(PATIENCE), "ask"):
             order.append("changed")
 
     def serve() -> None:
@@ -203,31 +201,31 @@ def test_a_forward_waits_for_those_that_wait_to_change_the_model_only_for_a_time
 ) -> None:
     monkeypatch.setattr(serving_lock, "PATIENCE", 0.01)
     beside.does(lock.enter)
-    with lock.first(0.0):
-        assert free(lock) is False
-        Beside().does(lock.enter)
+    third = Beside()
+    lock.queue()
+    third.does(lock.enter)
+    lock.leave_queue()
+    third.end()
 
 
 def test_forwards_give_way_in_the_first_second_of_each_period_only_until_the_model_was_changed(
     lock: ServingLock, beside: Beside
 ) -> None:
-    def waits() -> float:
-        return round(lock._patience())
-
-    beside.does(lock.enter)  # a long block, which may itself wait for forwards in other threads
-    with lock.first(0.0):
-        assert lock._queued_since is not None
-        assert waits() == serving_lock.PATIENCE
-        lock._queued_since.started -= 3.0
-        assert waits() == 0
-        Beside().does(lock.enter)
-    with lock.first(0.0):  # the same wait to change the model goes on
-        assert waits() == 0
-        lock._queued_since.started -= serving_lock._PERIOD - 3.0
-        assert waits() == serving_lock.PATIENCE
-    lock._serving.clear()
-    assert free(lock)
-    assert lock._queued_since is None
+    with FakeClock() as clock:
+        lock.queue()
+        assert lock._patience() == pytest.approx(serving_lock.PATIENCE)
+        clock.advance(1.5 * serving_lock.PATIENCE)
+        assert lock._patience() == 0.0
+        beside.does(lock.enter)  # as in a long block that waits for forwards in other threads
+        beside.does(lock.leave)
+        lock.leave_queue()
+        lock.queue()  # the same version waits on
+        assert lock._patience() == 0.0
+        clock.advance(serving_lock._PERIOD - serving_lock.PATIENCE)
+        assert lock._patience() == pytest.approx(serving_lock.PATIENCE / 2)
+        assert free(lock)  # it went live
+        assert lock._patience() == pytest.approx(serving_lock.PATIENCE)
+        lock.leave_queue()
 
 
 def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: Beside) -> None:

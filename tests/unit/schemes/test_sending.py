@@ -341,9 +341,15 @@ def test_an_unknown_value_is_refused_by_the_name_of_its_argument(option: type[Op
 
 
 def test_closing_during_a_send_raises_although_it_asked_for_a_report(pair: Pair) -> None:
-    threading.Timer(0.1, pair.sender.close).start()
-    with pytest.raises(SyncError, match="ABANDONED"):
-        pair.sender.send(on_failure="report")
+    waiting_now = reach(pair.sender, State.AWAITING_ACK)
+    waiting = Thread(lambda: pair.sender.send(timeout=None, on_failure="report"))
+    waiting.start()
+    assert waiting_now.wait(PATIENCE)
+    pair.sender.close()
+    error = waiting.done().error
+
+    assert isinstance(error, SyncError)
+    assert error.report[0].kind is OutcomeKind.ABANDONED
 
 
 def test_poll_takes_in_what_has_arrived(three: Pair) -> None:

@@ -86,7 +86,8 @@ class HttpCalls:
             raise EngineError(f"POST {self.url}/{route} was answered {status}: {text[:_QUOTED]}", status)
         answer = _decoded(text)
         if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
-            raise EngineError(f"POST {self.url}/{route} was answered {text[:_QUOTED]}", status)
+            failed = 0 if answer.get("error") else status
+            raise EngineError(f"POST {self.url}/{route} was answered {text[:_QUOTED]}", failed)
         return answer
 
     def command(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
