@@ -6,6 +6,7 @@ import contextlib
 import copy
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +24,7 @@ from weightsync import (
     MultiProcessWeightSyncScheme,
     OutcomeKind,
     SharedMemWeightSyncScheme,
+    StateError,
 )
 from weightsync.engine.serving_lock import ServingLock, compiled_frame
 from weightsync.weights.target import Target
@@ -281,3 +283,20 @@ def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_
 
     assert pair.sync().ok
     assert not pair.receiver.serves_here
+
+
+def test_a_receive_that_waits_for_a_serving_block_to_end_still_notices_that_it_is_closed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.engine.receiver.PATIENCE", 10 * PATIENCE)
+    pair.sync()
+    pair.sender.send_async(filled(pair.source, 2.0))
+    with ThreadPoolExecutor(1) as pool, pair.receiver.serving():
+        receiving = pool.submit(pair.receiver.receive, None)
+        while not pair.receiver._served.serving._queued:
+            time.sleep(0.001)
+        pair.receiver.close()
+        with pytest.raises(StateError):
+            receiving.result(PATIENCE)
+
+    assert pair.receiver._served.serving._queued == 0

@@ -123,7 +123,10 @@ def test_a_forward_waits_for_whoever_has_the_model_alone(lock: ServingLock, besi
 def test_alone_is_beside_what_the_thread_itself_serves_and_is_not_nested(lock: ServingLock, beside: Beside) -> None:
     lock.enter()
     with lock.alone(Deadline(0), "outer"):
-        with pytest.raises(ModelBusyError, match=r"^inner\(\): this thread is applying weights"), alone(lock, PATIENCE):
+        with (
+            pytest.raises(ModelBusyError, match=r"^inner\(\): this thread is applying weights"),
+            lock.alone(Deadline(0), "inner"),
+        ):
             raise AssertionError("it had the model twice")
         assert beside.does(lambda: free(lock)) is False
         lock.leave()
