@@ -244,9 +244,10 @@ class StaleWeightsError(WeightSyncError):
 
 
 class ModelBusyError(WeightSyncError, TimeoutError):
-    """The model was in use until the timeout, so the update could not be applied. Nothing has changed.
+    """The model was in use until the timeout, or the same thread was applying weights to it. Nothing has changed.
 
-    What to do: end forward passes before you call `receive()`, or give it a longer timeout.
+    What to do: end forward passes before the call, or give it a longer timeout. If a hook of yours made the call, such
+    as `set_extra_state()`, make it after the hook has returned.
     """
 
 

@@ -86,6 +86,7 @@ INTERNAL = {
     "GivenUp": "the link's worker is LOST",
     "FunctionalCallError": "the version waits",
     "NoRoom": "the worker refuses",
+    "NotDoneError": "the engine is LOST, or a warning says that its prefix cache was not reset",
     "UnreachedError": "the engine is LOST",
     "SwapBroken": "the receiver is closed, and the worker LOST",
     "LocalWorkerError": "bench, demo and soak say what became of a worker that they started",

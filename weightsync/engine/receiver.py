@@ -18,7 +18,7 @@ from weightsync.engine.manual_ack import UPDATED, ManualAck
 from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
-from weightsync.engine.serving_lock import PATIENCE, Block, ServedModel, Server
+from weightsync.engine.serving_lock import PATIENCE, ServedModel, ServingBlock, ServingEntry
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -337,20 +337,20 @@ class WeightReceiver(Participant):
         Raises:
             WeightSyncError: a swap failed halfway, now or before: the model serves nothing.
         """
-        block = Block()
+        block = ServingBlock()
         self.begin_serving(ref(block))
         try:
             yield self.version
         finally:
             self.end_serving()
 
-    def begin_serving(self, server: Server) -> None:
+    def begin_serving(self, entry: ServingEntry) -> None:
         """Begin a forward. First swap in a staged version, so that a busy worker never delays a swap forever.
 
         A forward that is captured as a CUDA graph swaps nothing: the swap would wait for kernels.
 
         Args:
-            server: the forward's call, or the block.
+            entry: the forward's call, or the block.
 
         Raises:
             WeightSyncError: a swap failed half way, now or before: the model serves nothing.
@@ -362,7 +362,7 @@ class WeightReceiver(Participant):
         if behind and not served.serving.mine() and not capturing():
             with Shield(self._driver.waker.fire):
                 self._applier.swap_staged(PATIENCE)
-        served.serving.enter(server)
+        served.serving.enter(entry)
 
     def end_serving(self) -> None:
         """End the forward or block that this thread began last, and wake a thread that waits to swap."""

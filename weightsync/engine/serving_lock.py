@@ -33,17 +33,17 @@ logger = logging.getLogger("weightsync")
 #: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
 PATIENCE: Final = 1.0
 
-#: New forwards let a thread that waits to change the model go first: for `PATIENCE` of each period of so many seconds.
-#: More often, a `serving` block that waits for forwards in other threads would slow down each of them.
+#: Seconds. New forwards let a thread that waits to change the model go first, but only for the first `PATIENCE` seconds
+#: of each period. Otherwise a `serving` block that waits for forwards in other threads would slow down each of them.
 _PERIOD: Final = 10.0
 
 
-class Block:
+class ServingBlock:
     """A `serving` block that has not ended: its generator alone keeps it."""
 
 
 #: Who serves: the call of a forward, or a block. It counts only as long as that exists; None counts until `leave`.
-Server = FrameType | ref[Block] | None
+ServingEntry = FrameType | ref[ServingBlock] | None
 
 
 class ServingLock:
@@ -58,14 +58,14 @@ class ServingLock:
         self._queued = 0
         #: When a forward first gave way to them, since the model was changed last.
         self._queued_since: Stopwatch | None = None
-        self._serving: defaultdict[int, list[Server]] = defaultdict(list)
+        self._serving: defaultdict[int, list[ServingEntry]] = defaultdict(list)
         self._swapping: int | None = None
 
-    def enter(self, server: Server = None) -> None:
+    def enter(self, entry: ServingEntry = None) -> None:
         """Begin to serve; waits for a swap to end, and for threads that wait to change the model.
 
         Args:
-            server: the call or the block that serves. If it ends without `leave`, its entry no longer counts.
+            entry: the call or the block that serves. If it ends without `leave`, its entry no longer counts.
         """
         own = threading.get_ident()
         with self._lock:
@@ -73,7 +73,7 @@ class ServingLock:
                 if self._queued:
                     self._wait_for(lambda: not self._queued, self._patience())
                 self._wait_for(lambda: self._swapping is None, None)
-            self._serving[own].append(server)
+            self._serving[own].append(entry)
 
     def _patience(self) -> float:
         """Seconds for which new forwards now let threads go first that wait to change the model."""
@@ -187,18 +187,18 @@ class ServingLock:
         if self._swapping is not None:
             return False
         for thread, entries in list(self._serving.items()):
-            entries[:] = [server for server in entries if not _over(server)]
+            entries[:] = [entry for entry in entries if not _over(entry)]
             if not entries:
                 del self._serving[thread]
         return all(thread == besides for thread in self._serving)
 
 
-def _over(server: Server) -> bool:
+def _over(entry: ServingEntry) -> bool:
     """Whether a call or block has ended. A KeyboardInterrupt may skip our hook, or the end of a block."""
-    if not isinstance(server, FrameType):
-        return server is not None and server() is None
+    if not isinstance(entry, FrameType):
+        return entry is not None and entry() is None
     try:
-        server.clear()
+        entry.clear()
     except RuntimeError:
         return False  # it is still running
     return True

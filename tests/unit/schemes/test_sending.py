@@ -340,18 +340,6 @@ def test_an_unknown_value_is_refused_by_the_name_of_its_argument(option: type[Op
         option("shrug")
 
 
-def test_closing_during_a_send_raises_although_it_asked_for_a_report(pair: Pair) -> None:
-    waiting_now = reach(pair.sender, State.AWAITING_ACK)
-    waiting = Thread(lambda: pair.sender.send(timeout=None, on_failure="report"))
-    waiting.start()
-    assert waiting_now.wait(PATIENCE)
-    pair.sender.close()
-    error = waiting.done().error
-
-    assert isinstance(error, SyncError)
-    assert error.report[0].kind is OutcomeKind.ABANDONED
-
-
 def test_poll_takes_in_what_has_arrived(three: Pair) -> None:
     assert three.sender.poll() is None
     three.sender.send_async()
@@ -631,9 +619,10 @@ def test_a_send_that_finds_no_worker_raises_what_became_of_the_update_it_waited_
     assert pair.sender.state is State.READY
 
 
-def test_close_wakes_a_thread_that_waits(pair: Pair) -> None:
+@pytest.mark.parametrize("on_failure", OnFailure)
+def test_close_wakes_a_thread_that_waits(pair: Pair, on_failure: OnFailure) -> None:
     waiting_now = reach(pair.sender, State.AWAITING_ACK)
-    waiting = Thread(lambda: pair.sender.send(timeout=None))
+    waiting = Thread(lambda: pair.sender.send(timeout=None, on_failure=on_failure))
     waiting.start()
     assert waiting_now.wait(PATIENCE)
     pair.sender.close()

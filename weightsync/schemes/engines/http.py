@@ -34,6 +34,10 @@ class UnreachedError(TransportError):
     """No connection was made: the call did not reach the engine."""
 
 
+class NotDoneError(EngineError):
+    """The engine answered ``"success": false`` without an error: it has not done what it was asked to do."""
+
+
 class HttpCalls:
     """Calls the routes of one server, one call at a time, each over a connection of its own.
 
@@ -86,8 +90,8 @@ class HttpCalls:
             raise EngineError(f"POST {self.url}/{route} was answered {status}: {text[:_QUOTED]}", status)
         answer = _decoded(text)
         if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
-            failed = 0 if answer.get("error") else status
-            raise EngineError(f"POST {self.url}/{route} was answered {text[:_QUOTED]}", failed)
+            kind = EngineError if answer.get("error") else NotDoneError
+            raise kind(f"POST {self.url}/{route} was answered {text[:_QUOTED]}", status)
         return answer
 
     def command(self, route: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, EngineError, TransportError
 from weightsync.options import Option
 from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
-from weightsync.schemes.engines.http import HttpCalls
+from weightsync.schemes.engines.http import HttpCalls, NotDoneError
 from weightsync.schemes.engines.phases import Loading, Phases
 from weightsync.schemes.peers.base import refuse_coroutines
 from weightsync.transports.ray.session import require_ray
@@ -22,8 +22,6 @@ from weightsync.weights.loader import BUCKET_BYTES, is_unawaited, require_bucket
 
 #: Seconds between two checks of a Ray call, so that `abort` is noticed.
 _STEP: Final = 0.1
-#: With this status vLLM, since 0.26, also says that it did not reset its prefix cache.
-_SUCCESS: Final = 200
 
 logger = logging.getLogger("weightsync")
 
@@ -63,9 +61,7 @@ class _HttpControl:
             return  # the pause has done so
         try:
             self._calls.command(_RESET)
-        except EngineError as error:
-            if error.status != _SUCCESS:
-                raise
+        except NotDoneError:  # vLLM says so since 0.26
             logger.warning(
                 "%s has requests that hold parts of its prefix cache, so it did not reset it: new requests may use "
                 "what the old weights have computed. pause='abort' and pause='wait' empty it.",
