@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -287,6 +288,54 @@ class Events:
             except queue.Empty:
                 return count
             count += 1
+
+
+class OnDemandEvents:
+    """The events of one scheme, which begin with its first callback: until then its two sides report nothing."""
+
+    def __init__(self) -> None:
+        self._events: Events | None = None
+        #: What has each side that was initialised report its events.
+        self._sides: list[Callable[[Events], None]] = []
+        #: Held while the first callback is registered, so that only one thread makes the events.
+        self._first_callback = threading.RLock()
+
+    def subscribe(self, callback: Callback, tracer: Tracer | None) -> Subscription:
+        """See `WeightSyncScheme.on_event`."""
+        with self._first_callback:
+            events = self._events or Events()
+            subscription = events.subscribe(callback, tracer)
+            if self._events is None:
+                self._events = events
+                for report_to in self._sides:
+                    report_to(events)
+        return subscription
+
+    @contextlib.contextmanager
+    def reported_by(self, report_to: Callable[[Events], None]) -> Iterator[None]:
+        """Initialise a side inside; unless an exception leaves the block, it also reports to later callbacks.
+
+        Args:
+            report_to: has the side report its events.
+        """
+        before = self._events
+        if before is not None:
+            report_to(before)
+        yield
+        with self._first_callback:
+            if before is None and self._events is not None:  # a callback was registered meanwhile
+                report_to(self._events)
+            self._sides.append(report_to)
+
+    def emit(self, event: SyncEvent) -> None:
+        """Queue an event for the callbacks, if there are any."""
+        if self._events is not None:
+            self._events.emit(event)
+
+    def close(self) -> None:
+        """See `Events.close`."""
+        if self._events is not None:
+            self._events.close()
 
 
 def _call(subscription: Subscription, event: SyncEvent) -> None:

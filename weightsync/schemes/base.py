@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -13,24 +12,15 @@ from torch import nn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.background import Background, RelayCall
-from weightsync.engine.copies import (
-    Configured,
-    Context,
-    expected_number,
-    optional,
-    require_fence,
-    require_name,
-    require_worker_id,
-    worker_ids_of,
-)
-from weightsync.engine.events import Callback, Events, Subscription, SyncEvent, Tracer
+from weightsync.engine.copies import Configured, Context, require_name, require_worker_id, worker_ids_of
+from weightsync.engine.events import Callback, OnDemandEvents, Subscription, SyncEvent, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, WorkerLostError
 from weightsync.options import OnFailure, Verify, WireDtype, switch
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, note_worker_errors, refuse_out_of_reach
+from weightsync.schemes.collector_kinds import WorkerKind, note_worker_errors
 from weightsync.schemes.facade_services import LinkTransport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
@@ -38,17 +28,8 @@ from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.receiver_side import ReceiverSide
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sender_side import SenderSide
-from weightsync.schemes.sources import (
-    checked,
-    given_or_found,
-    is_weightless,
-    model_for_worker,
-    processes_of,
-    refuse_shards,
-    registered,
-    weights_of,
-)
-from weightsync.schemes.worker_set import Groups, has_factories, refuse_repeated, worker_set_of
+from weightsync.schemes.sources import checked, given_or_found, model_for_worker, registered, weights_of
+from weightsync.schemes.worker_set import Groups
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
@@ -62,10 +43,7 @@ from weightsync.weights.target import Mode
 #: The base class, and the functions with which schemes read their arguments.
 __all__ = ["WeightSyncScheme", "checked", "given_or_found"]
 
-_ALWAYS_ON_SENDER = (
-    *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
-    *("weights", "params_map", "devices", "device_map_fn", "ctx", "names", "check_finite"),
-)
+#: The keywords of `init_on_worker` that every scheme takes.
 _ALWAYS_ON_WORKER = ("model", "names", "loader", "name_map", "bucket_bytes", "worker_idx")
 
 
@@ -107,9 +85,7 @@ class WeightSyncScheme(Configured):
     #: Which workers of TorchRL's collectors this scheme can reach; None: it needs none of them.
     _reached: WorkerKind | None = None
     _worker_arguments: tuple[str, ...] = ()
-    _not_copied: tuple[str, ...] = (
-        *("_sender_side", "_receiver_side", "_context", "_events", "_first_callback", "applied_selection"),
-    )
+    _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
 
     def __init__(
         self,
@@ -146,10 +122,7 @@ class WeightSyncScheme(Configured):
         self._sender_side = SenderSide(self)
         self._receiver_side = ReceiverSide()
         self._context = Context()
-        #: The events of both sides; None until a callback is registered.
-        self._events: Events | None = None
-        #: Held while the first callback is registered, so that only one thread makes the events.
-        self._first_callback = threading.RLock()
+        self._events = OnDemandEvents()
         #: In a worker: which weights of its model are received; None means all.
         self.applied_selection: Selection | None = None
         forget_after_fork(self)
@@ -198,41 +171,16 @@ class WeightSyncScheme(Configured):
                 may be called again. Weights that cannot be sent are refused by `connect` or the first send, not here.
         """
         side = self._sender_side
-        if side.sender is not None:
-            raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
+        side.require_uninitialized()
         model_id = require_name("policy" if model_id is None else model_id, "model_id")
         if context is None and self._receiver_side.receiver is None:
             context = self.context
-        refuse_out_of_reach(type(self).__name__, self._reached, context, kwargs.keys() & self._sender_arguments)
-        given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
-        refuse_shards(given)
-        fence = given.get("fence")
-        if fence is not None:
-            require_fence(fence, "the incarnation to rise above, from WorkerLostError.fence")
-        expected = expected_number(given.get("expected_workers"))
-        workers = worker_set_of(given, context, self._strategy)
-        given = workers.counted(given)
-        endpoints = self._endpoints(given, context, model_id)
-        refuse_repeated(endpoints)
-        processes = processes_of(given.get("processes"), endpoints) or collector_processes(context, endpoints)
-        side.selection = Selection(given["names"]) if "names" in given else None
-        side.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
+        setup = side.read(model_id, context, kwargs)
         sender = self.create_sender()
-        reports = self._report_events(sender, None)
-        self.per_worker_weights = self.per_worker_weights or has_factories(context)
-        side.given, side.worker_set = given, workers
-        if context is not None or self._receiver_side.receiver is None:
-            self._context = Context(context)
-        sender.set_context(context, model_id)
-        for worker_id, endpoint in endpoints.items():
-            sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
-        if not self._creates_links_at_connect(given, context):
-            sender.connect(fence=fence)
-        sender.expected_workers = expected
-        with self._first_callback:
-            if not reports:  # unless a callback was registered meanwhile, this does nothing
-                self._report_events(sender, None)
-            side.sender = sender
+        with self._events.reported_by(sender.report_to):
+            if context is not None or self._receiver_side.receiver is None:
+                self._context = Context(context)
+            side.begin(sender, setup)
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver and listen for the sender. Never waits for it.
@@ -253,8 +201,8 @@ class WeightSyncScheme(Configured):
             LayoutError: weights cannot be applied to a tensor of the model, or no weights match ``names``. After this
                 and a ConfigurationError the scheme is not initialised, and this may be called again.
         """
-        if self._receiver_side.receiver is not None:
-            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+        side = self._receiver_side
+        side.require_uninitialized()
         require_name(model_id, "model_id")
         if context is None and self._sender_side.sender is None:
             context = self.context
@@ -263,15 +211,12 @@ class WeightSyncScheme(Configured):
         model = self._worker_model(given, context, model_id)
         self.applied_selection = Selection(given["names"]) if "names" in given else None
         receiver = self.create_receiver()
-        reports = self._report_events(None, receiver)
-        receiver.set_context(context, model_id)
-        receiver.register_model(weights_of(model))
-        receiver.register_worker_transport(endpoint)
-        self._become_worker(given, context)
-        with self._first_callback:
-            if not reports:
-                self._report_events(None, receiver)
-            self._receiver_side.receiver = receiver
+        with self._events.reported_by(lambda events: receiver.report_to(events, lambda: self.worker_idx)):
+            receiver.set_context(context, model_id)
+            receiver.register_model(weights_of(model))
+            receiver.register_worker_transport(endpoint)
+            self._become_worker(given, context)
+            side.receiver = receiver
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver and listen for the sender: the second generation's name of `init_on_worker`.
@@ -502,23 +447,7 @@ class WeightSyncScheme(Configured):
 
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
         """The object whose weights `prepare_weights` takes."""
-        if weights is None:
-            found = self._found(model_id, self._context() if context is None else context)
-        elif isinstance(weights, str):
-            found = _resolve_model(self._context() if context is None else context, weights)
-        elif is_weightless(weights) and any(
-            weights is known for known in (self._sender_side.given.get("model"), optional(self.context, "policy"))
-        ):
-            found = {}
-        else:
-            found = weights
-        if found is None:
-            raise ConfigurationError(
-                f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
-                "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
-                "sent."
-            )
-        return found
+        return self._sender_side.source(weights, model_id, context)
 
     def _found(self, model_id: str, context: Any) -> Any:
         """What a send without weights sends, or None if nothing is registered."""
@@ -567,36 +496,18 @@ class WeightSyncScheme(Configured):
         Raises:
             ConfigurationError: ``callback`` cannot be called.
         """
-        with self._first_callback:
-            events = self._events or Events()
-            subscription = events.subscribe(callback, tracer)
-            if self._events is None:
-                self._events = events
-                self._report_events(*self._participants)
-        return subscription
+        return self._events.subscribe(callback, tracer)
 
     def emit(self, event: SyncEvent) -> None:
         """Pass an event from a user of this scheme, such as a `WorkerGroup`, to the callbacks of `on_event`."""
-        if self._events is not None:
-            self._events.emit(event)
-
-    def _report_events(self, sender: WeightSender | None, receiver: WeightReceiver | None) -> bool:
-        """If a callback is registered, have a side report its events. Returns whether one is registered."""
-        if self._events is None:
-            return False
-        if sender is not None:
-            sender.report_to(self._events)
-        if receiver is not None:
-            receiver.report_to(self._events, lambda: self.worker_idx)
-        return True
+        self._events.emit(event)
 
     def close(self) -> None:
         """Close whichever sides were initialised. Closing twice is allowed."""
         for participant in self._participants:
             if participant is not None:
                 participant.close()
-        if self._events is not None:
-            self._events.close()
+        self._events.close()
 
     def shutdown(self) -> None:
         """End both sides for good, the background thread too. Calling it again does nothing.

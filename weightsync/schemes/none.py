@@ -10,7 +10,7 @@ from torch import nn
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
-from weightsync.errors import ConfigurationError, StateError
+from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
@@ -88,11 +88,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Raises:
             StateError: initialised already.
         """
-        if self.initialized_on_sender:
-            raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
+        self._sender_side.require_uninitialized()
         sender = self.create_sender()
-        with self._first_callback:
-            self._report_events(sender, None)
+        with self._events.reported_by(sender.report_to):
             self._sender_side.sender = sender
         sender.set_context(None, "policy" if model_id is None else model_id)
         sender.connect()
@@ -119,11 +117,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Raises:
             StateError: initialised already.
         """
-        if self.initialized_on_receiver:
-            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+        self._receiver_side.require_uninitialized()
         receiver = self.create_receiver()
-        with self._first_callback:
-            self._report_events(None, receiver)
+        with self._events.reported_by(lambda events: receiver.report_to(events, lambda: self.worker_idx)):
             self._receiver_side.receiver = receiver
         receiver.set_context(None, model_id)
         if kwargs.get("model") is not None:

@@ -1,4 +1,7 @@
-"""`ReceiverSide`: a scheme in a worker. It has the receiver, which takes versions in the background once connected."""
+"""`ReceiverSide`: a scheme in a worker, from `init_on_worker` to `shutdown`.
+
+It has the receiver, which takes versions in the background once connected.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,11 @@ class ReceiverSide:
         self.worker_idx: int | None = None
         #: Whether the model came without weights, and serves nothing before its first version.
         self.on_meta_device = False
+
+    def require_uninitialized(self) -> None:
+        """Raises StateError: this side is initialised already."""
+        if self.receiver is not None:
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
 
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""

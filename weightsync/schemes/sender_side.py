@@ -1,26 +1,50 @@
-"""`SenderSide`: a scheme in the trainer. It has the sender, what there is to send, and the scheme's own sends."""
+"""`SenderSide`: a scheme in the trainer, from `init_on_sender` to `shutdown`.
+
+It has the sender, what there is to send, and the scheme's own sends.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from weightsync.clock import Deadline
+from weightsync.engine.copies import expected_number, optional, require_fence
 from weightsync.engine.sender import WeightSender
 from weightsync.engine.sequential import SequentialSends
-from weightsync.errors import StateError
-from weightsync.options import OnFailure
+from weightsync.errors import ConfigurationError, StateError
+from weightsync.options import OnFailure, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
+from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, refuse_out_of_reach
 from weightsync.schemes.rendezvous import Rendezvous
-from weightsync.schemes.sources import SET_MODEL
-from weightsync.schemes.worker_set import Groups, WorkerSet, groups_of, is_per_worker, per_worker, send_to_groups
+from weightsync.schemes.sources import SET_MODEL, checked, is_weightless, processes_of, refuse_shards
+from weightsync.schemes.worker_set import (
+    Groups,
+    WorkerSet,
+    groups_of,
+    has_factories,
+    is_per_worker,
+    per_worker,
+    refuse_repeated,
+    send_to_groups,
+    worker_set_of,
+)
+from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_weights
 from weightsync.weights.selection import Selection
+from weightsync.weights.strategy import WeightStrategy
 
 logger = logging.getLogger("weightsync")
+
+#: The keywords of `init_on_sender` that every scheme takes.
+_ALWAYS: Final = (
+    *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
+    *("weights", "params_map", "devices", "device_map_fn", "ctx", "names", "check_finite"),
+)
 
 
 class Sending(Protocol):
@@ -28,6 +52,23 @@ class Sending(Protocol):
 
     sync: bool
     per_worker_weights: bool
+    #: See `WeightSyncScheme`, which says what these and the methods below are.
+    _sender_arguments: tuple[str, ...]
+    _reached: WorkerKind | None
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are taken from a model."""
+
+    @property
+    def context(self) -> Any:
+        """The context; None: there is none, or it was garbage-collected."""
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        """The endpoint of each worker, as `create_link` takes it, by worker id."""
+
+    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+        """Whether the links are created by `connect`, and not by `init_on_sender`."""
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """The weights that a send sends."""
@@ -40,6 +81,22 @@ class Sending(Protocol):
 
     def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """Weights, and the workers that get them (None: all): `SenderSide.groups`, unless a scheme overrides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSetup:
+    """What `init_on_sender` was told."""
+
+    model_id: str
+    context: Any
+    #: The keywords, without those that are None.
+    given: Mapping[str, Any]
+    worker_set: WorkerSet
+    #: By worker id: how the worker is reached, and its process, where that is known.
+    endpoints: Mapping[int, Any]
+    processes: Mapping[int, Any]
+    #: The least number of workers that a send needs; None means one.
+    expected_workers: int | None
 
 
 class SenderSide:
@@ -57,6 +114,46 @@ class SenderSide:
         #: Which weights are sent, and the name of the model if they must be finite: see `Packer`.
         self.selection: Selection | None = None
         self.finite: str | None = None
+
+    def require_uninitialized(self) -> None:
+        """Raises StateError: this side is initialised already."""
+        if self.sender is not None:
+            raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
+
+    def read(self, model_id: str, context: Any, kwargs: Mapping[str, Any]) -> SenderSetup:
+        """Read the arguments of `init_on_sender`.
+
+        Raises:
+            As `WeightSyncScheme.init_on_sender`. Nothing was made.
+        """
+        scheme = self._scheme
+        refuse_out_of_reach(type(scheme).__name__, scheme._reached, context, kwargs.keys() & scheme._sender_arguments)
+        given = checked(kwargs, (*scheme._sender_arguments, *_ALWAYS), "init_on_sender")
+        refuse_shards(given)
+        if given.get("fence") is not None:
+            require_fence(given["fence"], "the incarnation to rise above, from WorkerLostError.fence")
+        expected = expected_number(given.get("expected_workers"))
+        workers = worker_set_of(given, context, scheme.strategy)
+        given = workers.counted(given)
+        endpoints = scheme._endpoints(given, context, model_id)
+        refuse_repeated(endpoints)
+        processes = processes_of(given.get("processes"), endpoints) or collector_processes(context, endpoints)
+        self.selection = Selection(given["names"]) if "names" in given else None
+        self.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
+        return SenderSetup(model_id, context, given, workers, endpoints, processes, expected)
+
+    def begin(self, sender: WeightSender, setup: SenderSetup) -> None:
+        """Add the workers to a new sender, and create the links unless `connect` is to create them."""
+        scheme, given, context = self._scheme, setup.given, setup.context
+        scheme.per_worker_weights = scheme.per_worker_weights or has_factories(context)
+        self.given, self.worker_set = given, setup.worker_set
+        sender.set_context(context, setup.model_id)
+        for worker_id, endpoint in setup.endpoints.items():
+            sender.add_worker(worker_id, endpoint, process=setup.processes.get(worker_id))
+        if not scheme._creates_links_at_connect(given, context):
+            sender.connect(fence=given.get("fence"))
+        sender.expected_workers = setup.expected_workers
+        self.sender = sender
 
     def require_sender(self, asked: str) -> WeightSender:
         """The sender. Raises StateError: this side is not initialised."""
@@ -123,6 +220,27 @@ class SenderSide:
             worker_ids = [each for each in sender.worker_ids if each in own or not self._scheme.per_worker_weights]
         read = read_weights if self.selection is None else self.selection.read
         return groups_of(own, worker_ids, sender.worker_ids, prepared, read)
+
+    def source(self, weights: Any, model_id: str, context: Any) -> Any:
+        """The object whose weights a send of ``weights`` sends. Raises as `WeightSyncScheme.prepare_weights`."""
+        scheme = self._scheme
+        if weights is None:
+            found = scheme._found(model_id, scheme._context() if context is None else context)
+        elif isinstance(weights, str):
+            found = _resolve_model(scheme._context() if context is None else context, weights)
+        elif is_weightless(weights) and any(
+            weights is known for known in (self.given.get("model"), optional(scheme.context, "policy"))
+        ):
+            found = {}
+        else:
+            found = weights
+        if found is None:
+            raise ConfigurationError(
+                f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
+                "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
+                "sent."
+            )
+        return found
 
     def _registered(self) -> Any:
         return self._scheme._found(self.require_sender("send").model_id, self._scheme._context())
