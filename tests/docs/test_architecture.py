@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -50,6 +51,29 @@ def test_every_path_that_the_page_names_is_there():
     named = {name for name in re.findall(r"`([\w/.]+)`", PAGE) if "/" in name}
     assert "engine/sender.py" in named
     assert [name for name in sorted(named) if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+
+
+def defined(module: Path) -> set[str]:
+    """The classes and functions of a module, and ``Class.method`` of its methods."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    found = {each.name for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
+    for each in tree.body:
+        if isinstance(each, ast.ClassDef):
+            found |= {f"{each.name}.{one.name}" for one in each.body if isinstance(one, ast.FunctionDef)}
+    return found
+
+
+def test_every_place_that_the_page_gives_for_a_rule_is_there():
+    rows = PAGE.partition("## Where a rule is")[2].splitlines()
+    gone: list[str] = []
+    places = 0
+    for row in rows:
+        known = {name for path in re.findall(r"`([\w/]+\.py)`", row) for name in defined(PACKAGE / path)}
+        named = re.findall(r"\.py` `([\w.]+)`", row) + re.findall(r"`([A-Z]\w+\.\w+)`", row)
+        places += len(named)
+        gone += [name for name in named if name not in known]
+    assert places > 20
+    assert gone == []
 
 
 def test_every_command_that_the_page_names_is_there():
