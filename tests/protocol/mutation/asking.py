@@ -65,7 +65,7 @@ FILES = (
     "transports/store/test_store_group.py",
     "transports/store/test_store_sends.py",
     "transports/store/test_store_faults.py",
-    "transports/store/test_store_worker.py",
+    "transports/store/test_store_link_threads.py",
     "transports/store/test_store_strangers.py",
     "transports/store/test_store_key.py",
     "transports/store/test_store_client.py",

@@ -21,11 +21,11 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import _Announcement, base_key
 from weightsync.transports.store.link import StoreLink
+from weightsync.transports.store.link_threads import LinkThreads
 from weightsync.transports.store.listener import PlaceholderLink, _listeners
 from weightsync.transports.store.mailbox import Outbox
 from weightsync.transports.store.store import Client, base_of
 from weightsync.transports.store.stream import Stream
-from weightsync.transports.store.worker import StoreWorker
 
 PATIENCE = 15.0
 INLINE, GROUPED = 1000, 200_000
@@ -114,15 +114,15 @@ def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's answer can come first, and the trainer close at once."""
-    post, arrived, closed = StoreWorker._post, threading.Event(), threading.Event()
+    post, arrived, closed = LinkThreads._post, threading.Event(), threading.Event()
 
-    def noted_late(worker: StoreWorker, store_message: Any, client: Any) -> None:
+    def noted_late(worker: LinkThreads, store_message: Any, client: Any) -> None:
         post(worker, store_message, client)
         if store_message.needs_the_peer:
             arrived.set()
             assert closed.wait(PATIENCE)
 
-    monkeypatch.setattr(StoreWorker, "_post", noted_late)
+    monkeypatch.setattr(LinkThreads, "_post", noted_late)
     ends.update(1, GROUPED)
     assert arrived.wait(PATIENCE)
     ends.bye_and_close()
@@ -134,7 +134,7 @@ def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
 def test_a_payload_is_given_up_after_close_if_the_peer_reads_nothing_of_it(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, begun, goes_on = ends.sender._worker, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    worker, begun, goes_on = ends.sender._threads, threading.Event(), threading.Event()  # type: ignore[attr-defined]
     read = Stream.read_into
 
     def read_late(stream: Stream, room: memoryview) -> None:
@@ -160,7 +160,7 @@ def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store's one thread may stand still for seconds; TorchRL's own key of an update is written to it."""
-    worker, asked, cut = ends.sender._worker, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    worker, asked, cut = ends.sender._threads, threading.Event(), threading.Event()  # type: ignore[attr-defined]
 
     answered = Client.set
 
@@ -209,10 +209,10 @@ def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch
 def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_goodbye_behind_it(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    post, written, noted, link = StoreWorker._post, threading.Event(), threading.Event(), ends.accepted[0]
-    worker: StoreWorker = link._worker  # type: ignore[attr-defined]
+    post, written, noted, link = LinkThreads._post, threading.Event(), threading.Event(), ends.accepted[0]
+    worker: LinkThreads = link._threads  # type: ignore[attr-defined]
 
-    def noted_late(writing: StoreWorker, *message: Any) -> None:
+    def noted_late(writing: LinkThreads, *message: Any) -> None:
         post(writing, *message)
         if writing is worker:
             written.set()
@@ -220,7 +220,7 @@ def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_g
 
     link.receive()
     with monkeypatch.context() as late:
-        late.setattr(StoreWorker, "_post", noted_late)
+        late.setattr(LinkThreads, "_post", noted_late)
         link.send(Ack(model_id="policy", incarnation=5, version=1, digest=b"d" * 16, seconds=0.0))
         assert written.wait(PATIENCE)
         ends.bye_and_close()

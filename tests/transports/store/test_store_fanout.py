@@ -62,7 +62,7 @@ class Fleet:
 
     @property
     def branches(self) -> list[Branch]:
-        return [link._worker.branch for link in self.sender.transports().values()]  # type: ignore[attr-defined]
+        return [link._threads.branch for link in self.sender.transports().values()]  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self._over.set()

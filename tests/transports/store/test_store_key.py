@@ -149,7 +149,7 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
 
 def stream_of(link: Any) -> Stream:
     """The connection of a link."""
-    stream: Stream = link._worker._stream
+    stream: Stream = link._threads._stream
     return stream
 
 
@@ -191,7 +191,7 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
     pair = StorePair(store, model=small)
     pair.sync(filled(small(), 5.0))
     link = pair.sender._driver.by_worker()[0]
-    name, ours = link._worker._name, stream_of(link)
+    name, ours = link._threads._name, stream_of(link)
     introduction = named[f"weightsync/link/{name}/down/0"]
     assert introduction[5] == Kind.EARLY
     written = [text for stream, text in recorder.written if stream is ours]

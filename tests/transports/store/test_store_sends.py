@@ -31,7 +31,7 @@ from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe import framing
 from weightsync.transports.store import group
 from weightsync.transports.store.link import StoreLink
-from weightsync.transports.store.worker import StoreWorker
+from weightsync.transports.store.link_threads import LinkThreads
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -81,14 +81,14 @@ def test_a_send_async_carries_the_weights_as_they_were(pair: StorePair) -> None:
 def test_a_worker_that_meets_a_replaced_link_first_answers_over_the_newest_in_the_same_call(
     store: Any, monkeypatch: pytest.MonkeyPatch, make: Any, kind: OutcomeKind
 ) -> None:
-    introduce, worker_listens = StoreWorker._introduce, threading.Event()
+    introduce, worker_listens = LinkThreads._introduce, threading.Event()
 
-    def late(worker: StoreWorker, *clients: Any) -> None:
+    def late(worker: LinkThreads, *clients: Any) -> None:
         if worker._side.rank == 0 and worker_listens.is_set():
             time.sleep(0.1)
         introduce(worker, *clients)
 
-    monkeypatch.setattr(StoreWorker, "_introduce", late)
+    monkeypatch.setattr(LinkThreads, "_introduce", late)
     trainer, worker = DistributedWeightSyncScheme(), DistributedWeightSyncScheme()
     with trainer, worker:
         trainer.init_on_sender("policy", store=store, num_workers=1, model=large(1.0))
@@ -96,7 +96,7 @@ def test_a_worker_that_meets_a_replaced_link_first_answers_over_the_newest_in_th
         sender = trainer.get_sender()
         link = sender._driver.links()[0]
         assert isinstance(link, StoreLink)
-        assert link._worker._connected.wait(PATIENCE)  # the worker has taken the first link
+        assert link._threads._connected.wait(PATIENCE)  # the worker has taken the first link
         worker_listens.set()
         sender.add_worker(0, (store, 1))
         sender.send_async()
@@ -397,6 +397,6 @@ def test_a_worker_in_another_network_listens_where_it_reaches_the_store(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = itertools.count()
-    monkeypatch.setattr("weightsync.transports.store.worker.own_network", lambda: f"{next(names):032x}")
+    monkeypatch.setattr("weightsync.transports.store.link_threads.own_network", lambda: f"{next(names):032x}")
     with contextlib.closing(StorePair(store)) as pair:
         assert pair.sync().ok

@@ -18,7 +18,7 @@ from store_fleet import StorePair, reach
 
 from weightsync import TransportError, WeightReceiver, WorkerLostError
 from weightsync.protocol.report import OutcomeKind
-from weightsync.transports.store import announcing, heartbeat, listener, worker, worker_threads
+from weightsync.transports.store import announcing, blocking_threads, heartbeat, link_threads, listener
 from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, end
@@ -258,10 +258,10 @@ def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_
 def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_threads, "_LOOK", 0.01)
+    monkeypatch.setattr(blocking_threads, "_LOOK", 0.01)
     assert pair.sync().ok
     # The sender has a connection of its own to the store, so that its links can be distinguished from the worker's.
-    senders, real, scarce, sent = reach(pair.store.port), worker.Client, [], threading.Event()
+    senders, real, scarce, sent = reach(pair.store.port), link_threads.Client, [], threading.Event()
 
     def client(store: Any) -> Client:
         """The sender's connections; for the worker none, until the sender has sent."""
@@ -273,7 +273,7 @@ def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
         assert sent.wait(PATIENCE)
         return real(store)
 
-    for module in (worker, worker_threads):
+    for module in (link_threads, blocking_threads):
         monkeypatch.setattr(module, "Client", client)
     pair.sender.add_worker(0, (senders, 1))
     pair.sender.send_async()
@@ -361,7 +361,7 @@ def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
     def unreachable(_: Any) -> None:
         raise TransportError("no store")
 
-    for module in (worker, worker_threads):
+    for module in (link_threads, blocking_threads):
         monkeypatch.setattr(module, "Client", unreachable)
     pair.sender.add_worker(0, (pair.store, 1))
 

@@ -14,9 +14,9 @@ from typing import Final
 
 from weightsync.errors import TransportError
 from weightsync.transports.process import forget_after_fork
+from weightsync.transports.store.blocking_threads import start
 from weightsync.transports.store.routes import TOKEN_NBYTES
 from weightsync.transports.store.stream import send_at_once
-from weightsync.transports.store.worker_threads import start
 
 LENGTH: Final = struct.Struct("!I")
 PIECE_NBYTES: Final = 2**20

@@ -11,8 +11,8 @@ from typing import Final
 
 from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
+from weightsync.transports.store.blocking_threads import start
 from weightsync.transports.store.store import Client, Store, TCPStore, base_of
-from weightsync.transports.store.worker_threads import start
 
 #: Seconds between two beats.
 PERIOD: Final = 0.5

@@ -17,10 +17,10 @@ from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Receiv
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.sealing import sent_digest, sent_part_digest
 from weightsync.transports.store.fanout import Fanout
+from weightsync.transports.store.link_threads import LinkThreads
 from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
 from weightsync.transports.store.store import StoreEnd
-from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.wakeup import WakeableLink
 
 
@@ -53,14 +53,14 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         self._refused = ""
         self._when_refused: Callable[[str], None] = _nobody_asks
         try:
-            self._worker = StoreWorker(rendezvous, name, side, guard, self._waker, fanout=fanout)
+            self._threads = LinkThreads(rendezvous, name, side, guard, self._waker, fanout=fanout)
         except BaseException:
             self._waker.close()
             raise
 
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
         """Call one of the two, from any thread, once it is known whether the peer is authentic."""
-        self._worker.when_admitted(lambda: (accept if self._worker.admits else turn_away)(self))
+        self._threads.when_admitted(lambda: (accept if self._threads.admits else turn_away)(self))
 
     def when_refused(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the reason when this end closes the link because it has refused the handshake."""
@@ -68,17 +68,17 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, from any thread, once the peer's end of a closed link has ended, or after a while."""
-        self._worker.when_over(callback)
+        self._threads.when_over(callback)
 
     @property
     def failure(self) -> str:
         """Why nothing more will arrive; empty: more may arrive."""
-        return str(self._worker.failed or "")
+        return str(self._threads.failed or "")
 
     @property
     def remark(self) -> str:
         """Why the worker may never answer: see `Remarks`."""
-        return self._worker.remark
+        return self._threads.remark
 
     @property
     def gathering(self) -> Gathering | None:
@@ -96,7 +96,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         store_message = StoreMessage(codec.encode(message), None, self._hints.of(message, self._rank))
         if isinstance(message, Bye):
             store_message = replace(store_message, before=self._side.before_goodbye)
-        self._worker.post(store_message)
+        self._threads.post(store_message)
 
     def _send_update(self, update: Update, payload: Buffer | None) -> None:
         # The worker drops what has come in parts, unless this update names it.
@@ -105,10 +105,10 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
             raise ConfigurationError(f"Version {update.version} was sent without its {update.nbytes} bytes.")
         hint = self._hints.of(update, self._rank)
         if payload is None:
-            self._worker.post(StoreMessage(codec.encode(update), None, hint))
+            self._threads.post(StoreMessage(codec.encode(update), None, hint))
         elif payload.segment is not None and sent == (payload.segment.next_seal, update.nbytes):
             named = structs.replace(update, payload_id=sent[0])
-            self._worker.post(StoreMessage(codec.encode(named), None, hint, payload_id=sent[0]))
+            self._threads.post(StoreMessage(codec.encode(named), None, hint, payload_id=sent[0]))
         else:
             self._send_whole(update, payload, hint)
 
@@ -120,15 +120,15 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
             done=lambda: payload.unpin(token),
             digest=lambda: sent_digest(update, payload),
         )
-        if self._worker.branch is None:
-            self._worker.post(store_message)
+        if self._threads.branch is None:
+            self._threads.post(store_message)
         else:
-            self._worker.branch.send(update, payload, store_message)
+            self._threads.branch.send(update, payload, store_message)
 
     def _require_unfailed(self) -> None:
         self._require_open()
-        if self._worker.failed is not None:
-            raise self._with_ending(TransportError(str(self._worker.failed))) from self._worker.failed
+        if self._threads.failed is not None:
+            raise self._with_ending(TransportError(str(self._threads.failed))) from self._threads.failed
 
     def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:  # noqa: ARG002 - they travel in any case
         """Whether payloads go over the link's own connection: see `TakesParts`.
@@ -143,14 +143,14 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         frame, view, token = codec.encode(part), payload.view[part.start : part.end], object()
         payload.pin(token)
         done, digest = partial(payload.unpin, token), partial(sent_part_digest, part, payload)
-        self._worker.post(StoreMessage(frame, view, done=done, digest=digest, payload_id=part.payload_id))
+        self._threads.post(StoreMessage(frame, view, done=done, digest=digest, payload_id=part.payload_id))
         payload_id, sent = self._parts
         self._parts = part.payload_id, part.end - part.start + (sent if part.payload_id == payload_id else 0)
 
     def flush(self) -> bool:
         """Whether the writing thread has written everything; if not, a waitable reports it later: see `Link.flush`."""
         self._require_open()
-        return self._worker.flushed()
+        return self._threads.flushed()
 
     def receive(self) -> list[Received]:
         """All whole messages that have arrived: see `Link.receive`."""
@@ -159,9 +159,9 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         death = self._death()
         if death:
             self._ending = death
-            self._worker.end_reading(death)
+            self._threads.end_reading(death)
             self._unwatch()
-        arrived, failed = self._worker.collect()
+        arrived, failed = self._threads.collect()
         if failed is not None:
             if not arrived:
                 raise self._with_ending(failed)
@@ -177,7 +177,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         if self._closed:
             return
         self._closed = True
-        self._worker.close()
+        self._threads.close()
         self._let_go()
         if self._refused:
             self._when_refused(self._refused)
@@ -185,7 +185,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
     def forget(self) -> None:
         """In a forked child: count as closed."""
         super().forget()
-        self._worker.forget()
+        self._threads.forget()
 
 
 #: No payload, and no byte of it.

@@ -29,9 +29,9 @@ from weightsync.transports.store.announcing import (
     taken,
     worker_link,
 )
+from weightsync.transports.store.blocking_threads import start
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEnd, base_of, keep_in_child
-from weightsync.transports.store.worker_threads import start
 
 logger = logging.getLogger("weightsync")
 

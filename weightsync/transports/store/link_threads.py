@@ -15,13 +15,13 @@ from weightsync.transports.base import Received, Waker
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.arriving import arrivals_of
+from weightsync.transports.store.blocking_threads import Outgoing, notify_later, start, unforeseen
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, dial, own_address
-from weightsync.transports.store.worker_threads import Outgoing, notify_later, start, unforeseen
 
 logger = logging.getLogger("weightsync")
 
@@ -31,8 +31,8 @@ _LINGER: Final = 1.0
 _BLOCKED: Final = 20
 
 
-class StoreWorker:
-    """Introduces itself in the store, then writes and reads messages over a connection to the peer.
+class LinkThreads:
+    """The two threads of one end of a link: they introduce it in the store, then write and read over a connection.
 
     Its methods never block; its threads end soon after `close`, or when it fails.
 

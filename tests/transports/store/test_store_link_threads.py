@@ -20,29 +20,29 @@ from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe.framing import ReceiveBuffers
-from weightsync.transports.store import worker_threads
+from weightsync.transports.store import blocking_threads
+from weightsync.transports.store.blocking_threads import Outgoing
+from weightsync.transports.store.link_threads import LinkThreads
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
 from weightsync.transports.store.seals import NoGuard
 from weightsync.transports.store.store import StoreEnd
 from weightsync.transports.store.stream import Stream
-from weightsync.transports.store.worker import StoreWorker
-from weightsync.transports.store.worker_threads import Outgoing
 
 LARGE, SMALL = memoryview(bytes(INLINE_NBYTES + 1)), memoryview(bytes(3))
 LINK = "weightsync/link/one"
 
 
 @pytest.fixture
-def create_link(store: Any) -> Iterator[Callable[[int], StoreWorker]]:
+def create_link(store: Any) -> Iterator[Callable[[int], LinkThreads]]:
     """Creates one end of the link: 0 the sender's, 1 the worker's."""
     with contextlib.ExitStack() as stack:
         waker = Waker()
         stack.callback(waker.close)
 
-        def made(rank: int) -> StoreWorker:
+        def made(rank: int) -> LinkThreads:
             writes, reads = ("down", "up") if rank == 0 else ("up", "down")
             side = Side(rank, writes, reads, f"end {1 - rank}", lambda client: None, lambda client: None)
-            end = StoreWorker(StoreEnd(store, 1), "one", side, NoGuard(side.peer), waker)
+            end = LinkThreads(StoreEnd(store, 1), "one", side, NoGuard(side.peer), waker)
             stack.callback(end.close)
             return end
 
@@ -67,7 +67,7 @@ def _until(true: Callable[[], Any]) -> Any:
     return found
 
 
-def test_messages_wait_for_the_peer_and_then_arrive_in_order(create_link: Callable[[int], StoreWorker]) -> None:
+def test_messages_wait_for_the_peer_and_then_arrive_in_order(create_link: Callable[[int], LinkThreads]) -> None:
     sender = create_link(0)
     for version, payload in ((1, LARGE), (2, None), (3, SMALL)):
         sender.post(_update(version, payload))
@@ -82,7 +82,7 @@ def test_messages_wait_for_the_peer_and_then_arrive_in_order(create_link: Callab
 
 
 def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
-    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, happened = create_link(0), []
     write = sender._group.write
@@ -101,7 +101,7 @@ def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
 
 
 def test_behind_a_payload_that_was_cut_short_nothing_leaves(
-    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(stream: Stream, piece: memoryview, _: object) -> None:
         stream._socket.sendall(piece[:-1])
@@ -121,7 +121,7 @@ def test_behind_a_payload_that_was_cut_short_nothing_leaves(
 
 
 def test_a_payload_for_which_there_is_no_memory_is_passed_over(
-    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(buffers: ReceiveBuffers, nbytes: int) -> memoryview:
         raise NoRoom(f"No memory for {nbytes} bytes")
@@ -139,7 +139,7 @@ def test_a_payload_for_which_there_is_no_memory_is_passed_over(
 
 
 def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_here(
-    create_link: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closed with unread bytes, a connection would drop what was written to it."""
     sender, worker, reading = create_link(0), create_link(1), threading.Event()
@@ -162,7 +162,7 @@ def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_her
     assert [each.message.version for each in sender.collect()[0]] == [1, 2]
 
 
-def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(create_link: Callable[[int], StoreWorker]) -> None:
+def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(create_link: Callable[[int], LinkThreads]) -> None:
     sender = create_link(0)
     sender.post(_update(1))
     sender.close()
@@ -172,7 +172,7 @@ def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(create_link: C
 
 
 def test_introductions_are_removed_from_the_store_once_they_are_read(
-    store: Any, create_link: Callable[[int], StoreWorker]
+    store: Any, create_link: Callable[[int], LinkThreads]
 ) -> None:
     sender, worker = create_link(0), create_link(1)
     worker.post(_ack(1))
@@ -298,7 +298,7 @@ class Waking:
         self.over.wait()
 
     def close(self) -> None:
-        worker_threads.start(self, self.wake)
+        blocking_threads.start(self, self.wake)
 
     def wake(self) -> None:
         self.over.set()
@@ -311,10 +311,10 @@ class Waking:
 
 def test_a_process_that_ends_waits_for_the_threads_that_closing_starts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that returns from torch later aborts the process."""
-    monkeypatch.setattr(worker_threads, "_running", worker_threads._Running())
+    monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
     owner = Waking()
-    worker_threads.start(owner, owner.wait)
-    worker_threads._running.end()
+    blocking_threads.start(owner, owner.wait)
+    blocking_threads._running.end()
     assert owner.woken
 
 
@@ -332,12 +332,12 @@ class Failing(Waking):
 def test_an_owner_that_fails_as_the_process_ends_keeps_no_other_from_ending(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_threads, "_running", worker_threads._Running())
-    monkeypatch.setattr(worker_threads, "_PATIENCE", 0.2)
+    monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
+    monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.2)
     first, last = Failing(), Failing()
     for owner in (first, last):
-        worker_threads.start(owner, owner.wait)
-    worker_threads._running.end()
+        blocking_threads.start(owner, owner.wait)
+    blocking_threads._running.end()
 
     assert first.over.is_set()
     assert last.over.is_set()

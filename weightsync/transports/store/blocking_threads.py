@@ -100,7 +100,7 @@ def start(owner: Owner, *bodies: Callable[[], None]) -> None:
 
 
 class Outgoing:
-    """Store messages in the order in which they are written. Called under the lock of the store worker."""
+    """Store messages in the order in which they are written. Called under the lock of the link's threads."""
 
     def __init__(self) -> None:
         self._queue: deque[StoreMessage] = deque()
