@@ -162,7 +162,7 @@ class Background:
     def start(self) -> None:
         """Become the receiver's background reader, guard its model and start to read."""
         self._stopping = self._stopped = False
-        self._receiver.attend(self)
+        self._receiver.set_background_reader(self)
         self.model_set(self._receiver.model)
         atexit.register(self.stop)
 
@@ -190,7 +190,7 @@ class Background:
                     self._receiver.model_id,
                     JOIN_SECONDS,
                 )
-        self._receiver.attend(None)
+        self._receiver.set_background_reader(None)
         with self._news:
             self._stopped = True
             self._news.notify_all()
@@ -232,7 +232,7 @@ class Background:
         try:
             seen = driver.waker.fired
             if not self._over():
-                self._attend()
+                self._receive_once()
             if not self._over():
                 driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
         except ProtocolError as broken:  # that link is down, others may be well
@@ -250,7 +250,7 @@ class Background:
                 return False
         return self._end(self._receiver.broken) if self._over() else True
 
-    def _attend(self) -> None:
+    def _receive_once(self) -> None:
         receiver = self._receiver
         with apart_from_captures():
             receiver.receive_and_apply_here()

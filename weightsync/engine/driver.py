@@ -352,8 +352,8 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         finally:
             self._idle.append(waits)
 
-    def _asked_again(self, link: Link) -> None:
-        """Have the waits ask a link for its descriptors again: they may have changed."""
+    def _waitables_changed(self, link: Link) -> None:
+        """Have the next wait ask a link for its descriptors (`Link.waitables`) again: they may have changed."""
         for waits in self._waits:
             waits.changed.add(id(link))
 

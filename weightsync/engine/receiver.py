@@ -100,7 +100,7 @@ class WeightReceiver(Participant):
     _register_model = register_model
     _register_worker_transport = register_worker_transport
 
-    def attend(self, background_reader: BackgroundReader | None) -> None:
+    def set_background_reader(self, background_reader: BackgroundReader | None) -> None:
         """Have only ``background_reader`` read the links from now on; with None `receive` reads them again."""
         self._listening.background_reader = background_reader
 
@@ -428,7 +428,7 @@ class WeightReceiver(Participant):
     @property
     def last_refusal(self) -> str:
         """Why the last refused version could not be applied, or else a handshake was refused; empty if neither was."""
-        return self._applier.last_refusal or self._driver.turned_away
+        return self._applier.last_refusal or self._driver.handshake_refusal
 
     @property
     def awaits_parameters(self) -> bool:

@@ -61,7 +61,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         #: The error that a caller gets then.
         self.ended_as: type[TransportError] = TransportError
         #: Why the last refused handshake was refused; empty if none was.
-        self.turned_away = ""
+        self.handshake_refusal = ""
         #: The link that failed most recently when it was written to.
         self._unwritable = 0
         #: The Hello of the sender whose handshake was accepted last; None if none was.
@@ -158,7 +158,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended, self.ended_as = f"its handshake was refused: {reason}", TransportError
-                self.turned_away = reason
+                self.handshake_refusal = reason
                 self._write(link, self._refusal((incarnation, 0), kind, reason))
             case pure.Disown(link, incarnation, kind, reason, trace):
                 said = self._refusal((incarnation, 0), kind, reason)
@@ -207,7 +207,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         try:
             open_link.send(message)
             if outlet is None or not outlet.idle:
-                self._asked_again(open_link)
+                self._waitables_changed(open_link)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
             self._cannot_write(link, open_link, str(error) or repr(error))
 
@@ -262,7 +262,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._open = tuple(self._links.values())
             close(closing)
 
-    def in_force(self) -> Link | None:
+    def current_link(self) -> Link | None:
         """The current link: the one whose handshake was accepted last, or None."""
         with self.lock:
             return None if self.data.link is None else self._links.get(self.data.link)
@@ -272,7 +272,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         for number, link in tuple(self._links.items()):
             outlet, gone = self._outlets.get(number), True
             if outlet is None or not outlet.idle:
-                self._asked_again(link)
+                self._waitables_changed(link)
                 try:
                     gone = flush(link)
                 except TransportError as error:
@@ -378,7 +378,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 if number in self._links:
                     # After the handshake: a sender that cannot be watched learns why its link ends.
                     watch(link, message)
-                    self._asked_again(link)
+                    self._waitables_changed(link)
             case Update():
                 self._update(number, message, received)
             case Bye():

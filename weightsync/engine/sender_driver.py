@@ -238,7 +238,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the other targets get the update
             self._read_then_lose(worker, link, str(error) or repr(error), self._step)
         if lane.outlet is None or not lane.outlet.idle:
-            self._asked_again(lane.link)
+            self._waitables_changed(lane.link)
 
     def _close_link(self, link: int) -> None:
         """Send Bye if it can be sent at once, and close. A shared connection stays open for its other models."""
@@ -329,11 +329,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 lane.link.watch(*identity)
             except TransportError as error:
                 self.take(pure.LinkLost(lane.worker, number, str(error)))
-            self._asked_again(lane.link)
+            self._waitables_changed(lane.link)
 
     def _flush(self, number: int, lane: Lane) -> bool:
         """Write what is waiting to be written; False: the link is lost."""
-        self._asked_again(lane.link)
+        self._waitables_changed(lane.link)
         try:
             flush(lane.link)
         except TransportError as error:
@@ -398,7 +398,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                         self._finish()
             case Hello():
                 watch(link, message)
-                self._asked_again(link)
+                self._waitables_changed(link)
                 take(pure.Answer(worker, number, message))
             case Bye():
                 take(pure.Answer(worker, number, message))

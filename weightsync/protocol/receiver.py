@@ -216,7 +216,7 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
             ours = data.link in (link, None) and state is not State.CLOSED
             return ReceiverInput.LINK_DOWN if ours else None
         case Goodbye():
-            ends = data.link is None or _is_in_force(data, event)
+            ends = data.link is None or _is_current(data, event)
             return ReceiverInput.LINK_DOWN if ends and state is not State.CLOSED else None
         case SendAck():
             deferred = isinstance(data.answer, Deferred) and state is not State.CLOSED
@@ -239,7 +239,7 @@ _OWN = {
 }
 
 
-def _is_in_force(data: ReceiverData, event: Goodbye) -> bool:
+def _is_current(data: ReceiverData, event: Goodbye) -> bool:
     return (event.link, event.incarnation) == (data.link, data.fence)
 
 

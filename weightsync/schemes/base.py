@@ -716,7 +716,7 @@ class WeightSyncScheme(Configured):
     def receiver_transport(self) -> Link | None:
         """This worker's link to the sender, once the handshake was made."""
         receiver = self._receiver_side.receiver
-        return None if receiver is None else receiver.driver.in_force()
+        return None if receiver is None else receiver.driver.current_link()
 
     @property
     def shared_transport(self) -> None:

@@ -89,14 +89,14 @@ class ReceiverPlayer:
         """Its end of that link, if it exists."""
         return next((step_gate for step_gate in tuple(self.step_gates.values()) if step_gate.place == place), None)
 
-    def in_force(self) -> StepGate | None:
-        """Its end of the link in force."""
+    def current_link(self) -> StepGate | None:
+        """Its end of the current link."""
         link = self.driver.data.link
         return None if link is None else self.step_gates[link]
 
     def projected(self, base: int) -> list[Any]:
         """The receiver's state; incarnations count from ``base``."""
-        data, step_gate = self.driver.data, self.in_force()
+        data, step_gate = self.driver.data, self.current_link()
         keys = [_key(key, base) for key in (data.decided, data.pending, data.served)]
         answer = data.answer.kind.name if isinstance(data.answer, Refusal) else _ANSWERS[type(data.answer)]
         link = [0, 0] if step_gate is None else [step_gate.place[0], step_gate.place[2]]

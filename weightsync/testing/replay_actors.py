@@ -196,7 +196,7 @@ class ReplayActors:
         if not other.link_pair.closed and not other.link_pair.cut:
             other.link_pair.cut = True
             self._cuts[s, w, k]()
-        owing = receiver.driver.machine.state is State.AWAITING_ACK and step_gate is receiver.in_force()
+        owing = receiver.driver.machine.state is State.AWAITING_ACK and step_gate is receiver.current_link()
         bye = self._await_end(step_gate, other, or_goodbye=not owing)
         if bye is None:
             step_gate.report_end()
@@ -222,14 +222,14 @@ class ReplayActors:
         self._decide(receiver, receiving.Refused(answer))
 
     def _decide(self, receiver: ReceiverPlayer, event: receiving.Event) -> None:
-        step_gate = receiver.in_force()
+        step_gate = receiver.current_link()
         if step_gate is not None:
             step_gate.holding = True
         receiver.driver.take(event)
 
     def _answer(self, w: int) -> None:
         receiver = self.receivers[w]
-        step_gate = receiver.in_force()
+        step_gate = receiver.current_link()
         assert step_gate is not None
         step_gate.release()
         self.link_setup.until(
@@ -245,7 +245,7 @@ class ReplayActors:
 
     def _link_failed(self, w: int, s: int, k: int) -> None:
         receiver, step_gate, _ = self._far_end((s, w, k))
-        assert step_gate is receiver.in_force()
+        assert step_gate is receiver.current_link()
         assert receiver.driver.data.link is not None
         receiver.driver.take(receiving.LinkDown(receiver.driver.data.link, "no memory"))
 

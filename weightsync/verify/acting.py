@@ -100,7 +100,7 @@ class SenderActs:
             case Hello():
                 return {"a": Action.ANSWER_HELLO, **where}
             case Bye() if not self._parted(machine, event):
-                raise BeyondTheModelError("a worker said goodbye over a link that was not in force")
+                raise BeyondTheModelError("a worker said goodbye over a link that was not its current one")
             case Bye():
                 return {"a": Action.ANSWER_BYE, **where}
             case Ack() | Refusal() if message.evidence is not Evidence.ANSWER and not self._was_sent(machine, event):
@@ -113,7 +113,7 @@ class SenderActs:
                 return {"a": Action.ANSWER_REFUSAL, **where, "n": version, "kind": kind.name}
 
     def _parted(self, machine: Machine, event: sending.Answer) -> bool:
-        """Whether the worker closed while this link was in force."""
+        """Whether the worker closed while this was its current link."""
         return any(
             moment.before.link == link  # type: ignore[union-attr]
             for name, link in self._names.network.hello_receivers[machine.name, event.link]

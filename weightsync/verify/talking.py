@@ -275,7 +275,7 @@ class ReceiverTalk(Talk):
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
         if moment.state is State.AWAITING_ACK and moment.link == data.link:
-            raise UnexpectedLine("the link in force is read while an answer is owed", "first the answer is sent")
+            raise UnexpectedLine("the current link is read while an answer is owed", "first the answer is sent")
         super()._received(moment)
 
     def _may_interleave(self, moment: Moment) -> bool:

@@ -96,11 +96,11 @@ def test_a_result_of_functions_that_were_not_hunted_yet_is_added() -> None:
 def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
     """The canary of the hunt; that the shipped code survives all oracles, the hunt makes sure of itself."""
     found = hunted(
-        tmp_path, "weightsync.protocol.receiver._is_in_force", "weightsync.protocol.sender.ends_link", timeout=110
+        tmp_path, "weightsync.protocol.receiver._is_current", "weightsync.protocol.sender.ends_link", timeout=110
     )
 
     assert {where for where, *_ in found} == {
-        "weightsync.protocol.receiver._is_in_force",
+        "weightsync.protocol.receiver._is_current",
         "weightsync.protocol.sender.ends_link",
     }
     assert [each for each in found if each[-1] == "survived"] == []

@@ -398,7 +398,7 @@ def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_
         raise ZeroDivisionError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Background, "_attend", attend)
+        patch.setattr(Background, "_receive_once", attend)
         duo.receiving.get_receiver().driver.waker.fire()
         with pytest.raises(ZeroDivisionError, match="planted"):
             duo.receiving.receive(timeout=PATIENCE)
@@ -427,7 +427,7 @@ def test_a_transport_error_of_the_users_own_code_ends_the_thread_though_its_link
         raise TransportError("of a relay of the user's")
 
     receiver = duo.receiving.get_receiver()
-    monkeypatch.setattr(Background, "_attend", attend)
+    monkeypatch.setattr(Background, "_receive_once", attend)
     receiver.driver.waker.fire()
     with pytest.raises(TransportError, match="of a relay of the user's"):
         duo.receiving.receive(timeout=PATIENCE)

@@ -348,9 +348,9 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
 
     pair.sync()
     pair.sender.send_async(small(7.0))
-    pair.receiver.attend(Asked())  # type: ignore[arg-type]
+    pair.receiver.set_background_reader(Asked())  # type: ignore[arg-type]
     assert pair.receiver.receive_and_apply(pair.receiver.target()) is False
-    pair.receiver.attend(None)
+    pair.receiver.set_background_reader(None)
 
     with pytest.raises(RefusedError, match="do not ask"):
         pair.sender.wait_async(timeout=PATIENCE)

@@ -313,7 +313,7 @@ def break_reading(setup: Any, where: str) -> None:
     def broken() -> list[Any]:
         raise RuntimeError("a fault of the adapter's own")
 
-    link = setup.receiver.driver.in_force() if where == "worker" else setup.kept["sender"].transports()[0]
+    link = setup.receiver.driver.current_link() if where == "worker" else setup.kept["sender"].transports()[0]
     assert link is not None
     link.receive = broken
 

@@ -103,14 +103,14 @@ def raised_by(worker: Worker, which: int, *messages: Any) -> ProtocolError:
 
 def test_why_the_last_handshake_was_refused_is_kept() -> None:
     worker, late = Worker(1), Scripted()
-    assert worker.driver.turned_away == ""
+    assert worker.driver.handshake_refusal == ""
     worker.driver.layout = LAYOUT
     worker.driver.add_link(late)
     late.receives(hello(EPOCH + 1, layout_digest=OTHER.digest, layout=OTHER.encode()))
     worker.driver.pump()
 
-    assert worker.driver.turned_away
-    assert worker.driver.ended == f"its handshake was refused: {worker.driver.turned_away}"
+    assert worker.driver.handshake_refusal
+    assert worker.driver.ended == f"its handshake was refused: {worker.driver.handshake_refusal}"
 
 
 def test_an_equal_layout_is_the_one_that_is_known() -> None:
@@ -174,7 +174,7 @@ def test_whoever_is_taken_over_from_hears_the_new_fence_as_the_last_word() -> No
 
     reason = "this worker has seen a newer sender"
     assert worker.link.takes() == [refusal(0, RefusalKind.FENCED, reason, fence=EPOCH + 1)]
-    assert (worker.link.closed, worker.driver.in_force()) == (1, worker.links[1])
+    assert (worker.link.closed, worker.driver.current_link()) == (1, worker.links[1])
 
 
 def test_a_goodbye_goes_over_every_link_that_is_closed_in_good_order() -> None:
@@ -312,7 +312,7 @@ def test_a_link_that_fails_is_told_so_as_its_last_word_and_closed(method: str, e
     assert worker.driver.ended == said.reason
     assert said.reason.startswith(reason)
     assert (worker.link.closed, worker.driver.links()) == (1, [])
-    assert (worker.driver.in_force(), worker.state) == (None, State.UNINITIALIZED)
+    assert (worker.driver.current_link(), worker.state) == (None, State.UNINITIALIZED)
 
 
 @pytest.mark.parametrize("method", ["receive", "flush"])
@@ -324,7 +324,7 @@ def test_a_link_beside_the_one_in_force_fails_alone_with_a_last_word(method: str
 
     assert worker.links[1].takes() == [refusal(0, RefusalKind.FAILED, "cut")]
     assert [link.closed for link in worker.links] == [0, 1, 1]
-    assert (worker.driver.in_force(), worker.state) == (worker.link, State.READY)
+    assert (worker.driver.current_link(), worker.state) == (worker.link, State.READY)
 
 
 def test_links_behind_one_that_fails_are_written_to_as_well() -> None:
@@ -522,7 +522,7 @@ SLOT: Any = object()
 def test_a_new_driver_knows_of_nobody() -> None:
     driver = ReceiverDriver("policy")
 
-    assert (driver.pending, driver.greeting, driver.deferring, driver.in_force()) == (None, None, False, None)
+    assert (driver.pending, driver.greeting, driver.deferring, driver.current_link()) == (None, None, False, None)
     assert (driver.ended, driver.ended_as) == ("", TransportError)
 
 

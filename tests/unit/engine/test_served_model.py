@@ -174,7 +174,7 @@ class Guarding:
 
 def test_g3_a_background_reader_guards_whichever_model_is_served_now(pair: Pair) -> None:
     guarding, holder, first = Guarding(), Holder(), small(0.0)
-    pair.receiver.attend(guarding)  # type: ignore[arg-type]
+    pair.receiver.set_background_reader(guarding)  # type: ignore[arg-type]
     pair.receiver.set_context(holder)
     pair.receiver.register_model(first)
     pair.receiver.register_model("policy")
@@ -182,7 +182,7 @@ def test_g3_a_background_reader_guards_whichever_model_is_served_now(pair: Pair)
     pair.receiver.target()
 
     assert guarding.guarded == [first, "policy", holder.policy]
-    pair.receiver.attend(None)
+    pair.receiver.set_background_reader(None)
 
 
 def test_a_worker_without_a_model_says_so_before_it_reads_anything() -> None:

@@ -213,7 +213,7 @@ def test_g2_weights_that_changed_in_their_slot_are_refused_where_digests_are_ask
 @pytest.mark.parametrize("digest", [b"", b"\1" * 16], ids=["nothing", "another slot"])
 def test_g2_an_ack_that_names_another_slot_ends_its_link(mapped: Pair, digest: bytes) -> None:
     update = pending(mapped).update
-    link = mapped.receiver._driver.in_force()
+    link = mapped.receiver._driver.current_link()
     assert link is not None
     link.send(Ack(model_id="policy", incarnation=update.incarnation, version=update.version, digest=digest))
 
