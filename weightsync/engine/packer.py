@@ -10,20 +10,20 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from msgspec import Struct
-from torch import Tensor
 
 from weightsync.engine.delta import Travelling
+from weightsync.engine.device_slots import DevicePools, DeviceReaders, flat_of, write_slot
 from weightsync.engine.driver import Shield
 from weightsync.engine.parts import OutgoingParts
 from weightsync.errors import ConfigurationError, LayoutError, TransportError
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.codec import MAX_BODY_NBYTES
-from weightsync.protocol.messages import SlotRef, WeightsForm
-from weightsync.transports.buffers import Buffer, NoRoom, Pool
+from weightsync.protocol.messages import WeightsForm
+from weightsync.transports.buffers import Buffer, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_non_finite, refuse_overflow
-from weightsync.weights.device.base import Device, DeviceError, DeviceMemory
-from weightsync.weights.device.registry import allocate_memory, backends, device_at, device_of, devices_of, open_memory
+from weightsync.weights.device.base import Device
+from weightsync.weights.device.registry import backends, device_at, device_of, devices_of
 from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
@@ -32,7 +32,6 @@ from weightsync.weights.reading import Weights, is_module, read_weights
 from weightsync.weights.selection import Selection
 from weightsync.weights.send_plan import SendPlan
 from weightsync.weights.strategy import WeightStrategy
-from weightsync.weights.tensors import address_of, borrowed
 from weightsync.weights.threads import LEAST_PART
 from weightsync.weights.tree_digest import digest
 from weightsync.weights.unpacking import form_of
@@ -43,14 +42,11 @@ logger = logging.getLogger("weightsync")
 MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
 
 
-class Readers(Protocol):
+class Readers(DeviceReaders, Protocol):
     """The workers of a sender, and which of the sender's memory they can map."""
 
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether all of them map a buffer with a payload of this size, so that no byte of it travels."""
-
-    def reached(self) -> Sequence[frozenset[bytes]]:
-        """For each link, the devices whose slots its worker can open."""
 
     def in_parts(
         self, payload: Buffer, nbytes: int, verify: Verify, targets: tuple[int, ...] | None
@@ -307,96 +303,6 @@ def _too_large(layout: Layout, extras: bytes) -> LayoutError:
         f"The tensors' names and the extra state of {list(layout.extras)} take {nbytes} bytes, but one update carries "
         f"at most {MAX_NAMES_AND_EXTRAS_NBYTES} in addition to the tensors: keep large state in tensors."
     )
-
-
-def open_slot(slot: SlotRef, fd: int) -> DeviceMemory:
-    """The memory of a slot that a sender has named.
-
-    Raises:
-        NoRoom: this process cannot open it, now or at all.
-        ProtocolError: it lies on a device that this process does not have.
-    """
-    try:
-        return open_memory(slot.device, fd, slot.nbytes)
-    except DeviceError as error:
-        raise NoRoom(str(error)) from error
-
-
-class DevicePools:
-    """The slots of one sender, on each device that its weights have been on. Called under the packer's lock."""
-
-    def __init__(self) -> None:
-        self._pools: dict[bytes, Pool] = {}
-        #: Devices without memory for a slot.
-        self._full: set[bytes] = set()
-
-    def acquire(self, device: Device, layout: Layout, readers: Readers) -> DeviceBuffer | None:
-        """A slot on a device that nobody reads.
-
-        None if the weights are copied through host memory: no worker can open a slot there, or no memory is left.
-        """
-        pool = self.pool(device, readers)
-        if pool is None:
-            return None
-        try:
-            buffer = pool.acquire(layout.nbytes)
-        except DeviceError as error:
-            self._full.add(device.identity)
-            logger.warning("weights on a device are copied through host memory from now on: %s", str(error))
-            return None
-        assert isinstance(buffer, DeviceBuffer)
-        return buffer
-
-    def pool(self, device: Device, readers: Readers) -> Pool | None:
-        """The slots on a device; None: see `acquire`."""
-        if device.identity in self._full or not any(device.identity in link for link in readers.reached()):
-            return None
-        pool = self._pools.get(device.identity)
-        if pool is None:
-            pool = self._pools[device.identity] = Pool(
-                make=lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes))
-            )
-        return pool
-
-    def close(self) -> None:
-        """Drop all slots. Each is freed when no worker has it open any more."""
-        for pool in self._pools.values():
-            pool.close()
-
-
-def write_slot(
-    buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: Readers, known: object | None = None
-) -> None:
-    """Copy weights into a slot and seal it, in order with the current stream; and to the host if a link needs that.
-
-    Tensors of another dtype than the layout's are cast on the device. When this returns, the kernels that wrote the
-    slot have ended.
-
-    Args:
-        known: the same object for as long as the weights have the same form: see `Device.copy`.
-
-    Raises:
-        LayoutError: a tensor, which the error names, cannot be copied.
-        TransportError: there is not enough memory on the host.
-    """
-    memory = buffer.slot.memory
-    assert isinstance(memory, DeviceMemory)
-    try:
-        memory.write(weights, layout, known)
-    except Exception:
-        pack(weights, layout, buffer.stage())  # its error names the tensor
-        raise
-    buffer.seal()
-    if not all(memory.identity in link for link in readers.reached()):
-        buffer.stage()
-
-
-def flat_of(buffer: Buffer) -> Tensor:
-    """The bytes of a buffer, where they are. The caller holds the buffer."""
-    if isinstance(buffer, DeviceBuffer):
-        assert isinstance(buffer.slot.memory, DeviceMemory)
-        return buffer.slot.memory.flat
-    return borrowed(address_of(buffer.view), buffer.nbytes)
 
 
 class Sources(Protocol):

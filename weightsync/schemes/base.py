@@ -12,7 +12,7 @@ from torch import nn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.background import Background, RelayCall
-from weightsync.engine.copies import Configured, Context, require_name, require_worker_id, worker_ids_of
+from weightsync.engine.copies import Configured, Context, optional, require_name, require_worker_id, worker_ids_of
 from weightsync.engine.events import Callback, OnDemandEvents, Subscription, SyncEvent, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
@@ -28,7 +28,14 @@ from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.receiver_side import ReceiverSide
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sender_side import SenderSide
-from weightsync.schemes.sources import checked, given_or_found, model_for_worker, registered, weights_of
+from weightsync.schemes.sources import (
+    checked,
+    given_or_found,
+    is_weightless,
+    model_for_worker,
+    registered,
+    weights_of,
+)
 from weightsync.schemes.worker_set import Groups
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
@@ -447,7 +454,23 @@ class WeightSyncScheme(Configured):
 
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
         """The object whose weights `prepare_weights` takes."""
-        return self._sender_side.source(weights, model_id, context)
+        if weights is None:
+            found = self._found(model_id, self._context() if context is None else context)
+        elif isinstance(weights, str):
+            found = _resolve_model(self._context() if context is None else context, weights)
+        elif is_weightless(weights) and any(
+            weights is known for known in (self._sender_side.given.get("model"), optional(self.context, "policy"))
+        ):
+            found = {}
+        else:
+            found = weights
+        if found is None:
+            raise ConfigurationError(
+                f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
+                "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
+                "sent."
+            )
+        return found
 
     def _found(self, model_id: str, context: Any) -> Any:
         """What a send without weights sends, or None if nothing is registered."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weightsync.engine.copies import close_at_exit, pipes_travel, require_context, require_worker_id
-from weightsync.engine.packer import open_slot
+from weightsync.engine.device_slots import open_slot
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, WireDtype, switch

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from weightsync.clock import Deadline
-from weightsync.engine.copies import expected_number, optional, require_fence
+from weightsync.engine.copies import expected_number, require_fence
 from weightsync.engine.sender import WeightSender
 from weightsync.engine.sequential import SequentialSends
-from weightsync.errors import ConfigurationError, StateError
+from weightsync.errors import StateError
 from weightsync.options import OnFailure, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, refuse_out_of_reach
 from weightsync.schemes.rendezvous import Rendezvous
-from weightsync.schemes.sources import SET_MODEL, checked, is_weightless, processes_of, refuse_shards
+from weightsync.schemes.sources import SET_MODEL, checked, processes_of, refuse_shards
 from weightsync.schemes.worker_set import (
     Groups,
     WorkerSet,
@@ -33,7 +33,6 @@ from weightsync.schemes.worker_set import (
     send_to_groups,
     worker_set_of,
 )
-from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_weights
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
@@ -59,10 +58,6 @@ class Sending(Protocol):
     @property
     def strategy(self) -> WeightStrategy:
         """How weights are taken from a model."""
-
-    @property
-    def context(self) -> Any:
-        """The context; None: there is none, or it was garbage-collected."""
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """The endpoint of each worker, as `create_link` takes it, by worker id."""
@@ -220,27 +215,6 @@ class SenderSide:
             worker_ids = [each for each in sender.worker_ids if each in own or not self._scheme.per_worker_weights]
         read = read_weights if self.selection is None else self.selection.read
         return groups_of(own, worker_ids, sender.worker_ids, prepared, read)
-
-    def source(self, weights: Any, model_id: str, context: Any) -> Any:
-        """The object whose weights a send of ``weights`` sends. Raises as `WeightSyncScheme.prepare_weights`."""
-        scheme = self._scheme
-        if weights is None:
-            found = scheme._found(model_id, scheme._context() if context is None else context)
-        elif isinstance(weights, str):
-            found = _resolve_model(scheme._context() if context is None else context, weights)
-        elif is_weightless(weights) and any(
-            weights is known for known in (self.given.get("model"), optional(scheme.context, "policy"))
-        ):
-            found = {}
-        else:
-            found = weights
-        if found is None:
-            raise ConfigurationError(
-                f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
-                "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
-                "sent."
-            )
-        return found
 
     def _registered(self) -> Any:
         return self._scheme._found(self.require_sender("send").model_id, self._scheme._context())

@@ -40,7 +40,7 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     WeightReceiver,
 )
-from weightsync.engine.packer import open_slot
+from weightsync.engine.device_slots import open_slot
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, SlotRef, Update
 from weightsync.transports.buffers import NoRoom

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, NonFiniteError
 from weightsync.engine import packer as packing
-from weightsync.engine.packer import OutgoingWeights, Packer, write_slot
+from weightsync.engine.device_slots import write_slot
+from weightsync.engine.packer import OutgoingWeights, Packer
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.messages import WeightsForm
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES
