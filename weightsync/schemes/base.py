@@ -92,7 +92,7 @@ class WeightSyncScheme(Configured):
     #: Which workers of TorchRL's collectors this scheme can reach; None: it needs none of them.
     _reached: WorkerKind | None = None
     _worker_arguments: tuple[str, ...] = ()
-    _not_copied: tuple[str, ...] = (*("_sender_side", "_receiver_side", "_context", "_events", "applied_selection"),)
+    _not_copied: tuple[str, ...] = ("_sender_side", "_receiver_side", "_context", "_events", "applied_selection")
 
     def __init__(
         self,

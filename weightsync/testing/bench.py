@@ -252,7 +252,7 @@ class Bench:
 
     # ---------------------------------------------------------------------------------- the receivers' steps
 
-    def receive_and_apply(self, worker: int) -> None:
+    def receive(self, worker: int) -> None:
         """Receive all that was sent to a worker, without applying it."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} processes what has arrived"):
@@ -370,7 +370,7 @@ class Bench:
     def sync(self, *workers: int) -> None:
         """Have the workers receive and apply what was sent, and the sender process their answers."""
         for worker in workers:
-            self.receive_and_apply(worker)
+            self.receive(worker)
             if self.receivers[worker].driver.pending is not None:
                 self.apply(worker)
         self.hear()
@@ -409,6 +409,6 @@ def bench_of(link_setup: LinkSetup, workers: int = 1) -> Bench:
         bench.join(worker)
     bench.connect()
     for worker in range(workers):
-        bench.receive_and_apply(worker)
+        bench.receive(worker)
     bench.hear()
     return bench

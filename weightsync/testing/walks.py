@@ -70,7 +70,7 @@ def _of_a_worker(bench: Bench, worker: int, draw: random.Random) -> list[_Step]:
     joinable = bench.sender.driver.machine.state is not State.CLOSED
     if receiver.over:
         return [rejoin] if joinable else []
-    steps: list[_Step] = [partial(bench.receive_and_apply, worker)] * 2
+    steps: list[_Step] = [partial(bench.receive, worker)] * 2
     if receiver.driver.pending is not None:
         steps += [partial(bench.apply, worker)] * 2 + [partial(bench.refuse, worker)]
     if draw.random() < 0.15:
