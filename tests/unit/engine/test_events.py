@@ -13,6 +13,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from weightsync.engine import events as module
 from weightsync.engine.events import Events
 from weightsync.engine.observing import SenderObserver
 from weightsync.protocol import sender as pure
-from weightsync.schemes import base
 
 
 class Listener:
@@ -214,8 +214,7 @@ def test_a_callback_that_never_returns_delays_no_sync_and_no_close_and_what_is_d
     logged: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(module, "_CLOSING_S", 0.01)
-    pair.scheme._events = Events(capacity=3)
-    pair.scheme._report_events(pair.sender, None)
+    monkeypatch.setattr(module, "Events", partial(Events, capacity=3))
     stuck, seen = threading.Event(), threading.Event()
 
     def callback(event: SyncEvent) -> None:
@@ -336,18 +335,19 @@ def test_the_thread_ends_when_nothing_happens_and_the_next_event_starts_another(
 def test_a_forked_child_and_a_copy_have_no_callbacks_and_the_parent_keeps_its_own(pair: Pair) -> None:  # noqa: F811
     listener = Listener()
     pair.scheme.on_event(listener)
-    events = pair.scheme._events
+    events = pair.scheme._events._events
+    assert events is not None
     pair.sync()
     listener.until(3)
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         child = os.fork()
     if child == 0:
-        os._exit(int(pair.scheme._events is not None or events.are_watched or events._thread is not None))
+        os._exit(int(pair.scheme._events._events is not None or events.are_watched or events._thread is not None))
     _, status = os.waitpid(child, 0)
 
     assert os.waitstatus_to_exitcode(status) == 0
     for other in (copy.copy(pair.scheme), pickle.loads(pickle.dumps(pair.scheme))):
-        assert other._events is None
+        assert other._events._events is None
     pair.sync()
     assert listener.until(5)[-1].version == 2
 
@@ -446,7 +446,7 @@ def test_callbacks_that_two_threads_register_first_at_once_are_both_called(monke
                 both_in.wait(0.5)
             super().__init__()
 
-    monkeypatch.setattr(base, "Events", Slow)
+    monkeypatch.setattr(module, "Events", Slow)
     listeners = Listener(), Listener()
     with MultiProcessWeightSyncScheme() as scheme:
         threads = [threading.Thread(target=scheme.on_event, args=(each,)) for each in listeners]
