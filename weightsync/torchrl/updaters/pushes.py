@@ -24,7 +24,10 @@ from weightsync.transports.process import forget_after_fork
 ADVICE: Final = {
     OutcomeKind.TIMED_OUT: "The next push abandons this one and calls those workers again.",
     OutcomeKind.LOST: "It is unknown what lost workers serve. The next push calls them again.",
-    OutcomeKind.REFUSED: "After a call that raised it is unknown which weights those workers serve.",
+    OutcomeKind.REFUSED: (
+        "A call that raised LayoutError has changed nothing. After any other error it is unknown which weights that "
+        "worker serves."
+    ),
 }
 
 
