@@ -57,7 +57,7 @@ AllRules == {
   "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
   "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
   "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused",
-  "HandInvalidates", "DeferredWaits"
+  "HandInvalidates", "OverwrittenIsForgotten", "DeferredWaits"
 }
 
 ASSUME Features \subseteq AllFeatures
@@ -454,6 +454,9 @@ LastWord(w, kind, fence) ==
        IF kind = "FAILED" /\ ~Rule("FailureIsNoGoodbye") THEN 0 ELSE fence)
 Parted(w, kind, fence) == IF Link(w) = NoLink THEN answers ELSE Posted(answers, LastWord(w, kind, fence))
 
+\* The model no longer holds the version applied last: over a new link it is applied again.
+Overwritten(w) == rdata[w].served = NoPayload /\ rdata[w].answer = "ACK" /\ Rule("OverwrittenIsForgotten")
+
 Rejection(w, s, k, kind) == Word(s, w, k, <<sdata[s].incarnation, 0, 0>>, kind, rdata[w].fence)
 
 HelloArrived(w, s, k) ==
@@ -473,7 +476,8 @@ HelloArrived(w, s, k) ==
             /\ UNCHANGED <<answers, gone, rdata>>
        [] OTHER ->
             /\ rdata' = [rdata EXCEPT ![w].link = <<s, k>>, ![w].fence = incarnation, ![w].met = Max(@, incarnation),
-                                      ![w].pending = NoPayload]
+                                      ![w].decided = IF Overwritten(w) THEN NoPayload ELSE @,
+                                      ![w].answer = IF Overwritten(w) THEN "NONE" ELSE @, ![w].pending = NoPayload]
             /\ messages' = Taken({n \in messages : ~(n.w = w /\ <<n.s, n.k>> = Link(w))}, m)
             /\ answers' = Posted(IF rdata[w].fence < incarnation THEN Parted(w, "FENCED", incarnation) ELSE answers,
                                   Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
@@ -575,8 +579,8 @@ Broken(w) ==
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender>>
 
-\* The user writes other weights into the model: it no longer serves a version. The decided version stays decided, and
-\* its answer stays correct: it was applied.
+\* The user writes other weights into the model: it no longer serves a version. The decided version stays decided until
+\* the next handshake, and its answer stays correct: it was applied.
 Invalidate(w) ==
   /\ ReceiverMay(rstate[w], "INVALIDATED")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "INVALIDATED"))
@@ -960,6 +964,7 @@ NothingIsLeftUnsaid ==
             Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
        /\ new.link # old.link /\ new.link # NoLink =>
             /\ new.fence = sdata[t].incarnation /\ new.fence >= old.fence /\ new.pending = NoPayload
+            /\ ~(new.answer = "ACK" /\ new.served = NoPayload)   \* what is answered again over this link is served
             /\ Open(t, w, new.link[2]) => Heard(t, w, new.link[2], "HELLO")
             /\ old.link # NoLink /\ old.fence < new.fence => Said("FENCED", <<old.fence, 0, MaxVersion + 1>>)
        /\ new.link # old.link /\ heard => gone'[s][w]

@@ -62,7 +62,8 @@ SharedHello(w, s, k) ==
        [] input = "DUPLICATE" -> messages' = Taken(messages, m) /\ UNCHANGED <<answers, gone, rdata>>
        [] OTHER ->
             /\ rdata' = [rdata EXCEPT ![w].link = <<s, k>>, ![w].fence = incarnation, ![w].met = Max(@, incarnation),
-                                      ![w].pending = NoPayload]
+                                      ![w].decided = IF Overwritten(w) THEN NoPayload ELSE @,
+                                      ![w].answer = IF Overwritten(w) THEN "NONE" ELSE @, ![w].pending = NoPayload]
             /\ messages' = Taken(messages, m)
             /\ answers' = Posted(stale, Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
             /\ UNCHANGED gone

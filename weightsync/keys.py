@@ -30,7 +30,7 @@ class SharedKey:
 
     def __init__(self, secret: bytes | str) -> None:
         if not isinstance(secret, bytes | str):
-            raise ConfigurationError(f"key= is a {type(secret).__name__}: pass bytes or str.")
+            raise ConfigurationError(f"key= is of type {type(secret).__name__}: pass bytes or str.")
         self._secret = secret.encode() if isinstance(secret, str) else secret
         if not self._secret:
             raise ConfigurationError(f"key= (or {VARIABLE}) is empty: set a secret, or leave it out.")

@@ -153,11 +153,21 @@ class Background:
         self._guard = Guard(receiver)
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
-        self.decided_before = receiver.driver.data.decided
+        self._decided_before = receiver.driver.data.decided
         #: The version that was applied or refused last when `receive` returned last, and the one that was live then.
         self._reported: tuple[object, object] = None, None
         self._next: RelayCall | None = None
         forget_after_fork(self)
+
+    @property
+    def decided(self) -> bool:
+        """Whether a version was applied or refused since this was made."""
+        return self._decided_since(self._decided_before)
+
+    def _decided_since(self, before: object) -> bool:
+        """Whether a version was applied or refused since; compared by identity, as one may be applied a second time."""
+        decided = self._receiver.driver.data.decided
+        return decided is not None and decided is not before
 
     def start(self) -> None:
         """Become the receiver's background reader, guard its model and start to read."""
@@ -322,13 +332,13 @@ class Background:
             WeightSyncError: an error on the thread since the last call. It is raised once.
         """
         driver, (decided, live), deadline = self._receiver.driver, self._reported, Deadline(timeout)
-        if not self.wait_until(lambda: self._stopped or driver.data.decided != decided, deadline):
+        if not self.wait_until(lambda: self._stopped or self._decided_since(decided), deadline):
             return False
-        data = driver.data
-        if data.decided == decided:
+        if not self._decided_since(decided):
             return self._receiver.receive(deadline.remaining)
+        data = driver.data
         self._reported = data.decided, data.served
-        return data.served not in (None, live)
+        return data.served is not None and data.served is not live
 
     def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``met()``, which is called whenever something has happened; False: time is up.

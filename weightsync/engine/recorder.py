@@ -270,8 +270,8 @@ class Recorder:
     def _stop(self) -> None:
         self._ended = True
         if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            os.close(fd)
 
 
 class Life:

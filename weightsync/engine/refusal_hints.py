@@ -25,7 +25,10 @@ def sender_hint(state: State, data: SenderData, asked: str) -> str:
     if state is State.READY:
         return "no update is outstanding. send_async() dispatches one that can be waited for or abandoned."
     if state is State.AWAITING_ACK:
-        return f"another thread waits for version {data.version}, which {_owing(data)}. Let that call return first."
+        return (
+            f"another call waits for version {data.version}, which {_owing(data)}. Let it return first. It is in "
+            "another thread, or is the call that a signal handler has interrupted to make this one."
+        )
     advice = "Call wait_async() or abandon()"
     if asked in _SENDS:
         advice += ", or pass on_pending='supersede' (or 'wait')"

@@ -45,7 +45,7 @@ class SequentialSends:
         if before is not None and before.failed:
             logger.warning("the previous update: %s", before.error())
         report = self._sender.send(weights, worker_ids, timeout=deadline.remaining, on_failure=OnFailure.REPORT)
-        self._note(report)
+        self.note(report)
         if failing is OnFailure.RAISE:
             report.raise_on_failure()
         return report
@@ -81,15 +81,19 @@ class SequentialSends:
         """
         if self._sender.state is not State.PENDING_ASYNC:
             return None
-        reporter = self._sender._reporter
         if self._reported == self._sender.version:
-            reporter.withheld(self._sender.abandon())
+            self.abandon()
             return None
         report = self._sender.wait_async(timeout=timeout, on_failure=OnFailure.REPORT)
-        self._note(report)
-        reporter.carry(self._sender.abandon() if self._sender.state is State.PENDING_ASYNC else report)
+        self.note(report)
+        ended = self._sender.abandon() if self._sender.state is State.PENDING_ASYNC else report
+        self._sender._reporter.carry(ended)
         return report
 
-    def _note(self, report: SyncReport) -> None:
+    def abandon(self) -> None:
+        """Abandon the outstanding update. No caller gets its report: failures that are new in it are logged."""
+        self._sender._reporter.withheld(self._sender.abandon())
+
+    def note(self, report: SyncReport) -> None:
         """Note that this report reaches the caller."""
         self._reported = report.version or 0

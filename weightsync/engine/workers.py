@@ -98,8 +98,9 @@ class Workers:
         self._packer.reserve(self._driver)
 
     def _time_out(self, expected: list[int]) -> NoReturn:
+        known = {worker: remark for worker in expected if (remark := self._driver.remark(worker))}
         remarks = "".join(
-            f" Worker {worker}: {remark}." for worker in expected if (remark := self._driver.remark(worker))
+            f" Worker {worker}: {remark if remark.endswith('?') else remark + '.'}" for worker, remark in known.items()
         )
         raise AckTimeoutError(
             f"workers {expected} of {self._driver.model_id!r} have not connected.{remarks} They may still be "

@@ -224,7 +224,10 @@ def run_worker(
     world, deadline = _world(), Deadline(timeout)
     if world.rank == 0:
         raise ConfigurationError("this is rank 0, the trainer: make a WorkerGroup here, and do not call run_worker().")
-    store, note = _await_note(world, deadline)
+    found = _await_note(world, deadline)
+    if found is None:
+        return
+    store, note = found
     made = DistributedWeightSyncScheme() if scheme is None else scheme
     staleness = Staleness(note["max_staleness"], OnStale(note["on_stale"]))
     names = None if note["names"] is None else tuple(note["names"])
@@ -249,12 +252,16 @@ def _is_closed(store: PrefixStore) -> bool:
     return False
 
 
-def _await_note(world: _World, deadline: Deadline) -> tuple[PrefixStore, dict[str, Any]]:
+def _await_note(world: _World, deadline: Deadline) -> tuple[PrefixStore, dict[str, Any]] | None:
+    """The store of the next group, and this rank's note; None if the group was closed before it left the note."""
     with contextlib.closing(Client(world.store)) as client:
         joined = f"{_PREFIX}s of rank {world.rank}"
         number = client.add(joined, 0) + 1
-        key = f"{_name_of(number)}/{world.rank}"
+        key, closed = f"{_name_of(number)}/{world.rank}", f"{_name_of(number)}/{_CLOSED}"
         while not client.present(key):
+            if client.present(closed):
+                client.add(joined, 1)
+                return None
             if deadline.passed:
                 raise AckTimeoutError(
                     f"rank 0 has not started its WorkerGroup number {number} in time. run_worker() may be called again."

@@ -103,7 +103,8 @@ class ReceiverInput(Enum):
     #: fence, and its link closes.
     REJECTED = "REJECTED"
     #: A handshake not below the fence. On a new link, the old link closes and a pending update is dropped; on the same
-    #: link, from a newer sender, a pending update is answered STALE. The version served stays.
+    #: link, from a newer sender, a pending update is answered STALE. The version served stays; one that other weights
+    #: have replaced is forgotten.
     TAKEOVER = "TAKEOVER"
     #: A newer version has arrived completely.
     UPDATE = "UPDATE"

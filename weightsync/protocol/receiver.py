@@ -331,8 +331,14 @@ def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tup
         case ReceiverInput.DUPLICATE:
             return data, ()
         case _:
-            after = replace(data, link=event.link, fence=event.incarnation, pending=None)
+            after = replace(_without_overwritten(data), link=event.link, fence=event.incarnation, pending=None)
             return after, (*_taken_over(data, event), Greet(event.link))
+
+
+def _without_overwritten(data: ReceiverData) -> ReceiverData:
+    """Forget the version that was applied last if the model no longer holds it: over a new link it is applied again."""
+    overwritten = data.served is None and isinstance(data.answer, Ack)
+    return replace(data, decided=None, answer=None) if overwritten else data
 
 
 def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:

@@ -49,8 +49,8 @@ def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
         )
     if not isinstance(model_id, str):
         raise ConfigurationError(
-            f"a model's id is a str, not a {type(model_id).__name__}: call send_weights(model_id, weights) or "
-            "send_weights(weights). Nothing was sent."
+            f"a model's id is a str, and this is of type {type(model_id).__name__}: call "
+            "send_weights(model_id, weights) or send_weights(weights). Nothing was sent."
         )
     return model_id, weights
 

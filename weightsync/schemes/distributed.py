@@ -263,7 +263,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             return self._store_end_at(*one_by_one(_PAIR, endpoint, {}).values())
         store, rank = optional(endpoint, "store"), optional(endpoint, "rank")
         if store is MISSING or rank is MISSING:
-            raise ConfigurationError(f"a worker's address is (store, rank), not a {type(endpoint).__name__}.")
+            raise ConfigurationError(f"a worker's address is (store, rank), not of type {type(endpoint).__name__}.")
         return self._store_end_at(store, rank)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:

@@ -74,14 +74,11 @@ class ReceiverSide:
         """
         driver = receiver.driver
 
-        def decided() -> bool:
-            return driver.data.decided != background.decided_before
-
         def sender_has_none() -> bool:
             return driver.greeting is not None and not driver.greeting.layout and not driver.greeting.version
 
         def met() -> bool:
-            return receiver.version is not None or decided() or sender_has_none()
+            return receiver.version is not None or background.decided or sender_has_none()
 
         if not background.wait_until(met, deadline):
             raise AckTimeoutError(
@@ -89,7 +86,7 @@ class ReceiverSide:
                 "sent. The model is unchanged; connect() may be called again."
             )
         background.seen()
-        if receiver.version is None and decided():
+        if receiver.version is None and background.decided:
             raise WeightSyncError(
                 f"the first version of {receiver.model_id!r} was refused, and the reason was sent to the trainer: "
                 f"{receiver.last_refusal}"

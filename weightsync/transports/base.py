@@ -301,8 +301,8 @@ class Waker:
     def _release(self) -> None:
         # A descriptor closed under a poll would be reused while that poll still watches it.
         if self._closed and self._waiting == 0 and self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1  # first: after an interrupt its number may be another file's
+            os.close(fd)
 
     def __del__(self) -> None:
         self.close()

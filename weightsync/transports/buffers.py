@@ -223,8 +223,8 @@ class Segment:
 
     def _close(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1  # first: after an interrupt its number may be another file's
+            os.close(fd)
 
     def __del__(self) -> None:
         self._close()

@@ -189,8 +189,8 @@ class ProcessWatch:
     def close(self) -> None:
         """Stop watching. Closing twice is allowed."""
         if self.fd != -1:
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1  # first: after an interrupt its number may be another file's
+            os.close(fd)
 
     def forget(self) -> None:
         """In a forked child: stop watching."""

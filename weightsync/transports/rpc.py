@@ -199,7 +199,8 @@ def worker_named(worker: Any, peer: str) -> WorkerInfo:
     if isinstance(worker, torch_rpc.WorkerInfo):
         return worker
     if isinstance(worker, bool) or not isinstance(worker, str | int):
-        raise ConfigurationError(f"{peer} is a {type(worker).__name__}: give the name, rank or WorkerInfo of a worker.")
+        kind = type(worker).__name__
+        raise ConfigurationError(f"{peer} is of type {kind}: give the name, rank or WorkerInfo of a worker.")
     try:
         return torch_rpc.api._to_worker_info(worker)
     except (RuntimeError, TypeError) as error:  # TypeError: the number is too large for a rank

@@ -59,6 +59,8 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
         if after.fence < fence:
             yield _broken(moment, "G4 ServingIsMonotone", "its fence falls")
         fence = after.fence
+        if after.decided is None:  # it was overwritten by hand, and may be applied again
+            served = (0, 0)
         if after.served != before.served and after.served is not None:
             yield from _serves(moment, after.served, served, fence, named)
             served = max(served, after.served)

@@ -41,6 +41,7 @@ SMALL = {
     "copies": _bounds("copy refuse stray", senders=2),
     "one of two is removed": _bounds("remove wrong", workers=2),
     "written over by hand": _bounds("invalidate refuse bye", "Reorders Duplicates", max_version=2),
+    "written over by hand, two links": _bounds("invalidate wrong defer", max_link=2),
     "deferred answers": _bounds("defer async abandon wrong bye", max_version=2, max_link=2),
     "deferred answers, copies": _bounds("defer copy", senders=2),
     "successors": _bounds("copy misfit close death", senders=2),

@@ -101,7 +101,9 @@ def _hello(world: World, m: Message, misfit: str) -> World:
     world = heard(world, m.w, receiving.HelloArrived(number(world.bounds, m.s, m.k), incarnation, misfit))
     worker = world.worker(m.w)
     if worker.data.link is not None and (worker.data.link, worker.data.fence) != (before.data.link, before.data.fence):
-        world = world.with_worker(m.w, replace(worker, met=max(worker.met, incarnation), pending_p=0))
+        decided = worker.decided_p if worker.data.decided else 0
+        met = max(worker.met, incarnation)
+        world = world.with_worker(m.w, replace(worker, met=met, pending_p=0, decided_p=decided))
     return world
 
 

@@ -351,3 +351,31 @@ def test_what_is_written_by_hand_is_of_no_version_and_what_was_decided_stays(rec
 
     assert (step.input, step.effects) == (ReceiverInput.INVALIDATED, ())
     assert receiver.data == replace(before, served=None)
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_g2_a_version_that_was_written_over_by_hand_is_applied_again_over_a_new_link(
+    receiver: Receiver, down: bool
+) -> None:
+    receiver.applies(5, 1)
+    receiver.take(pure.Invalidate())
+    if down:
+        receiver.take(pure.LinkDown(1))
+    receiver.take(pure.HelloArrived(2, 5))
+
+    assert receiver.take(pure.UpdateArrived(2, 5, 1)).input is ReceiverInput.UPDATE
+
+
+def test_g6_a_refused_version_stays_refused_over_a_new_link_though_the_model_was_written_over(
+    receiver: Receiver,
+) -> None:
+    receiver.applies(5, 1)
+    receiver.take(pure.UpdateArrived(1, 5, 2))
+    receiver.take(pure.Refused(refusal(5, 2)))
+    receiver.take(pure.Answered())
+    receiver.take(pure.Invalidate())
+    receiver.take(pure.HelloArrived(2, 5))
+
+    step = receiver.take(pure.UpdateArrived(2, 5, 2))
+
+    assert (step.input, step.effects) == (ReceiverInput.DUPLICATE, (pure.Reply(2, refusal(5, 2)),))

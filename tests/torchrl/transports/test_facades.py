@@ -142,7 +142,9 @@ def test_fault_13_a_second_send_while_one_is_outstanding_is_a_runtime_error(ends
     """Over queues it supersedes the first."""
     ends.sent()
     for send in (ends.trainer.send_weights, ends.trainer.send_weights_async):
-        with pytest.raises(StateError):
+        with pytest.raises(
+            StateError, match=rf"^{send.__name__}\(\): version 1 of 'policy' is outstanding. wait_ack\(\)"
+        ):
             send("policy", weights(2.0))
     ends.worker.send_ack()
 

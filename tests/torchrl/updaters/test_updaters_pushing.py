@@ -350,6 +350,20 @@ def test_after_a_timeout_the_next_push_gives_up_the_one_before_and_late_ends_cou
     assert updater.push_weights().version == 3
 
 
+def test_g11_a_call_that_fails_after_its_push_timed_out_is_logged_by_the_next_push(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pending = Pending()
+    updater = Recorder([0, 1], worker_1=pending)
+    with pytest.raises(AckTimeoutError):
+        updater.push_weights(timeout=0.05)
+    ended(pending.futures[0], ValueError("no room for them"))
+    updater.does.clear()
+
+    assert updater.push_weights().ok
+    assert [record.levelname for record in caplog.records if "no room for them" in record.message] == ["WARNING"]
+
+
 def test_a_worker_that_answers_nothing_costs_two_calls_and_gets_the_newest_once_it_answers() -> None:
     pending = Pending()
     updater = Recorder([0], worker_0=pending)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import scale
+from scalegen.measuring import _step
 
 STORED = {
     "machine": {"cores": "2"},
@@ -27,9 +30,16 @@ def test_a_send_is_calculated_as_the_page_says() -> None:
 
 
 def test_an_answer_costs_what_is_counted() -> None:
-    few, many = scale._step(40), scale._step(400)
+    few, many = _step(40), _step(400)
 
     assert 10 < many["calls"] <= 1.2 * few["calls"]
+
+
+def test_the_page_is_compared_without_torch() -> None:
+    checked = "import sys, scale; assert not scale.main(['--check']); sys.exit('torch' in sys.modules)"
+    spec = Path(scale.__file__).parent
+
+    assert subprocess.run([sys.executable, "-c", checked], cwd=spec, check=False).returncode == 0
 
 
 def test_the_page_is_rendered_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,35 @@ def test_g2_a_model_with_the_workers_own_changes_does_not_serve_the_version_that
     assert pair.receiver.version is None
 
 
+def rejoined(pair: Pair, fill: float) -> Any:
+    """Another model in the worker, and a new link."""
+    model = small(fill)
+    pair.receiver.register_model(model)
+    pair.pipes.append(multiprocessing.Pipe())
+    ours, theirs = pair.pipes[-1]
+    pair.sender.add_worker(0, ours)
+    pair.receiver.register_worker_transport(theirs)
+    return model
+
+
+def test_g2_a_worker_that_rejoins_with_another_model_is_sent_the_latest_version_and_applies_it(pair: Pair) -> None:
+    pair.sync()
+    model = rejoined(pair, 7.0)
+    pair.receiver.receive(timeout=PATIENCE)
+    pair.sender.progress()
+
+    assert (constants(model), pair.receiver.version, pair.sender.workers[0].served) == ({1.0}, 1, 1)
+
+
+def test_g2_a_background_receive_reports_a_version_that_is_applied_again_after_a_rejoin(pair: Pair) -> None:
+    pair.sync()
+    pair.schemes[0].connect()
+    model = rejoined(pair, 7.0)
+
+    assert pair.receiver.receive(timeout=PATIENCE)
+    assert constants(model) == {1.0}
+
+
 @pytest.mark.parametrize("before", [small(1.0), Loader(lambda weights, version: list(weights))])
 def test_g2_a_loader_that_takes_a_models_or_a_loaders_place_serves_nothing(pair: Pair, before: Any) -> None:
     pair.receiver.register_model(before)

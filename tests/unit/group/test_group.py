@@ -634,8 +634,35 @@ def test_the_ranks_wait_for_no_group_that_could_not_listen(model: nn.Module, mon
         with pytest.raises(TransportError, match="has no address"):
             WorkerGroup(None, model, scheme="distributed").start()
     with WorkerGroup(None, model, scheme="distributed"):
-        _, note = ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
-    assert note["capacity"] == 2
+        found = ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
+    assert found is not None
+    assert found[1]["capacity"] == 2
+
+
+@pytest.mark.gloo
+def test_g10_a_rank_without_a_note_returns_when_the_start_of_its_group_has_failed(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 3))
+    group = WorkerGroup(None, model, scheme="distributed")
+    launcher: Any = group._launcher
+    launch = launcher.launch
+
+    def launch_one(index: int, restarts: int) -> Any:
+        if index:
+            raise TransportError("the store cannot be reached")
+        return launch(index, restarts)
+
+    monkeypatch.setattr(launcher, "launch", launch_one)
+    with pytest.raises(TransportError, match="cannot be reached"):
+        group.start()
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 2, 3))
+
+    run_worker(workers.act, model, timeout=5.0)
+
+    with pytest.raises(AckTimeoutError, match="WorkerGroup number 2 "):
+        run_worker(workers.act, model, timeout=0.0)
 
 
 def test_a_model_that_cannot_be_copied_is_refused_with_the_way_out(forkserver: ForkServerContext) -> None:

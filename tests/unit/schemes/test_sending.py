@@ -6,6 +6,8 @@ import copy
 import multiprocessing
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -1143,7 +1145,35 @@ def test_a_call_beside_a_wait_is_told_of_the_wait(pair: Pair) -> None:
     pair.receiver.receive(timeout=PATIENCE)
     waiting.join(PATIENCE)
 
-    assert "wait_async(): another thread waits for version 1, which still awaits worker 0." in str(error)
+    assert "wait_async(): another call waits for version 1, which still awaits worker 0." in str(error)
+
+
+def test_a_send_in_a_signal_handler_is_told_of_the_wait_that_the_signal_interrupted(pair: Pair) -> None:
+    refusals: list[StateError] = []
+
+    def handler(*_: Any) -> None:
+        refusals.append(refused(pair.sender.send))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
+    timer.start()
+    try:
+        pair.sender.send(timeout=1.0, on_failure="report")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        timer.join()
+
+    assert "or is the call that a signal handler has interrupted to make this one." in str(refusals[0])
+
+
+@pytest.mark.parametrize(("remark", "told"), [("did it start?", "did it start? They"), ("it ended", "it ended. They")])
+def test_a_remark_about_a_worker_that_did_not_connect_ends_as_one_sentence(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, remark: str, told: str
+) -> None:
+    monkeypatch.setattr(pair.sender._driver, "remark", lambda _: remark)
+
+    with pytest.raises(AckTimeoutError, match=re.escape(f"Worker 0: {told}")):
+        pair.sender.await_workers(timeout=0)
 
 
 # ------------------------------------------------------------------- arguments of a wrong type are named and refused

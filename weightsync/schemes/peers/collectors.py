@@ -94,8 +94,8 @@ def worker_of(collector: Collector, peer: str) -> WorkerInfo:
     """
     if collector.rref is not None and optional(collector.rref, "owner") is MISSING:
         raise ConfigurationError(
-            f"{peer}: collector_rref is a {type(collector.rref).__name__}: give what rpc.remote() returns. Nothing was "
-            "sent."
+            f"{peer}: collector_rref is of type {type(collector.rref).__name__}: give what rpc.remote() returns. "
+            "Nothing was sent."
         )
     if collector.worker is not None:
         return worker_named(collector.worker, peer)

@@ -161,10 +161,9 @@ class TransportFacade(Configured):
         """
         model_id, weights = model_and_weights(model_id, weights)
         sender = self._sender(model_id)
+        pending = self._pending(model_id, sender, "send_weights")
         with self._followed(model_id, sender):
-            return sender.send(
-                weights, timeout=self._seconds(timeout), on_failure=on_failure, on_pending=self._pending(model_id)
-            )
+            return sender.send(weights, timeout=self._seconds(timeout), on_failure=on_failure, on_pending=pending)
 
     def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
         """Send weights and return; `wait_ack` reports the outcome. After the return the caller may change its tensors.
@@ -174,7 +173,7 @@ class TransportFacade(Configured):
         """
         model_id, weights = model_and_weights(model_id, weights)
         sender = self._sender(model_id)
-        report = sender.send_async(weights, on_pending=self._pending(model_id))
+        report = sender.send_async(weights, on_pending=self._pending(model_id, sender, "send_weights_async"))
         with self._lock:
             self._reported.discard(model_id)
             self._remember(model_id, sender)
@@ -229,8 +228,14 @@ class TransportFacade(Configured):
                 self._senders[model_id] = sender
             return self._senders[model_id]
 
-    def _pending(self, model_id: str) -> OnPending:
-        return OnPending.SUPERSEDE if model_id in self._reported else OnPending.RAISE
+    def _pending(self, model_id: str, sender: WeightSender, asked: str) -> OnPending:
+        """What a send does about an outstanding update. Raises StateError: its outcome was not reported yet."""
+        if model_id in self._reported:
+            return OnPending.SUPERSEDE
+        if sender.state is State.PENDING_ASYNC:
+            hint = f"version {sender.version} of {model_id!r} is outstanding. wait_ack() waits for its ack."
+            raise StateError(type(self).__name__, sender.state.value, asked, ["wait_ack", "check_ack"], hint)
+        return OnPending.RAISE
 
     @contextlib.contextmanager
     def _followed(self, model_id: str, sender: WeightSender) -> Iterator[None]:

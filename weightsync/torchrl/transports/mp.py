@@ -7,6 +7,7 @@ from typing import Any
 
 from weightsync.clock import Deadline, Timeout, seconds
 from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol.report import SyncReport
@@ -123,9 +124,9 @@ class MPTransport(TransportFacade):
                 self._queues[end] = QueueChannel(*ends[end])
             return self._queues[end]
 
-    def _pending(self, model_id: str) -> OnPending:
+    def _pending(self, model_id: str, sender: WeightSender, asked: str) -> OnPending:
         # Generation B has no method that waits here, so the previous update is abandoned, and the report says so.
-        return OnPending.SUPERSEDE if self._form is Form.B else super()._pending(model_id)
+        return OnPending.SUPERSEDE if self._form is Form.B else super()._pending(model_id, sender, asked)
 
     def send_weights(
         self,

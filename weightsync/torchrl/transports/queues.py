@@ -36,7 +36,8 @@ class QueueChannel:
     def __init__(self, outbox: Any, inbox: Any) -> None:
         for given in (outbox, inbox):
             if given is not None and not isinstance(given, AnyQueue):
-                raise ConfigurationError(f"A {type(given).__name__} is not a multiprocessing.Queue. Nothing was sent.")
+                kind = type(given).__name__
+                raise ConfigurationError(f"A queue is of type {kind}: give a multiprocessing.Queue. Nothing was sent.")
         self._outbox, self.inbox = outbox, inbox
         self._lock = threading.Lock()
         self._boxes: dict[str, deque[Received]] = {}

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from weightsync.clock import Deadline
 from weightsync.engine.sender import WeightSender
+from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import StateError
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
@@ -23,7 +24,10 @@ from weightsync.transports.process import forget_after_fork
 ADVICE: Final = {
     OutcomeKind.TIMED_OUT: "The next push abandons this one and calls those workers again.",
     OutcomeKind.LOST: "It is unknown what lost workers serve. The next push calls them again.",
-    OutcomeKind.REFUSED: "After a call that raised it is unknown which weights those workers serve.",
+    OutcomeKind.REFUSED: (
+        "A call that raised LayoutError has changed nothing. After any other error it is unknown which weights that "
+        "worker serves."
+    ),
 }
 
 
@@ -38,9 +42,8 @@ class Pushes:
         self._turn = threading.Lock()
         self._calls = Calls()
         self._sender = WeightSender(CallServices(self._calls))
+        self._sends = SequentialSends(self._sender)
         self._numbers: dict[WorkerId, int] = {}
-        #: The version that was last reported as TIMED_OUT.
-        self._reported = 0
 
     def forget(self) -> None:
         """In a forked child: start afresh."""
@@ -93,12 +96,10 @@ class Pushes:
 
     def _make_way(self, deadline: Deadline) -> None:
         """End an update that a timeout or an interrupt has left outstanding, and give lost workers a new link."""
-        self._sender.poll()
-        if self._sender.state is State.PENDING_ASYNC:
-            if self._sender.version == self._reported:
-                self._sender.abandon()
-            else:
-                self._waited(deadline).raise_on_failure(ADVICE)
+        self._sender.progress()
+        before = self._sends.settle(deadline.remaining)
+        if before is not None:
+            self._named(before).raise_on_failure(ADVICE)
         for number, entry in self._sender.workers.items():
             if entry.link_state is LinkState.LOST:
                 self._sender.remove_worker(number)
@@ -120,13 +121,16 @@ class Pushes:
             except BaseException as error:  # noqa: BLE001 - raised below, after the other calls
                 interrupts.append(error)
         if interrupts:
-            self._sender.abandon()
+            self._sends.abandon()
             raise interrupts[0]
 
     def _waited(self, deadline: Deadline) -> SyncReport:
         report = self._sender.wait_async(timeout=deadline.remaining, on_failure="report")
-        if report.of(OutcomeKind.TIMED_OUT) and report.version:
-            self._reported = report.version
+        self._sends.note(report)
+        return self._named(report)
+
+    def _named(self, report: SyncReport) -> SyncReport:
+        """A report whose outcomes have the workers' own ids."""
         named: dict[Any, WorkerId] = {number: worker for worker, number in self._numbers.items()}
         return replace(report, outcomes={key_of(named[number]): outcome for number, outcome in report.outcomes.items()})
 

@@ -197,8 +197,8 @@ class DeviceMemory:
     def forget(self) -> None:
         """Close the descriptor."""
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1  # first: after an interrupt its number may be another file's
+            os.close(fd)
 
     def __del__(self) -> None:
         self.forget()

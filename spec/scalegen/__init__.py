@@ -1,0 +1,1 @@
+"""What `spec/scale.py` measures."""
