@@ -264,7 +264,8 @@ class Socket:
 def found(monkeypatch: pytest.MonkeyPatch, *fresh: Socket) -> None:
     """Have a connection that is made find these, beside one that was there."""
     looks = iter([{"old": fresh[0]}, {"old": fresh[0], **dict(enumerate(fresh))}])
-    monkeypatch.setattr(stores, "connected", lambda: next(looks))
+    monkeypatch.setattr(stores, "_descriptor", lambda _: None)
+    monkeypatch.setattr(stores, "connected", lambda _=None: next(looks))
 
 
 def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +285,36 @@ def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pyt
     client.close()
     assert ours.fileno() == -1
     theirs.close()
+
+
+def test_a_connection_takes_no_longer_however_many_descriptors_the_process_has(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A trainer of 500 workers has thousands of descriptors, and makes two connections for each worker.
+    looked_at: list[str] = []
+    real = stores._identity
+    monkeypatch.setattr(stores, "_identity", lambda fd: looked_at.append(str(fd)) or real(fd))
+    for behind in (store, dist.PrefixStore("a", dist.PrefixStore("b", store))):
+        looked_at.clear()
+        client = Client(behind)
+        assert len(looked_at) == 2  # to find it, and to copy it
+        assert client.own_address == "127.0.0.1"
+        client.cut()
+        with pytest.raises(TransportError, match="the store at "):
+            client.set("key", b"")
+        client.close()
+
+
+def test_a_connection_is_found_among_all_sockets_where_torch_does_not_name_its_descriptor(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_descriptor", lambda _: None)
+    client = Client(store)
+    assert client.own_address == "127.0.0.1"
+    client.cut()
+    with pytest.raises(TransportError, match="the store at "):
+        client.set("key", b"")
+    client.close()
 
 
 def test_a_socket_is_copied_only_while_its_number_is_still_its_own() -> None:

@@ -225,15 +225,15 @@ class Scarce:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.over = threading.Event()
         self.refused = 0
-        real = stores.connected
+        real = stores._require_descriptors
 
-        def connected() -> Any:
+        def require(*count: int) -> None:
             if not self.over.is_set():
                 self.refused += 1
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return real()
+            real(*count)
 
-        monkeypatch.setattr(stores, "connected", connected)
+        monkeypatch.setattr(stores, "_require_descriptors", require)
 
 
 def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_can_be_added_again(

@@ -17,6 +17,7 @@ import contextlib
 import enum
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -94,6 +95,8 @@ _NEEDED: Final = 3
 #: The descriptors that torch's server needs: for its event loop, its own connection, and some to spare. It aborts the
 #: process (SIGABRT) if no descriptor is left for its event loop.
 _SERVER_NEEDS: Final = 16
+#: Where torch names the descriptor of a store's connection. To look at all descriptors takes a while if there are many.
+_DESCRIBED: Final = re.compile(r"client=TCPClient\(SocketImpl\(fd=([0-9]+),")
 #: If a key has no value, `compare_set` with this as the expected and the new value returns it.
 _ABSENT: Final = "weightsync: no value"
 
@@ -221,10 +224,10 @@ class Client:
         self._store: Store | None = None
         with _dialling.lock, self._failures_named():
             _require_descriptors()
-            before = connected()
+            before = connected() if _descriptor(base) is None else {}
             self._store = _connected(store, base)
             self._store.set_timeout(FOR_EVER)
-            now = connected().items()
+            now = connected(_descriptor(self._store)).items()
             fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
             self._plug = fresh[0].copy() if len(fresh) == 1 else None
         if len(fresh) == 1 and self._plug is None:
@@ -375,10 +378,16 @@ def _identity(fd: int | str) -> str:
     return os.readlink(f"/proc/self/fd/{fd}")
 
 
-def connected() -> dict[str, Connected]:
-    """This process's connected sockets, by identity."""
+def _descriptor(store: Store) -> str | None:
+    """The descriptor of a store's connection, which torch names where it describes the store; None: it does not."""
+    described = _DESCRIBED.search(repr(base_of(store)))
+    return None if described is None else described[1]
+
+
+def connected(descriptor: str | None = None) -> dict[str, Connected]:
+    """This process's connected sockets, by identity: the one of that descriptor, or all."""
     found = {}
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in os.listdir("/proc/self/fd") if descriptor is None else (descriptor,):
         with contextlib.suppress(OSError):
             identity = _identity(entry)
             if identity.startswith("socket:"):
