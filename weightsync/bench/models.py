@@ -86,7 +86,9 @@ class Source:
         weights = tensors_of(self.model)
         self.tensors = len(weights)
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
-        self._floats = [tensor for tensor in weights.values() if tensor.dtype in _FLOATS and tensor.numel()]
+        floats = [tensor for tensor in weights.values() if tensor.dtype in _FLOATS and tensor.numel()]
+        # Each once, tied ones too: to change them twice would leave them as they were.
+        self._floats = list({tensor.data_ptr(): tensor for tensor in floats}.values())
         if not self._floats:
             raise ConfigurationError(f"the payload {payload.name} has no floating-point weights to change.")
         self.flat = torch.randint(0, 256, (self.nbytes,), dtype=torch.uint8, device=device)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from weightsync.weights.layout import ALIGNMENT
-from weightsync.weights.tensors import bits_of, on_cpu
+from weightsync.weights.tensors import bits_of, is_lazily_changed, on_cpu
+
+#: C's `memcmp`, without the GIL. Torch compares bytes one by one, which takes eight times as long.
+_compare: Final[Any] = ctypes.CDLL(None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,10 @@ def copies_together(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype and shape are equal bit for bit: NaN equals itself, 0.0 differs from -0.0."""
-    if one.device == other.device and not one.is_cpu and one.is_contiguous() and other.is_contiguous():
+    plain = one.is_contiguous() and other.is_contiguous()
+    if plain and one.is_cpu and other.is_cpu and not (is_lazily_changed(one) or is_lazily_changed(other)):
+        return not _compare(one.data_ptr(), other.data_ptr(), one.nbytes)
+    if plain and one.device == other.device and not one.is_cpu:
         with torch.inference_mode():
             return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     return torch.equal(bits_of(one), bits_of(other))

@@ -67,6 +67,12 @@ class MappedPayload:
         self.memory = [self.views[source] for source in sources]
         self.copied = copied
 
+    def copy_beside(self, tensors: Sequence[Tensor]) -> None:
+        """Copy what no parameter views into the tensors on the host that hold it: those of `copied`."""
+        with torch.inference_mode():
+            into = [tensors[index] for index in self.copied]
+            torch._foreach_copy_(into, [self.views[index] for index in self.copied])
+
     def copies_of(
         self, tensors: Sequence[Tensor], sharing: Sharing, staying: Container[int] = ()
     ) -> list[tuple[Tensor, Tensor]]:

@@ -260,6 +260,8 @@ class Target:
         try:
             if not mapped:
                 _copy_out(plan, staged, plan.copied(), self._pieces_of(plan))
+            elif mapped.copied and not isinstance(staged.payload, DeviceMemory):
+                mapped.copy_beside(plan.tensors)
             elif mapped.copied:
                 _copy_out(plan, staged, mapped.copied)
         except BaseException as error:

@@ -44,6 +44,12 @@ def transposed() -> nn.Module:
     return nn.ParameterList([torch.zeros(4, 3).t()])
 
 
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[2].weight = model[1].weight
+    return model
+
+
 def empty_first() -> nn.Module:
     return nn.ParameterList([torch.zeros(0), torch.zeros(())])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import bench_workers
 import pytest
+import torch
 from commands import assert_all_gone, marked, running
 from missing import installed
 from typer.testing import CliRunner
@@ -182,6 +183,15 @@ def test_each_change_changes_a_users_model_whatever_its_first_tensor_is(factory:
         seen.add(digest_of_model(source.model))
 
     assert len(seen) == 5
+
+
+def test_each_change_changes_tied_weights_too() -> None:
+    source = Source(Payload("tied", 0, 0, "bench_workers:tied"), "cpu")
+    before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
+
+    source.change()
+
+    assert [name for name, tensor in source.model.state_dict().items() if torch.equal(tensor, before[name])] == []
 
 
 def test_a_users_own_model_is_measured() -> None:

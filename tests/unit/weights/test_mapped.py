@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from data_samples import packed
+from fleet import functions_called
+from torch import Tensor, nn
 
 from weightsync.weights import mapped
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.mapped import KEPT_BELOW_NBYTES, KEPT_COPIES, KEPT_LARGE, KEPT_PAYLOADS, MappedPayloads
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.target import Mode, Target
 from weightsync.weights.tensors import address_of
 
 SMALL, LARGE = 100, KEPT_BELOW_NBYTES // 4
@@ -216,3 +219,17 @@ def test_a_payload_without_tensors_has_no_memory(
     found = payloads.of(layout_of(read_weights({})), access(memoryview(bytearray())))
 
     assert (found.views, found.used) == ([], False)
+
+
+def test_what_is_copied_beside_mapped_parameters_costs_no_call_for_each_parameter() -> None:
+    def calls_of_a_swap(parameters: int) -> int:
+        model = nn.Module()
+        model.register_buffer("mean", torch.zeros(3))
+        for index in range(parameters):
+            model.register_parameter(f"weight_{index}", nn.Parameter(torch.zeros(9_000)))
+        target = Target(model, Mode.MAP)
+        first, second = (target.stage(*packed(model)) for _ in range(2))
+        target.swap(first)
+        return len(functions_called(lambda: target.swap(second)))
+
+    assert calls_of_a_swap(50) == calls_of_a_swap(5)

@@ -480,9 +480,9 @@ def test_nothing_is_looked_up_again_where_payloads_alternate(monkeypatch: pytest
 def test_what_is_mapped_is_not_copied_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = nn.BatchNorm1d(3)
     target, copied = Target(worker, Mode.MAP), []
-    monkeypatch.setattr("weightsync.weights.target.scatter", lambda _1, _2, chosen, *_: copied.append(list(chosen)))
+    staged = target.stage(*packed(nn.BatchNorm1d(3)))
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda into, _: copied.extend(map(id, into)))
 
-    target.swap(target.stage(*packed(nn.BatchNorm1d(3))))
+    target.swap(staged)
 
-    names = [target.layout.entries[index].name for index in copied[0]]
-    assert sorted(names) == ["num_batches_tracked", "running_mean", "running_var"]
+    assert sorted(copied) == sorted(map(id, worker.buffers()))

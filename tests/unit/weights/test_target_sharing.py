@@ -8,7 +8,8 @@ from data_samples import packed
 from torch import Tensor, nn
 
 from weightsync import LayoutError
-from weightsync.weights.aliasing import copies_together
+from weightsync.weights import aliasing
+from weightsync.weights.aliasing import copies_together, same_bits
 from weightsync.weights.reading import Weights
 from weightsync.weights.target import Mode, Target
 
@@ -196,3 +197,26 @@ def test_copies_that_are_made_together_share_memory_and_keep_strides_and_values(
     assert torch.equal(copies[1], line.view(2, 4).t())
     assert (copies[1].stride(), copies[2][1].item(), copies[4].is_inference()) == ((1, 4), 2 - 3j, True)
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_values_of_tied_tensors_are_compared_bit_for_bit_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    monkeypatch.setattr(aliasing, "bits_of", lambda tensor: pytest.fail(f"{tensor} was copied"))
+    patterns = torch.tensor([0x7FC1, 0x0000, 0x3F80], dtype=torch.int16)  # a NaN, 0.0 and 1.0
+    other = torch.cat([torch.zeros(shift, dtype=torch.int16), patterns])[shift:]  # perhaps at an odd place
+
+    assert same_bits(patterns.view(torch.bfloat16), other.view(torch.bfloat16))
+    for index, pattern in enumerate((0x7FC2, -0x8000, 0x3F81)):  # another NaN, -0.0, and the number after 1.0
+        changed = other.clone()
+        changed[index] = pattern
+        assert not same_bits(patterns.view(torch.bfloat16), changed.view(torch.bfloat16))
+
+
+def test_values_that_memory_does_not_show_are_compared_too() -> None:
+    one = torch.tensor([1 + 1j])
+
+    assert same_bits(one.conj(), torch.tensor([1 - 1j]))
+    assert not same_bits(one.conj(), one)
+    assert same_bits(one.expand(2), one.repeat(2))
