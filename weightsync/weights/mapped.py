@@ -13,6 +13,7 @@ from torch import Tensor
 from weightsync.weights.aliasing import Sharing, copies_together
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.layout import ALIGNMENT, Layout
+from weightsync.weights.moving import LEAST_NBYTES
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import Form, address_of, on_cpu, owning
@@ -48,8 +49,9 @@ class MappedPayload:
         #: The family of plans that the memory is chosen for: see `DestinationPlan.family`.
         self.family: object = None
         self.memory: list[Tensor] = []
-        #: The tensors that are copied beside the mapped ones.
+        #: The tensors that are copied beside the mapped ones, and whether they are small enough to need no plan.
         self.copied: Sequence[int] = ()
+        self.copies_little = True
         self._form: Form | None = None
         self.storage = (views[0] if views else on_cpu(0)).untyped_storage()
         #: Where it is. Torch moves it elsewhere if a tensor in it is passed to a process, or `share_memory` is called.
@@ -66,9 +68,10 @@ class MappedPayload:
         self.family, self._form = family, None
         self.memory = [self.views[source] for source in sources]
         self.copied = copied
+        self.copies_little = sum(self.views[index].nbytes for index in copied) < LEAST_NBYTES
 
     def copy_beside(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what no parameter views into the tensors on the host that hold it: those of `copied`."""
+        """Copy what no parameter views into the tensors that hold it, those of `copied`: all of it is on the host."""
         with torch.inference_mode():
             into = [tensors[index] for index in self.copied]
             torch._foreach_copy_(into, [self.views[index] for index in self.copied])

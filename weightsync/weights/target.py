@@ -260,7 +260,7 @@ class Target:
         try:
             if not mapped:
                 _copy_out(plan, staged, plan.copied(), self._pieces_of(plan))
-            elif mapped.copied and not isinstance(staged.payload, DeviceMemory):
+            elif mapped.copied and mapped.copies_little and not plan.devices:
                 mapped.copy_beside(plan.tensors)
             elif mapped.copied:
                 _copy_out(plan, staged, mapped.copied)
