@@ -10,7 +10,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet import free_port
 from ray_cluster import ENVIRONMENT
 
 from weightsync.cli._app import COMMANDS
@@ -103,9 +103,7 @@ def test_the_program_of_a_group_over_ray_serves_each_version(
 def test_the_program_of_a_group_over_ranks_serves_each_version(tmp_path: Path, forkserver: Any) -> None:
     program = GROUP_TORCHRUN.read_text(encoding="utf-8")
     assert blocks((DOCS / "group.md").read_text(encoding="utf-8"), "python")[2] == program
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    torchruns = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    torchruns = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     paths = [tmp_path / f"rank_{rank}.py" for rank in range(3)]
     for rank, path in enumerate(paths):
         path.write_text(f"import os\nos.environ |= {torchruns | {'RANK': str(rank)}}\n{program}", encoding="utf-8")
@@ -206,12 +204,6 @@ def run(path: Path, context: Any, ranks: int = 1, method: str = "") -> tuple[int
     output, errors = (each.read_text(encoding="utf-8") for each in said)
     assert ended, f"{path.name} did not end within {PATIENCE} s\n{output}\n{errors}"
     return max(abs(process.exitcode) for process in processes), output, errors
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def as_main(path: Path, output: Path, errors: Path, environment: dict[str, str], method: str) -> None:
