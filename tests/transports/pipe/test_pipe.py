@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
+import gc
 import mmap
 import multiprocessing
 import os
@@ -469,6 +471,7 @@ STRAY_DESCRIPTORS = {
 def test_descriptors_that_no_slot_claims_are_closed_and_take_the_link_down(linked, how):
     first, second = linked()
     content, count = STRAY_DESCRIPTORS[how]
+    gc.collect()  # of what other tests have left
     with open(os.devnull) as null:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(count if count > 2 else 1):
@@ -488,6 +491,7 @@ def _read(link: PipeLink, times: int) -> None:
 
 def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(linked):
     first, second = linked()
+    gc.collect()  # of what other tests have left
     with open(os.devnull) as null, socket.socket(fileno=os.dup(first._channel.connection.fileno())) as raw:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(raw, [struct.pack("!i", 100)], [null.fileno()] * 3)
