@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
-import gc
 import mmap
 import multiprocessing
 import os
