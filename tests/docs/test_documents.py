@@ -31,6 +31,8 @@ PATIENCE = 110.0
 NEEDS = {"ray": [pytest.mark.ray], "rpc": [pytest.mark.rpc], "distributed": [pytest.mark.gloo]}
 GROUP_RAY, GROUP_TORCHRUN = (DOCS / "examples" / f"group_{name}.py" for name in ("ray", "torchrun"))
 SCHEMES = ("processes", "shared", "none", "ray", "rpc", "distributed")
+#: Their programs spawn workers, which import torch for longer than all else takes: those run as they stand at night.
+SPAWNING = ("processes", "shared", "rpc")
 
 
 def page(name: str) -> str:
@@ -53,13 +55,22 @@ def test_a_schemes_page_has_one_whole_program(name: str) -> None:
     assert "print(" in program
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in SCHEMES])
-def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_path: Path, forkserver: Any) -> None:
+def runs() -> list[Any]:
+    """The programs of all schemes, and how their processes are started."""
+    nightly = [pytest.param(name, "", marks=[*NEEDS.get(name, []), pytest.mark.slow]) for name in SPAWNING]
+    ways = {name: "fork" if name in SPAWNING else "" for name in SCHEMES}
+    return nightly + [pytest.param(name, method, marks=NEEDS.get(name, [])) for name, method in ways.items()]
+
+
+@pytest.mark.parametrize(("name", "method"), runs())
+def test_a_schemes_program_runs_and_prints_what_its_page_says(
+    name: str, method: str, tmp_path: Path, forkserver: Any
+) -> None:
     (program,) = blocks(page(name), "python")
     path = tmp_path / f"program_of_{name}.py"  # "ray.py" would be found in place of Ray
     path.write_text(program, encoding="utf-8")
 
-    code, output, errors = run(path, forkserver)
+    code, output, errors = run(path, forkserver, method=method)
 
     assert code == 0, errors
     assert output
