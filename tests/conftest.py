@@ -96,7 +96,7 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     owners = set(copy_threads._helpers._keys)
     yield
     for child in set(multiprocessing.active_children()) - children:
-        child.join(5)
+        child.join(30)
         assert not child.is_alive(), f"{child} outlived the test"
     assert _names_left(names) == set()
     for thread in set(threading.enumerate()) - threads:

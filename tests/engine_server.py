@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from fleet import free_port
 from torch import Tensor
 
 from weightsync.schemes.engines.carrier import Carrier
@@ -51,8 +52,9 @@ class EngineServer:
         self.carried: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
         #: The engine's half of a transfer; None: the tensors come as `Inline` and `Beside` send them.
         self.half: Any = None
-        self._server = self._serve(0)
-        self.port = self._server.server_address[1]
+        #: Nobody else gets it while the server is down.
+        self.port = free_port()
+        self._server = self._serve(self.port)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def _serve(self, port: int) -> ThreadingHTTPServer:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -355,6 +357,16 @@ def mapped(pid: int | str = "self") -> int:
     """How many distinct segments of ours a process maps."""
     lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     return len({line.split()[4] for line in lines if "memfd:weightsync" in line})
+
+
+def free_port() -> int:
+    """A port for a process that will listen there soon, below those that the kernel gives to whoever asks meanwhile."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    ports = range(max(1026, first - 8192), first) or range(1026, 65536)
+    while True:
+        port = random.SystemRandom().choice(ports)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def raw(connection: Any) -> Connection:

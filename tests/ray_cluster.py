@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,9 +64,17 @@ def running() -> Iterator[Any]:
         finally:
             ray.shutdown()
             made.shutdown()
-            left = _processes_of(folder)
+            left = _left_of(folder)
             shutil.rmtree(folder, ignore_errors=True)
     assert not left, f"of Ray's processes, these outlived its cluster: {left}"
+
+
+def _left_of(folder: str) -> list[str]:
+    # A node's agents end once they find that it has.
+    given_up = time.monotonic() + 30
+    while (left := _processes_of(folder)) and time.monotonic() < given_up:
+        time.sleep(0.1)
+    return left
 
 
 def _processes_of(folder: str) -> list[str]:

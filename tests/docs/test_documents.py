@@ -10,7 +10,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet import free_port
 from ray_cluster import ENVIRONMENT
 
 from weightsync.cli._app import COMMANDS
@@ -31,6 +31,8 @@ PATIENCE = 110.0
 NEEDS = {"ray": [pytest.mark.ray], "rpc": [pytest.mark.rpc], "distributed": [pytest.mark.gloo]}
 GROUP_RAY, GROUP_TORCHRUN = (DOCS / "examples" / f"group_{name}.py" for name in ("ray", "torchrun"))
 SCHEMES = ("processes", "shared", "none", "ray", "rpc", "distributed")
+#: Their programs spawn workers, which import torch for longer than all else takes: those run as they stand at night.
+SPAWNING = ("processes", "shared", "rpc")
 
 
 def page(name: str) -> str:
@@ -53,13 +55,22 @@ def test_a_schemes_page_has_one_whole_program(name: str) -> None:
     assert "print(" in program
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in SCHEMES])
-def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_path: Path, forkserver: Any) -> None:
+def runs() -> list[Any]:
+    """The programs of all schemes, and how their processes are started."""
+    nightly = [pytest.param(name, "", marks=[*NEEDS.get(name, []), pytest.mark.slow]) for name in SPAWNING]
+    ways = {name: "fork" if name in SPAWNING else "" for name in SCHEMES}
+    return nightly + [pytest.param(name, method, marks=NEEDS.get(name, [])) for name, method in ways.items()]
+
+
+@pytest.mark.parametrize(("name", "method"), runs())
+def test_a_schemes_program_runs_and_prints_what_its_page_says(
+    name: str, method: str, tmp_path: Path, forkserver: Any
+) -> None:
     (program,) = blocks(page(name), "python")
     path = tmp_path / f"program_of_{name}.py"  # "ray.py" would be found in place of Ray
     path.write_text(program, encoding="utf-8")
 
-    code, output, errors = run(path, forkserver)
+    code, output, errors = run(path, forkserver, method=method)
 
     assert code == 0, errors
     assert output
@@ -103,9 +114,7 @@ def test_the_program_of_a_group_over_ray_serves_each_version(
 def test_the_program_of_a_group_over_ranks_serves_each_version(tmp_path: Path, forkserver: Any) -> None:
     program = GROUP_TORCHRUN.read_text(encoding="utf-8")
     assert blocks((DOCS / "group.md").read_text(encoding="utf-8"), "python")[2] == program
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    torchruns = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    torchruns = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     paths = [tmp_path / f"rank_{rank}.py" for rank in range(3)]
     for rank, path in enumerate(paths):
         path.write_text(f"import os\nos.environ |= {torchruns | {'RANK': str(rank)}}\n{program}", encoding="utf-8")
@@ -206,12 +215,6 @@ def run(path: Path, context: Any, ranks: int = 1, method: str = "") -> tuple[int
     output, errors = (each.read_text(encoding="utf-8") for each in said)
     assert ended, f"{path.name} did not end within {PATIENCE} s\n{output}\n{errors}"
     return max(abs(process.exitcode) for process in processes), output, errors
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def as_main(path: Path, output: Path, errors: Path, environment: dict[str, str], method: str) -> None:

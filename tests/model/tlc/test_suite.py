@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,11 +117,9 @@ def test_a_run_past_its_time_is_no_verdict(
     manifest = Manifest.read(specs)
     [configuration] = manifest.select(["HoldsLarger"])
 
-    started = time.monotonic()
     [verdict] = Suite(toolchain, manifest, recorder).run([replace(configuration, timeout=2.0)])
 
     assert verdict.complaints[0].startswith("no verdict: timed out after 2 s")
-    assert time.monotonic() - started < 20
 
 
 def test_pinning_writes_what_is_counted_and_nothing_else(

@@ -72,20 +72,14 @@ def weights(fill: float) -> TensorDict:
     return extracted
 
 
-FORMS: dict[str, tuple[dict[str, Any], list[set[float]]]] = {
-    "context": ({"model_id": "policy", "context": SimpleNamespace(num_workers=2, policy=small(1.0))}, [{1.0}, {1.0}]),
-    "params_map": ({"params_map": {0: weights(1.0), 1: weights(2.0)}}, [{1.0}, {2.0}]),
-    "params_map and id": ({"params_map": {0: weights(3.0), 1: weights(3.0)}, "model_id": "policy"}, [{3.0}, {3.0}]),
-    "weights and devices": ({"weights": weights(1.0), "devices": [torch.device("cpu")] * 2}, [{1.0}, {1.0}]),
-    "model and devices": ({"model": small(1.0), "devices": ["cpu", "cpu"]}, [{1.0}, {1.0}]),
-    "weights and device_map_fn": (
-        {"weights": weights(1.0), "device_map_fn": lambda idx, given: given + idx, "num_workers": 2},
-        [{1.0}, {2.0}],
-    ),
-    "model and device_map_fn": (
-        {"model": small(1.0), "device_map_fn": lambda idx, given: given.to("cpu"), "num_workers": 2},
-        [{1.0}, {1.0}],
-    ),
+#: Forms that give each worker its own weights; where all get the same, each form is in test_names_generation_b.py.
+FORMS: dict[str, dict[str, Any]] = {
+    "params_map": {"params_map": {0: weights(1.0), 1: weights(2.0)}},
+    "weights and device_map_fn": {
+        "weights": weights(1.0),
+        "device_map_fn": lambda idx, given: given + idx,
+        "num_workers": 2,
+    },
 }
 
 
@@ -93,12 +87,11 @@ FORMS: dict[str, tuple[dict[str, Any], list[set[float]]]] = {
 def test_each_form_of_init_on_sender_gives_the_workers_their_first_weights(
     scheme_class: Any, crew: Crew, form: str
 ) -> None:
-    given, expected = FORMS[form]
     with scheme_class(strategy="tensordict") as scheme:
-        scheme.init_on_sender(**given, ctx=crew.context)
+        scheme.init_on_sender(**FORMS[form], ctx=crew.context)
         started = begun(crew, scheme, [0, 1])
 
-        assert [process.do(held)[0] for process in started] == expected
+        assert [process.do(held)[0] for process in started] == [{1.0}, {2.0}]
         assert scheme.send(weights(8.0)).ok
         assert [process.do(held)[0] for process in started] == [{8.0}, {8.0}]
         for process in started:

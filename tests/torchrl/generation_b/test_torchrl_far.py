@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 from collecting import MARKS
+from fleet import free_port
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
@@ -51,11 +51,6 @@ def printed(kind: str, situation: str) -> list[Any]:
     steps = [json.loads(line) for line in said.splitlines() if line.startswith("[")]
     assert steps.pop() == ["over", []]
     return steps
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def ended(group: int, patience: float = 30.0) -> bool:

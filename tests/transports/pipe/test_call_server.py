@@ -49,7 +49,7 @@ def brought(link: Any) -> list[int]:
 
 
 def answers(future: Any) -> list[Any]:
-    return decoded(future.result(timeout=5))
+    return decoded(future.result(timeout=30))
 
 
 def test_calls_are_delivered_in_the_order_in_which_they_were_begun(opened: Any) -> None:
@@ -144,7 +144,7 @@ def test_when_the_link_is_given_up_no_call_waits_for_an_answer_that_never_comes(
 
     for call in calls:
         with pytest.raises(TransportError, match="before it answered"):
-            call.result(timeout=5)
+            call.result(timeout=30)
     with pytest.raises(TransportError, match="closed"):
         call_server.submit(parcel(3))
 
@@ -322,7 +322,7 @@ def test_a_malformed_call_that_waits_is_reported_to_its_caller_and_no_receiver_m
     assert [brought(link) for link in links] == [[0]]
     assert not early[1].done()
     with pytest.raises(TransportError, match="broke the protocol"):
-        early[0].result(timeout=5)
+        early[0].result(timeout=30)
     with pytest.raises(TransportError, match="closed"):
         call_server.submit(parcel(2))
     stop()

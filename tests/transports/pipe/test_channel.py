@@ -420,9 +420,11 @@ def test_poll_waits_as_long_as_it_is_asked_to(linked, ends):
 
 def test_messages_of_ours_do_not_end_a_poll_for_the_users(linked, ends):
     first, second = linked("policy", ends)
-    threading.Timer(0.02, lambda: first.send(ack(1))).start()
+    sending = threading.Timer(0.02, lambda: first.send(ack(1)))
+    sending.start()
 
     assert not second.user.poll(0.1)
+    sending.join()
     assert versions(second) == [1]
 
 

@@ -30,7 +30,7 @@ def test_a_pipe_is_asked_for_its_descriptors_once(linked: Linked, monkeypatch: p
     assert waits.wait(links, 0.0) == []
     for version in (1, 2, 3):
         first.send(ack(version))
-        assert waits.wait(links, 5.0) == [second]
+        assert waits.wait(links, 30.0) == [second]
         assert [received.message.version for received in second.receive()] == [version]
         assert waits.wait(links, 0.0) == []
 
@@ -61,11 +61,11 @@ def test_the_death_of_a_process_watched_over_one_link_ends_the_wait_for_another_
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             one.watch(process.pid, started_at(process.pid) or 0)
-            assert waits.wait(links, 5.0) == [other]
+            assert waits.wait(links, 30.0) == [other]
             assert other.receive() == []
         finally:
             process.kill()
-        assert waits.wait(links, 10.0) == [other]
+        assert waits.wait(links, 30.0) == [other]
     with pytest.raises(TransportError, match=f"process {process.pid} is dead"):
         other.receive()
 
@@ -94,13 +94,13 @@ def test_a_nudge_ends_a_wait_and_leaves_nothing_for_the_next() -> None:
 
     def wait() -> None:
         begun.set()
-        ended.append(waits.wait((), 10.0, seen))
+        ended.append(waits.wait((), 60.0, seen))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    assert begun.wait(5.0)
+    assert begun.wait(30.0)
     waker.nudge()
-    waiting.join(5.0)
+    waiting.join(30.0)
     assert ended == [[]]
     seen = waker.fired
     waker.nudge()
@@ -108,4 +108,4 @@ def test_a_nudge_ends_a_wait_and_leaves_nothing_for_the_next() -> None:
     assert waits.wait((), None, seen) == [], "it does not block"
     threading.Timer(0.05, waker.fire).start()
     seen = waker.fired
-    assert (waits.wait((), 10.0, seen), waker.fired) == ([], seen + 1), "it has waited"
+    assert (waits.wait((), 60.0, seen), waker.fired) == ([], seen + 1), "it has waited"

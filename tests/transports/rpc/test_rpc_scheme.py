@@ -524,7 +524,12 @@ class _Lines(logging.Handler):
 def _send_critic(setup: WorkerSetup, name: str) -> Any:
     with RPCWeightSyncScheme() as scheme:
         scheme.init_on_sender("critic", collector_infos=[name], model=small(1.0))
-        return scheme.get_sender().send(timeout=1.0, on_failure="report")[0]
+        sender, waited = scheme.get_sender(), Deadline(PATIENCE)
+        sender.send_async()
+        while True:
+            outcome = sender.wait_async(timeout=0.05, on_failure="report")[0]
+            if "none of 'critic'" in outcome.reason or waited.passed:
+                return outcome
 
 
 def test_a_handshake_for_another_model_id_is_told_at_both_sides(world: World) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, constants, filled, large
+from fleet import PATIENCE, constants, filled, free_port, large
 from torch import nn
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, TransportError, WeightReceiver, WeightSender
@@ -239,8 +238,7 @@ def test_a_worker_that_cannot_be_reached_passes_nothing_on_any_more(
     fleet_of: Callable[..., Fleet], sent: Counter[str]
 ) -> None:
     fleet = fleet_of(4)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    nobody = f"127.0.0.1:{free_port()}"
     for branch in fleet.branches:
         branch.address = nobody
     sent.clear()
@@ -302,7 +300,7 @@ def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
         assert fleet.send(1.0).ok
         fleet.close()
     for thread in set(threading.enumerate()) - threads:
-        thread.join(10)
+        thread.join(30)  # as in tests/conftest.py
 
     assert not set(threading.enumerate()) - threads
     until = time.monotonic() + 10

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Crew, WorkerSetup, filled, large
+from fleet import PATIENCE, Crew, WorkerSetup, filled, free_port, large
 from torch import nn
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, WeightSyncScheme
@@ -100,8 +100,7 @@ def test_a_torchrl_collectors_policy_gets_memory_of_its_own(store: Any) -> None:
 
 
 def test_a_collectors_port_plus_two_is_the_stores() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     context = Holder(large(), num_workers=1, tcp_port=str(port - 2))
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender(model_id="policy", context=context)

@@ -342,7 +342,7 @@ def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
         pair.sync()
         pair.close()
     for thread in set(threading.enumerate()) - threads:
-        thread.join(5)
+        thread.join(30)  # as in tests/conftest.py
 
     assert not set(threading.enumerate()) - threads
     until = time.monotonic() + 10

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
-from fleet import PATIENCE, Crew
+from fleet import PATIENCE, Crew, free_port
 from fleet_adapters import PipeFleet, RpcFleet, StoreFleet, lead_over_pipes
 from fleets import Fleet, Order
 from rpc_fleet import World, enter
@@ -104,8 +104,7 @@ class WiredWorld(World):
 
     def begin(self) -> None:
         """Let all of them join: worker 0 through the network."""
-        with socket.create_server((HERE, 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         everybody = [self.trainer, *self.workers]
         for rank, (name, process) in enumerate(zip(["trainer", *self.names], everybody, strict=True)):
             if rank == 1:

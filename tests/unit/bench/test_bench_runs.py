@@ -287,7 +287,7 @@ def test_every_process_ends_with_the_command_however_it_is_ended(end: signal.Sig
         assert process.stdout is not None
         rest = process.stdout.read()
 
-        assert process.wait(30) == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[end]
+        assert process.wait(60) == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[end]
         assert_all_gone(mark)
         if end is signal.SIGINT:
             assert rest.splitlines()[-1] == "weightsync: interrupted; all workers have ended."

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,10 +156,10 @@ def test_engines_that_are_installed_are_named_without_being_imported(monkeypatch
 def test_a_name_that_does_not_resolve_or_takes_too_long_limits_the_schemes_that_need_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    unknown, answered = _probes.own_name(_refuse(errno.ENOENT)), threading.Event()
     monkeypatch.setattr(_probes, "_LOOKUP_S", 0.05)
-
-    unknown = _probes.own_name(_refuse(errno.ENOENT))
-    slow = _probes.own_name(lambda _: time.sleep(1))
+    slow = _probes.own_name(lambda _: answered.wait(60))
+    answered.set()
 
     assert [found.status for found in (unknown, slow)] == [Status.LIMITED] * 2
     assert "does not resolve" in unknown.detail

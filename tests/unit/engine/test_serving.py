@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillWaiting
@@ -84,6 +85,12 @@ def test_a_swap_waits_for_no_forward_unless_it_is_told_to(lock: ServingLock, bes
     assert (free(lock), beside.does(lock.mine)) == (True, False)
     beside.does(lock.leave)  # nothing was entered: nothing ends
     assert free(lock) is True
+
+
+def await_waiter(lock: ServingLock) -> None:
+    """Wait until another thread waits for the model."""
+    while not lock._waiters:
+        time.sleep(0.001)
 
 
 def test_a_swap_that_may_wait_goes_on_when_the_last_forward_ends(lock: ServingLock, beside: Beside) -> None:
@@ -185,8 +192,7 @@ def test_a_forward_lets_those_go_first_that_wait_to_change_the_model(
 
     lock.enter()
     changing = beside.begin(change)
-    with pytest.raises(StillWaiting):
-        changing.result(WHILE)
+    await_waiter(lock)
     serving = third.begin(serve)
     with pytest.raises(StillWaiting):
         serving.result(WHILE)
@@ -194,7 +200,8 @@ def test_a_forward_lets_those_go_first_that_wait_to_change_the_model(
     lock.leave()
     lock.leave()
 
-    serving.result(PATIENCE)
+    for each in (changing, serving):
+        each.result(PATIENCE)
     assert order == ["changed", "served"]
     third.end()
 
@@ -283,8 +290,7 @@ def test_a_forward_wakes_nobody_where_nobody_waits_whoever_waited_before(lock: S
 
     lock.enter()
     waits = beside.begin(lambda: lock.begin_swap(PATIENCE))
-    with pytest.raises(StillWaiting):
-        waits.result(WHILE)
+    await_waiter(lock)
     assert "notify_all" in called(lock.leave)
     assert waits.result(PATIENCE)
     lock.end_swap()

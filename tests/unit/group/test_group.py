@@ -47,6 +47,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.group import ranks, stack_dump
 from weightsync.protocol import sender as pure
+from weightsync.testing import FakeClock
 from weightsync.transports.process import ProcessWatch
 
 
@@ -296,11 +297,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_a_worker_that_gives_no_result_within_its_deadline_is_killed_and_restarted(make: Make) -> None:
-    with make(workers.go_silent_first, max_restarts=1, restart_delay=0.0, deadline=0.5) as group:
-        assert [result.value for result in group.results()] == [0, 1]
+    rules = {"max_restarts": 1, "restart_delay": 0.0, "deadline": 60.0}
+    with FakeClock() as clock, make(workers.go_silent_first, **rules) as group:
+        results = group.results()
+        assert next(results).value == 0
+        clock.advance(61)
+        assert [result.value for result in results] == [1]
         failure = group.failures[0]
         assert re.search(
-            r"gave no result for 0.5 s, and was killed; it was at line \d+ of .*workers.py", failure.reason
+            r"gave no result for 60.0 s, and was killed; it was at line \d+ of .*workers.py", failure.reason
         )
         assert "in go_silent_first" in failure.remote_traceback
 

@@ -146,22 +146,31 @@ def test_results_of_several_threads_arrive_whole_and_never_more_than_there_is_ro
     worker.close()
 
 
-def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next() -> None:
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=2)
+    struck = threading.Event()
 
     def interrupt(*_: object) -> None:
-        raise Interrupt
+        if not struck.is_set():
+            struck.set()
+            raise Interrupt
+
+    def strike() -> None:
+        """Once a part is written. Again and again: a signal that comes just before a wait does not end it."""
+        select.select([near], [], [], 60)
+        while not struck.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, interrupt)
+    striking = threading.Thread(target=strike)
+    striking.start()
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Interrupt):
             worker.put(bytes(1 << 24), tuple)  # nobody reads
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        struck.set()
+        striking.join()
         signal.signal(signal.SIGALRM, before)
     thread = threading.Thread(target=worker.put, args=("next", tuple))
     thread.start()
