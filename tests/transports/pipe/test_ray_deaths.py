@@ -15,7 +15,7 @@ from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncAct
 from weightsync.protocol.messages import Hello, Update
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import CallLink
+from weightsync.transports.calls.client import EARLY, CallLink
 from weightsync.transports.ray import client as module
 from weightsync.transports.ray import session
 
@@ -134,6 +134,23 @@ def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch)
 
     assert not watch.later
     assert len(actor.calls) == 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_call_that_was_repeated_a_thousand_times_still_ends(watch: ActorWatch, early: bool) -> None:
+    actor = Actor()
+    answers = with_our_receiver(actor).start(Hello(model_id="m", incarnation=1), None)
+    for _ in range(1000):
+        if early:
+            actor.calls[-1].set_result([EARLY + b"earlier calls have not arrived"])
+        else:
+            actor.calls[-1].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+            watch.later.pop()()
+
+    actor.calls[-1].set_result([])
+
+    assert answers.done()
+    assert answers.result() == []
 
 
 @pytest.mark.parametrize("restarts", [True, False])

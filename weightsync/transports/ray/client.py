@@ -85,15 +85,18 @@ class _RayCallClient:
     def _begin(self, call: _Call) -> Answers:
         """Begin a call. One that is to be repeated ends with its repetition."""
         answers: Answers = Future()
+        self._submit(answers, call)
+        self._calls.add(answers)
+        answers.add_done_callback(self._calls.discard)
+        ACTOR_WATCH.attend(answers, self._peer)
+        return answers
+
+    def _submit(self, answers: Answers, call: _Call) -> None:
         try:
             raw = call.submit().future()
         except Exception as error:
             raise TransportError(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
-        self._calls.add(answers)
-        answers.add_done_callback(self._calls.discard)
-        ACTOR_WATCH.attend(answers, self._peer)
         raw.add_done_callback(lambda over: self._ended(answers, over, call))
-        return answers
 
     def _ended(self, answers: Answers, over: Future[Any], call: _Call) -> None:
         """Settle a call that has ended, or repeat it. Runs in a thread of Ray's."""
@@ -120,11 +123,9 @@ class _RayCallClient:
             return
         try:
             self._session.require()
-            repeated = self._begin(call)
+            self._submit(answers, call)
         except Exception as failed:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=failed)
-            return
-        repeated.add_done_callback(lambda over: _complete_like(answers, over))
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
@@ -139,14 +140,6 @@ class _RayCallClient:
         """Ray's object store did not take the weights: the worker has heard of nothing."""
         reason = f"Ray's object store did not take the weights: {plain(str(error))}"
         return answered(refusal(update, reason, evidence=Evidence.NONE))
-
-
-def _complete_like(answers: Answers, over: Answers) -> None:
-    error = over.exception()
-    if isinstance(error, Exception):
-        settle(answers, error=error)
-    else:
-        settle(answers, over.result())
 
 
 def _exceptions() -> Any:
