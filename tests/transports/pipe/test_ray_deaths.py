@@ -15,7 +15,7 @@ from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncAct
 from weightsync.protocol.messages import Hello, Update
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, CallLink
+from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink
 from weightsync.transports.ray import client as module
 from weightsync.transports.ray import session
 
@@ -151,6 +151,27 @@ def test_a_call_that_was_repeated_a_thousand_times_still_ends(watch: ActorWatch,
 
     assert answers.done()
     assert answers.result() == []
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: bool) -> None:
+    """Otherwise the call has overtaken its link's handshake, and is repeated."""
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    if met:
+        actor.calls[0].set_result([])
+    link.send(UPDATE, buffer)
+
+    actor.calls[1].set_result([UNKNOWN + b"the actor was restarted"])
+
+    if met:
+        with pytest.raises(TransportError, match="was restarted"):
+            link.receive()
+    else:
+        assert link.receive() == []
+    assert len(actor.calls) == (2 if met else 3)
+    link.close()
 
 
 @pytest.mark.parametrize("restarts", [True, False])

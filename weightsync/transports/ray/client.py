@@ -16,7 +16,7 @@ from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, Answers, GivenUp
+from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, UNKNOWN, Answers, GivenUp
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
@@ -184,11 +184,11 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             except ray.exceptions.RayError as error:
                 self._unsent_layout = message.layout
                 return self._full(message, error)
-        lost, number = tuple(self._lost), self._next
+        lost, number, met = tuple(self._lost), self._next, self._handshake is not None and self._handshake.done()
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
         call = _Call(
             lambda: self._call.remote(*arguments),
-            lambda over: self._answers_of(message, number, over),
+            lambda over: self._answers_of(message, number, met, over),
             lambda: self._call_again(number),
         )
         answers = self._begin(call)
@@ -221,12 +221,15 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             return update, bytes(payload.view[: update.nbytes])
         return update, self._put(update, payload)
 
-    def _answers_of(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
+    def _answers_of(self, message: Message, number: int, met: bool, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             frames = self._shared.without_mark(over.result())
-            if isinstance(frames, list) and frames and frames[0].startswith(EARLY):
-                raise _OutOfOrderCall(f"{self._peer} ended its link: {frames[0].removeprefix(EARLY).decode()}")
+            if isinstance(frames, list) and frames and frames[0].startswith((EARLY, UNKNOWN)):
+                # Once the actor has answered the handshake, only a restart can make it forget the link.
+                forgotten = met and frames[0].startswith(UNKNOWN)
+                error_type = TransportError if forgotten else _OutOfOrderCall
+                raise error_type(f"{self._peer} ended its link: {frames[0][len(EARLY) :].decode()}")
             messages = self._seal.brought(frames)
             self._shared.heard(messages)
             return messages
