@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from missing import not_tested
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncActor
-from weightsync.protocol.messages import Hello, Update
+from weightsync.protocol.messages import Hello, Refusal, Update
+from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink
@@ -74,8 +76,11 @@ class Actor:
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
+        self.full = False
 
     def remote(self, *_: Any) -> Actor:
+        if self.full:
+            raise ray.exceptions.PendingCallsLimitExceeded("more than 2 tasks are queued on the actor")
         self.calls.append(Future())
         return self
 
@@ -118,6 +123,34 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     with pytest.raises(TransportError, match="worker 0 did not return"):
         link.receive()
     assert not buffer.pinned
+    link.close()
+
+
+@pytest.mark.parametrize("call_client", [with_our_receiver, without])
+def test_an_actor_whose_queue_is_full_refuses_and_takes_the_next_version(call_client: Callable[[Actor], Any]) -> None:
+    """It has reached its ``max_pending_calls``, and lives."""
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(call_client(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    for call in actor.calls:
+        call.set_result([])
+    link.receive()
+    actor.full = True
+
+    link.send(UPDATE, buffer)
+
+    (received,) = link.receive()
+    refusal = received.message
+    assert isinstance(refusal, Refusal)
+    assert (refusal.version, refusal.evidence) == (1, Evidence.NONE)
+    assert "more than 2 tasks are queued" in refusal.reason
+    assert not buffer.pinned
+    actor.full = False
+    calls = len(actor.calls)
+    link.send(replace(UPDATE, version=2), buffer)
+    assert len(actor.calls) == calls + 1
+    assert link.receive() == []
+    actor.calls[-1].set_result([])
     link.close()
 
 

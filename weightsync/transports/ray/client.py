@@ -30,6 +30,10 @@ WAY: Final = "ray"
 INLINE_NBYTES: Final = 64 * 1024
 
 
+class _TooManyCalls(TransportError):
+    """As many calls of this process wait for the actor as its ``max_pending_calls`` allows: it takes no other now."""
+
+
 class _OutOfOrderCall(TransportError):
     """The actor's event loop has not run a call of this link that was begun before this one."""
 
@@ -95,7 +99,9 @@ class _RayCallClient:
         try:
             raw = call.submit().future()
         except Exception as error:
-            raise TransportError(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
+            full = isinstance(error, _exceptions().PendingCallsLimitExceeded)
+            kind = _TooManyCalls if full else TransportError
+            raise kind(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
         raw.add_done_callback(lambda over: self._ended(answers, over, call))
 
     def _ended(self, answers: Answers, over: Future[Any], call: _Call) -> None:
@@ -137,8 +143,10 @@ class _RayCallClient:
         return lost
 
     def _full(self, update: Update, error: BaseException) -> Answers:
-        """Ray's object store did not take the weights: the worker has heard of nothing."""
-        reason = f"Ray's object store did not take the weights: {plain(str(error))}"
+        """Ray's object store took no weights, or the actor's queue no call: the worker has heard of nothing."""
+        reason = plain(str(error))
+        if not isinstance(error, _TooManyCalls):
+            reason = f"Ray's object store did not take the weights: {reason}"
         return answered(refusal(update, reason, evidence=Evidence.NONE))
 
 
@@ -191,7 +199,15 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             lambda over: self._answers_of(message, number, met, over),
             lambda: self._call_again(number),
         )
-        answers = self._begin(call)
+        try:
+            answers = self._begin(call)
+        except _TooManyCalls as error:
+            if not isinstance(message, Update):
+                raise
+            self._unsent_layout = message.layout
+            answers = self._full(message, error)
+            self._shared.heard(answers.result())
+            return answers
         if isinstance(message, Hello):
             self._handshake = answers
         self._next += 1
@@ -270,9 +286,9 @@ class PlainActorCallClient(_RayCallClient):
         def call(update: Update) -> Answers:
             try:
                 ref = self._put(update, payload)
-            except ray.exceptions.RayError as error:
+                return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
+            except (ray.exceptions.RayError, _TooManyCalls) as error:
                 return self._full(update, error)
-            return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
 
         return start_call(message, self._peer, call)
 
