@@ -49,7 +49,7 @@ Answer = concurrent.futures.Future[Frames]
 
 
 class _OutOfOrderCall(Exception):
-    """This call would have to wait longer than it may block the event loop, for instance for earlier calls.
+    """This call would have to wait, for instance for earlier calls, in a thread that must not: the sender repeats it.
 
     Args:
         mark: what the answer begins with.
@@ -187,7 +187,9 @@ class ActorServer:
             threading.Event().wait(STEP)
 
     def _decide(self, parcel: Parcel, answer: Answer) -> None:
-        ordered = Deadline(STEP if _on_a_loop() else PATIENCE_FOR_ORDER)
+        # A serial actor runs no earlier call while it waits, and with a key that one may be repeated behind this one.
+        threaded = not _in_order() and not _on_a_loop()
+        ordered = Deadline(PATIENCE_FOR_ORDER if threaded else STEP)
         loop = Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
         timeout = 0.0
         while not answer.done():
@@ -197,10 +199,11 @@ class ActorServer:
                 return
             if self._call_server.awaits_turn(parcel):
                 if ordered.passed:
-                    raise _too_early(f"calls for {self.model_id!r} that were begun before this one have not arrived.")
+                    reason = f"calls for {self.model_id!r} that were begun before this one have not arrived."
+                    raise TransportError(reason) if threaded else _OutOfOrderCall(reason)
             elif loop.passed:
                 if self.receiver is not None and not self.receiver.serves_here:
-                    raise _too_early("another thread was in a forward, or in serving(), for a minute.")
+                    raise _OutOfOrderCall("another thread was in a forward, or in serving(), for a minute.")
                 raise StateError(
                     "receiver", "serving", "an update on the event loop", [], "Leave serving() before you await."
                 )
@@ -251,11 +254,6 @@ def _on_a_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _too_early(reason: str) -> Exception:
-    """Ends a call that cannot be decided yet. On an event loop, the sender repeats the call for a while."""
-    return _OutOfOrderCall(reason) if _on_a_loop() else TransportError(reason)
 
 
 def _in_order() -> bool:
