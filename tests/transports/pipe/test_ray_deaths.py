@@ -186,6 +186,29 @@ def test_a_call_that_was_repeated_a_thousand_times_still_ends(watch: ActorWatch,
     assert answers.result() == []
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> None:
+    """It may be async, or have threads: the older version could be the last to go live."""
+    actor = Actor()
+    call_client = without(actor)
+    first, second, third = (call_client.start(replace(UPDATE, version=version), None) for version in (1, 2, 3))
+    assert len(actor.calls) == 1
+
+    actor.calls[0].set_result(None)
+
+    assert first.done()
+    assert len(actor.calls) == 2
+    if dies:
+        actor.calls[1].set_exception(ray.exceptions.ActorDiedError())
+        assert isinstance(second.exception(), TransportError)
+        assert len(actor.calls) == 3
+        return
+    actor.calls[1].set_result(None)
+    assert not third.done()
+    actor.calls[2].set_result(None)
+    assert [answers.result()[0].version for answers in (first, second, third)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("met", [True, False])
 def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: bool) -> None:
     """Otherwise the call has overtaken its link's handshake, and is repeated."""

@@ -17,6 +17,7 @@ from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, UNKNOWN, Answers, GivenUp
+from weightsync.transports.calls.forwarding import CallsInTurn
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
@@ -278,6 +279,7 @@ class PlainActorCallClient(_RayCallClient):
     def __init__(self, call: Callable[[Any], Any], peer: str, rows: ObjectCaches) -> None:
         super().__init__(peer, rows)
         self._call = call
+        self._in_turn = CallsInTurn()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
@@ -286,11 +288,18 @@ class PlainActorCallClient(_RayCallClient):
         def call(update: Update) -> Answers:
             try:
                 ref = self._put(update, payload)
-                return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
-            except (ray.exceptions.RayError, _TooManyCalls) as error:
+            except ray.exceptions.RayError as error:
                 return self._full(update, error)
+            return self._in_turn.begin(lambda: self._deliver(update, ref))
 
         return start_call(message, self._peer, call)
+
+    def _deliver(self, update: Update, ref: Any) -> Answers:
+        self._session.require()
+        try:
+            return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
+        except _TooManyCalls as error:
+            return self._full(update, error)
 
     def _answers_of(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
