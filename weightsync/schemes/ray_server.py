@@ -29,7 +29,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
-from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER
+from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, UNKNOWN
 from weightsync.transports.calls.same_host import Place
 from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
 from weightsync.transports.calls.without_receiver import another_model, rejection
@@ -49,7 +49,15 @@ Answer = concurrent.futures.Future[Frames]
 
 
 class _OutOfOrderCall(Exception):
-    """This call would have to wait longer than it may block the event loop, for instance for earlier calls."""
+    """This call would have to wait, for instance for earlier calls, in a thread that must not: the sender repeats it.
+
+    Args:
+        mark: what the answer begins with.
+    """
+
+    def __init__(self, reason: str, mark: bytes = EARLY) -> None:
+        super().__init__(reason)
+        self.mark = mark
 
 
 class ActorServer:
@@ -126,7 +134,7 @@ class ActorServer:
         try:
             return self._decided(parcel, lost)
         except _OutOfOrderCall as early:
-            return [EARLY + str(early).encode()]
+            return [early.mark + str(early).encode()]
         except BaseException:
             self._unanswered.pop(parcel.link, None)
             self._call_server.drop(parcel)
@@ -167,18 +175,22 @@ class ActorServer:
         return [codec.encode(rejection(codec.decode(parcel.frame), reason))]
 
     def _require_known(self, parcel: Parcel) -> None:
-        """Refuse a link whose first call this actor has not seen: the actor was restarted since then."""
-        patience = Deadline(0.0 if _in_order() else _patience_for_order())
+        """Refuse a link whose first call has not arrived. The sender knows whether that means a restart."""
+        patience = Deadline(0.0 if _in_order() else STEP)
         while parcel.number and not self._call_server.knows(parcel.link):
             if patience.passed:
-                raise _too_early(
+                reason = (
                     f"this actor does not know the sender that calls for {self.model_id!r}: the actor was restarted. "
                     "add_worker() makes a new handshake."
                 )
+                raise TransportError(reason) if _in_order() else _OutOfOrderCall(reason, UNKNOWN)
             threading.Event().wait(STEP)
 
     def _decide(self, parcel: Parcel, answer: Answer) -> None:
-        ordered, loop = Deadline(_patience_for_order()), Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
+        # A serial actor runs no earlier call while it waits, and with a key that one may be repeated behind this one.
+        threaded = not _in_order() and not _on_a_loop()
+        ordered = Deadline(PATIENCE_FOR_ORDER if threaded else STEP)
+        loop = Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
         timeout = 0.0
         while not answer.done():
             self._drive(answer, timeout)
@@ -187,10 +199,11 @@ class ActorServer:
                 return
             if self._call_server.awaits_turn(parcel):
                 if ordered.passed:
-                    raise _too_early(f"calls for {self.model_id!r} that were begun before this one have not arrived.")
+                    reason = f"calls for {self.model_id!r} that were begun before this one have not arrived."
+                    raise TransportError(reason) if threaded else _OutOfOrderCall(reason)
             elif loop.passed:
                 if self.receiver is not None and not self.receiver.serves_here:
-                    raise _too_early("another thread was in a forward, or in serving(), for a minute.")
+                    raise _OutOfOrderCall("another thread was in a forward, or in serving(), for a minute.")
                 raise StateError(
                     "receiver", "serving", "an update on the event loop", [], "Leave serving() before you await."
                 )
@@ -241,15 +254,6 @@ def _on_a_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _patience_for_order() -> float:
-    return STEP if _on_a_loop() else PATIENCE_FOR_ORDER
-
-
-def _too_early(reason: str) -> Exception:
-    """Ends a call that cannot be decided yet. On an event loop, the sender repeats the call for a while."""
-    return _OutOfOrderCall(reason) if _on_a_loop() else TransportError(reason)
 
 
 def _in_order() -> bool:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 from missing import not_tested
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncActor
-from weightsync.protocol.messages import Hello, Update
+from weightsync.protocol.messages import Hello, Refusal, Update
+from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import CallLink
+from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink
 from weightsync.transports.ray import client as module
 from weightsync.transports.ray import session
 
@@ -74,8 +76,11 @@ class Actor:
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
+        self.full = False
 
     def remote(self, *_: Any) -> Actor:
+        if self.full:
+            raise ray.exceptions.PendingCallsLimitExceeded("more than 2 tasks are queued on the actor")
         self.calls.append(Future())
         return self
 
@@ -121,6 +126,34 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     link.close()
 
 
+@pytest.mark.parametrize("call_client", [with_our_receiver, without])
+def test_an_actor_whose_queue_is_full_refuses_and_takes_the_next_version(call_client: Callable[[Actor], Any]) -> None:
+    """It has reached its ``max_pending_calls``, and lives."""
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(call_client(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    for call in actor.calls:
+        call.set_result([])
+    link.receive()
+    actor.full = True
+
+    link.send(UPDATE, buffer)
+
+    (received,) = link.receive()
+    refusal = received.message
+    assert isinstance(refusal, Refusal)
+    assert (refusal.version, refusal.evidence) == (1, Evidence.NONE)
+    assert "more than 2 tasks are queued" in refusal.reason
+    assert not buffer.pinned
+    actor.full = False
+    calls = len(actor.calls)
+    link.send(replace(UPDATE, version=2), buffer)
+    assert len(actor.calls) == calls + 1
+    assert link.receive() == []
+    actor.calls[-1].set_result([])
+    link.close()
+
+
 def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
     actor = Actor()
     link = CallLink(with_our_receiver(actor), "worker 0")
@@ -134,6 +167,67 @@ def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch)
 
     assert not watch.later
     assert len(actor.calls) == 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_call_that_was_repeated_a_thousand_times_still_ends(watch: ActorWatch, early: bool) -> None:
+    actor = Actor()
+    answers = with_our_receiver(actor).start(Hello(model_id="m", incarnation=1), None)
+    for _ in range(1000):
+        if early:
+            actor.calls[-1].set_result([EARLY + b"earlier calls have not arrived"])
+        else:
+            actor.calls[-1].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+            watch.later.pop()()
+
+    actor.calls[-1].set_result([])
+
+    assert answers.done()
+    assert answers.result() == []
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> None:
+    """It may be async, or have threads: the older version could be the last to go live."""
+    actor = Actor()
+    call_client = without(actor)
+    first, second, third = (call_client.start(replace(UPDATE, version=version), None) for version in (1, 2, 3))
+    assert len(actor.calls) == 1
+
+    actor.calls[0].set_result(None)
+
+    assert first.done()
+    assert len(actor.calls) == 2
+    if dies:
+        actor.calls[1].set_exception(ray.exceptions.ActorDiedError())
+        assert isinstance(second.exception(), TransportError)
+        assert len(actor.calls) == 3
+        return
+    actor.calls[1].set_result(None)
+    assert not third.done()
+    actor.calls[2].set_result(None)
+    assert [answers.result()[0].version for answers in (first, second, third)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: bool) -> None:
+    """Otherwise the call has overtaken its link's handshake, and is repeated."""
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    if met:
+        actor.calls[0].set_result([])
+    link.send(UPDATE, buffer)
+
+    actor.calls[1].set_result([UNKNOWN + b"the actor was restarted"])
+
+    if met:
+        with pytest.raises(TransportError, match="was restarted"):
+            link.receive()
+    else:
+        assert link.receive() == []
+    assert len(actor.calls) == (2 if met else 3)
+    link.close()
 
 
 @pytest.mark.parametrize("restarts", [True, False])

@@ -6,9 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray_fleet import PATIENCE, Collector, Stranger, init_by_hand, ray, small
+from ray_fleet import PATIENCE, Bench, Collector, Stranger, init_by_hand, ray, small
+from tensordict import TensorDict
 
-from weightsync import ConfigurationError, Evidence, RayTransport, RayWeightSyncScheme, WorkerLostError
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    RayTransport,
+    RayWeightSyncScheme,
+    RayWeightUpdater,
+    WorkerLostError,
+)
 
 
 def get(ref: Any) -> Any:
@@ -81,6 +89,26 @@ def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
         assert transport.send_weights("policy", dict(small(4.0).state_dict())).ok
 
     assert get(collector.shows.remote()) == {4.0}
+
+
+def test_the_end_of_a_call_is_awaited_also_if_the_method_is_declared_without_a_result(
+    cluster: Any, trainer: Any
+) -> None:
+    """Ray gives its caller nothing to wait for, unless one result is asked for."""
+
+    class Silent(Bench):
+        @ray.method(num_returns=0)
+        def update_policy_weights_(self, policy_or_weights: Any) -> None:
+            self.policy.load_state_dict(dict(policy_or_weights))
+
+    silent = ray.remote(num_cpus=0)(Silent).remote()
+
+    assert trainer([silent], small(1.0)).send(timeout=PATIENCE)[0].evidence is Evidence.CALL
+    assert get(silent.shows.remote()) == {1.0}
+    updater = RayWeightUpdater(TensorDict(small(2.0).state_dict()), [silent])
+    assert updater.push_weights(timeout=PATIENCE).ok
+    assert get(silent.shows.remote()) == {2.0}
+    ray.kill(silent)
 
 
 @pytest.mark.parametrize("how", ["model", "context"])

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fleet import PATIENCE, WorkerSetup, constants, small
+from msgspec.structs import replace
 from rpc_fleet import World, attempt, command, listen, odd, retire, send, shows, take
 from tensordict import TensorDict
 from torch.distributed import rpc
 
 from weightsync import Evidence, OutcomeKind, RefusedError, RPCWeightSyncScheme, WorkerLostError
+from weightsync.protocol.messages import Update
+from weightsync.schemes.peers import collectors
 
 
 class Collector:
@@ -257,3 +262,27 @@ def test_a_collector_that_is_killed_is_lost(short_lived: Callable[..., World]) -
     assert isinstance(error, WorkerLostError)
     assert list(error.lost) == [0]
     assert world.trainer.do(shown, 1)[1] == {2.0}
+
+
+def test_a_collector_never_has_two_versions_to_take_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RPC runs calls in several threads: the older version could be the last to go live."""
+    begun: list[Future[Any]] = []
+
+    def begin(*_: Any) -> Future[Any]:
+        begun.append(Future())
+        return begun[-1]
+
+    monkeypatch.setattr(collectors, "begin", begin)
+    presenter: Any = SimpleNamespace(present=lambda *_: SimpleNamespace(weights=None))
+    call_client = collectors.CollectorCallClient(lambda _: torch.futures.Future(), "worker 0", presenter, lambda: None)
+    update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=0)
+    first, second = (call_client.start(replace(update, version=version), None) for version in (1, 2))
+    assert len(begun) == 1
+
+    begun[0].set_result([])
+
+    assert first.done()
+    assert not second.done()
+    assert len(begun) == 2
+    begun[1].set_result([])
+    assert second.done()

@@ -21,7 +21,7 @@ from weightsync.schemes.peers.base import SharedPresenter, SharedWeights
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
-from weightsync.transports.calls.forwarding import ForwardingClient, complete_like
+from weightsync.transports.calls.forwarding import CallsInTurn, ForwardingClient, complete_like
 from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
@@ -203,6 +203,7 @@ class CollectorCallClient:
         self._form = form
         self._peer = peer
         self._presenter = presenter
+        self._in_turn = CallsInTurn()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
@@ -211,7 +212,8 @@ class CollectorCallClient:
     def _deliver(self, update: Update, payload: Buffer | None) -> Answers:
         shared = self._presenter.present(update, payload, self._form())
         # The call keeps the weights alive for the links that present the same version.
-        return begin(self._peer, lambda: self._call(shared.weights), lambda over: self._answers(update, shared, over))
+        said = functools.partial(self._answers, update, shared)
+        return self._in_turn.begin(lambda: begin(self._peer, lambda: self._call(shared.weights), said))
 
     def _answers(self, update: Update, _: SharedWeights, over: torch.futures.Future[Any]) -> Sequence[Message]:
         try:

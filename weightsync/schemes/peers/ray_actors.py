@@ -180,7 +180,14 @@ def _parameters(method: Any) -> set[str]:
 
 
 def _calling(name: str, method: Any) -> Callable[[Any], Any]:
-    return lambda ref: method.remote(**{ARGUMENTS[name]: ref})
+    once = returning_once(method)
+    return lambda ref: once.remote(**{ARGUMENTS[name]: ref})
+
+
+def returning_once(method: Any) -> Any:
+    """An actor's method with one result, whatever its ``num_returns``: the result is how we learn of the call's end."""
+    options = optional(method, "options")
+    return method if options is MISSING else options(num_returns=1)
 
 
 def _array(_: Update, payload: memoryview) -> numpy.ndarray[Any, Any]:

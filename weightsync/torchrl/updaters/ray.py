@@ -13,7 +13,7 @@ from torch import Tensor
 from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol.report import OutcomeKind, SyncReport
-from weightsync.schemes.peers.ray_actors import POLICY_METHOD, method_of
+from weightsync.schemes.peers.ray_actors import POLICY_METHOD, method_of, returning_once
 from weightsync.torchrl.updaters.base import WeightUpdaterBase
 from weightsync.torchrl.updaters.calls import Raised
 from weightsync.torchrl.updaters.local import got
@@ -126,7 +126,7 @@ def _method_of(actor: Any, worker: int) -> Any:
             f"worker {worker} is an actor without {POLICY_METHOD}(weights): give its class this method, or use a "
             "RayWeightSyncScheme. Nothing was sent to it."
         )
-    return method
+    return returning_once(method)
 
 
 def _at_home(weights: Any) -> Any:

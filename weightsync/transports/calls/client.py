@@ -32,6 +32,8 @@ PATIENCE_FOR_ORDER: Final = 60.0
 #: A frame in place of answers, followed by the reason: the call came before calls that were begun earlier, in a thread
 #: that must not wait for them. It is to be repeated.
 EARLY: Final = b"WSYE"
+#: The same, from a worker that does not know the call's link: it comes before the handshake, or after a restart.
+UNKNOWN: Final = b"WSYU"
 
 
 class CallClient(Protocol):

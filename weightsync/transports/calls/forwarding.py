@@ -1,4 +1,4 @@
-"""A call client that first finds out whether our receiver listens at the other end."""
+"""A call client that first asks whether our receiver listens at the other end, and calls that wait for others."""
 
 from __future__ import annotations
 
@@ -104,3 +104,33 @@ def complete_like(answers: Future[Any], over: Future[Any]) -> None:
         answers.set_result(over.result())
     else:
         answers.set_exception(error)
+
+
+class CallsInTurn:
+    """Begins each call once the one before it has ended.
+
+    A worker that runs two calls side by side, as async and threaded ones do, could end with the older version.
+    """
+
+    def __init__(self) -> None:
+        self._last: Answers | None = None
+
+    def begin(self, call: Callable[[], Answers]) -> Answers:
+        """Begin a call, now or later. Raises TransportError: as ``call`` does, if it is begun now."""
+        last = self._last
+        if last is None or last.done():
+            self._last = call()
+            return self._last
+        answers: Answers = Future()
+        self._last = answers
+        last.add_done_callback(lambda _: _begin_late(answers, call))
+        return answers
+
+
+def _begin_late(answers: Answers, call: Callable[[], Answers]) -> None:
+    try:
+        begun = call()
+    except Exception as error:  # noqa: BLE001 - raised to the call that waits for the answers
+        answers.set_exception(error)
+    else:
+        begun.add_done_callback(functools.partial(complete_like, answers))

@@ -16,7 +16,8 @@ from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, Answers, GivenUp
+from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, UNKNOWN, Answers, GivenUp
+from weightsync.transports.calls.forwarding import CallsInTurn
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
@@ -28,6 +29,10 @@ from weightsync.transports.sealing import Challenged, Identity, new_name, seal_o
 WAY: Final = "ray"
 #: Ray passes arguments up to 100 KB with the call itself. Larger payloads are put into its object store.
 INLINE_NBYTES: Final = 64 * 1024
+
+
+class _TooManyCalls(TransportError):
+    """As many calls of this process wait for the actor as its ``max_pending_calls`` allows: it takes no other now."""
 
 
 class _OutOfOrderCall(TransportError):
@@ -85,15 +90,20 @@ class _RayCallClient:
     def _begin(self, call: _Call) -> Answers:
         """Begin a call. One that is to be repeated ends with its repetition."""
         answers: Answers = Future()
-        try:
-            raw = call.submit().future()
-        except Exception as error:
-            raise TransportError(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
+        self._submit(answers, call)
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
         ACTOR_WATCH.attend(answers, self._peer)
-        raw.add_done_callback(lambda over: self._ended(answers, over, call))
         return answers
+
+    def _submit(self, answers: Answers, call: _Call) -> None:
+        try:
+            raw = call.submit().future()
+        except Exception as error:
+            full = isinstance(error, _exceptions().PendingCallsLimitExceeded)
+            kind = _TooManyCalls if full else TransportError
+            raise kind(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
+        raw.add_done_callback(lambda over: self._ended(answers, over, call))
 
     def _ended(self, answers: Answers, over: Future[Any], call: _Call) -> None:
         """Settle a call that has ended, or repeat it. Runs in a thread of Ray's."""
@@ -120,11 +130,9 @@ class _RayCallClient:
             return
         try:
             self._session.require()
-            repeated = self._begin(call)
+            self._submit(answers, call)
         except Exception as failed:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=failed)
-            return
-        repeated.add_done_callback(lambda over: _complete_like(answers, over))
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
@@ -136,17 +144,11 @@ class _RayCallClient:
         return lost
 
     def _full(self, update: Update, error: BaseException) -> Answers:
-        """Ray's object store did not take the weights: the worker has heard of nothing."""
-        reason = f"Ray's object store did not take the weights: {plain(str(error))}"
+        """Ray's object store took no weights, or the actor's queue no call: the worker has heard of nothing."""
+        reason = plain(str(error))
+        if not isinstance(error, _TooManyCalls):
+            reason = f"Ray's object store did not take the weights: {reason}"
         return answered(refusal(update, reason, evidence=Evidence.NONE))
-
-
-def _complete_like(answers: Answers, over: Answers) -> None:
-    error = over.exception()
-    if isinstance(error, Exception):
-        settle(answers, error=error)
-    else:
-        settle(answers, over.result())
 
 
 def _exceptions() -> Any:
@@ -191,14 +193,22 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             except ray.exceptions.RayError as error:
                 self._unsent_layout = message.layout
                 return self._full(message, error)
-        lost, number = tuple(self._lost), self._next
+        lost, number, met = tuple(self._lost), self._next, self._handshake is not None and self._handshake.done()
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
         call = _Call(
             lambda: self._call.remote(*arguments),
-            lambda over: self._answers_of(message, number, over),
+            lambda over: self._answers_of(message, number, met, over),
             lambda: self._call_again(number),
         )
-        answers = self._begin(call)
+        try:
+            answers = self._begin(call)
+        except _TooManyCalls as error:
+            if not isinstance(message, Update):
+                raise
+            self._unsent_layout = message.layout
+            answers = self._full(message, error)
+            self._shared.heard(answers.result())
+            return answers
         if isinstance(message, Hello):
             self._handshake = answers
         self._next += 1
@@ -228,12 +238,15 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             return update, bytes(payload.view[: update.nbytes])
         return update, self._put(update, payload)
 
-    def _answers_of(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
+    def _answers_of(self, message: Message, number: int, met: bool, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             frames = self._shared.without_mark(over.result())
-            if isinstance(frames, list) and frames and frames[0].startswith(EARLY):
-                raise _OutOfOrderCall(f"{self._peer} ended its link: {frames[0].removeprefix(EARLY).decode()}")
+            if isinstance(frames, list) and frames and frames[0].startswith((EARLY, UNKNOWN)):
+                # Once the actor has answered the handshake, only a restart can make it forget the link.
+                forgotten = met and frames[0].startswith(UNKNOWN)
+                error_type = TransportError if forgotten else _OutOfOrderCall
+                raise error_type(f"{self._peer} ended its link: {frames[0][len(EARLY) :].decode()}")
             messages = self._seal.brought(frames)
             self._shared.heard(messages)
             return messages
@@ -266,6 +279,7 @@ class PlainActorCallClient(_RayCallClient):
     def __init__(self, call: Callable[[Any], Any], peer: str, rows: ObjectCaches) -> None:
         super().__init__(peer, rows)
         self._call = call
+        self._in_turn = CallsInTurn()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
@@ -276,9 +290,16 @@ class PlainActorCallClient(_RayCallClient):
                 ref = self._put(update, payload)
             except ray.exceptions.RayError as error:
                 return self._full(update, error)
-            return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
+            return self._in_turn.begin(lambda: self._deliver(update, ref))
 
         return start_call(message, self._peer, call)
+
+    def _deliver(self, update: Update, ref: Any) -> Answers:
+        self._session.require()
+        try:
+            return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
+        except _TooManyCalls as error:
+            return self._full(update, error)
 
     def _answers_of(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
