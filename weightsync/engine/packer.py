@@ -28,7 +28,7 @@ from weightsync.weights.device.transfer import pack_from
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import pack, pack_digested
-from weightsync.weights.reading import Weights, is_module, read_weights
+from weightsync.weights.reading import Weights, is_module, read_weights, transient_buffers
 from weightsync.weights.selection import Selection
 from weightsync.weights.send_plan import SendPlan
 from weightsync.weights.strategy import WeightStrategy
@@ -386,10 +386,21 @@ class OutgoingWeights:
         if error is not None:
             message = (
                 f"{error} The model has {registered.summary()}. The weights have {given.summary()}. "
-                "No version was sent. If the workers have another model now, register it in the trainer first "
-                "(scheme.model = ...). To send the model's weights in another dtype, give the scheme a wire_dtype."
+                f"No version was sent. {self._advice(error)}"
             )
             raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
+
+    def _advice(self, error: LayoutError) -> str:
+        model = self._services.weights_to_send(None, self._driver.model_id, self._context())
+        if error.unexpected and transient_buffers(model).issuperset(error.unexpected):
+            return (
+                "Buffers that are not persistent are not sent, and TensorDict.from_module() has them: send the model "
+                "itself, or its state_dict()."
+            )
+        return (
+            "If the workers have another model now, register it in the trainer first (scheme.model = ...). To send the "
+            "model's weights in another dtype, give the scheme a wire_dtype."
+        )
 
     def _refuse_other_dtypes(self, given: Layout) -> None:
         """Refuse weights that `wire_dtype` does not bring to the dtypes that were agreed on.

@@ -76,6 +76,12 @@ def read_weights(source: object) -> Weights:
     return read_live(source)
 
 
+def transient_buffers(model: object) -> set[str]:
+    """The names of a module's buffers that are not persistent: `TensorDict.from_module` has them, a state dict not."""
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    return {f"{name}.{key}".lstrip(".") for name, owner in named for key in owner._non_persistent_buffers_set}
+
+
 def merges_into_others(model: nn.Module) -> bool:
     """Whether the weights that are read to be sent have other names than the model itself: adapters are merged."""
     return _is_mergeable(model) and read_weights(model).tensors.keys() != read_live(model).tensors.keys()

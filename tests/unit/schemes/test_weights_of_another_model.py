@@ -9,6 +9,7 @@ import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, small
 from pools import statistics
+from tensordict import TensorDict
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State
@@ -52,6 +53,17 @@ def test_other_weights_are_refused_in_the_trainer_which_names_both(
     assert (one.sender.version, one.sender.state, statistics(pool).pinned) == (1, State.READY, pinned)
     assert one.sync(state()).ok
     assert one.receiver.version == 2
+
+
+def test_a_tensordict_with_buffers_that_are_not_persistent_is_refused_with_advice(one: Pair) -> None:
+    one.sync()
+    one.source[1].register_buffer("mask", torch.ones(2), persistent=False)
+
+    with pytest.raises(LayoutError, match=r"unexpected '1.mask'.* send the model itself, or its state_dict\(\)"):
+        one.sender.send(TensorDict.from_module(one.source))
+    with pytest.raises(LayoutError, match="If the workers have another model now"):
+        one.sender.send({**one.source.state_dict(), "1.other": torch.ones(2)})
+    assert one.sync(one.source).ok
 
 
 def test_what_is_outstanding_is_not_given_up_for_weights_that_are_refused(one: Pair) -> None:
