@@ -81,12 +81,18 @@ class ServingLock:
             self._queued_since = Stopwatch()
         return max(0.0, PATIENCE - self._queued_since.seconds % _PERIOD)
 
-    def leave(self) -> None:
-        """End what this thread began last, if anything."""
-        own = threading.get_ident()
+    def leave(self, entry: ServingEntry = None) -> None:
+        """End what began with this entry, in whichever thread; None: what this thread began last, if anything.
+
+        Blocks of one thread may end in any order (tasks of asyncio), and in another thread (generators).
+        """
         with self._lock:
-            if own in self._serving:
-                self._pop(own)
+            if entry is None:
+                self._pop(threading.get_ident())
+                return
+            for thread, entries in list(self._serving.items()):
+                if entry in entries:
+                    self._pop(thread, entries.index(entry))
 
     def leave_forward(self) -> None:
         """End the forward that this thread began last. Do nothing if it began before its model was guarded."""
@@ -95,10 +101,13 @@ class ServingLock:
             if own in self._serving and isinstance(self._serving[own][-1], FrameType):
                 self._pop(own)
 
-    def _pop(self, own: int) -> None:
-        self._serving[own].pop()
-        if not self._serving[own]:
-            del self._serving[own]
+    def _pop(self, thread: int, index: int = -1) -> None:
+        """End one of the things that a thread began, if there is any."""
+        if thread not in self._serving:
+            return
+        self._serving[thread].pop(index)
+        if not self._serving[thread]:
+            del self._serving[thread]
             if self._waiters:
                 self._changed.notify_all()
 

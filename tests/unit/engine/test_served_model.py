@@ -273,7 +273,7 @@ def test_a_hook_does_not_change_the_model_that_a_version_is_being_applied_to(ask
 def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_version(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leave(self: ServingLock) -> None:
+    def leave(self: ServingLock, entry: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupted:
@@ -283,6 +283,25 @@ def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_
 
     assert pair.sync().ok
     assert not pair.receiver.serves_here
+
+
+@pytest.mark.parametrize("where", ["the same thread", "another thread"])
+def test_g3_a_serving_block_keeps_its_version_though_an_earlier_one_ends_before_it(pair: Pair, where: str) -> None:
+    """As tasks of asyncio do, and a generator that another thread ends."""
+    pair.sync(filled(pair.source, 1.0))
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as first:
+        if where == "the same thread":
+            first.enter_context(pair.receiver.serving())
+        else:
+            pool.submit(first.enter_context, pair.receiver.serving()).result(PATIENCE)
+        with pair.receiver.serving():
+            first.close()
+            pair.sender.send_async(filled(pair.source, 2.0))
+            assert not pool.submit(pair.receiver.receive, 0.1).result(PATIENCE)
+            assert constants(pair.model) == {1.0}
+        assert pair.receiver.receive(PATIENCE)
+        assert pair.sender.wait_async().ok
+    assert constants(pair.model) == {2.0}
 
 
 def test_a_receive_that_waits_for_a_serving_block_to_end_still_notices_that_it_is_closed(
