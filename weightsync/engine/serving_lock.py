@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
-from weakref import ref
+from weakref import WeakSet, ref
 
 from msgspec import Struct
 from torch import nn
@@ -21,6 +22,7 @@ from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
+from weightsync.transports.process import PerProcess
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_live
@@ -328,6 +330,11 @@ class ServedModel:
                 error,
             )
 
+    def leave_host_slot(self) -> None:
+        """Have the model leave its slot on the host before a fork: a child cannot answer for it. It uses no device."""
+        if self.target is not None and not self.target.devices:
+            self.target.leave()
+
     def _guard(self, model: Any) -> None:
         if self._listening.background_reader is not None:
             self._listening.background_reader.model_set(model)
@@ -397,6 +404,7 @@ class ServedModel:
             )
         self.target = target = self._target_of(self.model)
         self._driver.layout, self._driver.devices = target.demanded, target.devices
+        _forks.add(self)
         return target
 
     def _target_of(self, model: Any) -> Target:
@@ -421,3 +429,40 @@ class ServedModel:
         pending = self._driver.pending
         assert pending is not None
         return pending.update.version
+
+
+class _Forks(PerProcess):
+    """Has this process fork between two versions, with no model in a slot.
+
+    A trainer fills a slot again once this process has acked a newer version, of which a forked child knows nothing.
+    """
+
+    def _begin(self) -> None:
+        self._served: WeakSet[ServedModel] = WeakSet()
+        #: Of each thread that forks: the block in which it does.
+        self._forking = threading.local()
+
+    def add(self, served: ServedModel) -> None:
+        """Keep its versions apart from forks."""
+        with self._lock:
+            self._served.add(served)
+
+    def _all(self) -> list[ServedModel]:
+        with self._lock:
+            return list(self._served)
+
+    def before(self) -> None:
+        """Wait for swaps to end, and begin none until `after`."""
+        self._forking.block = ServingBlock()
+        for served in self._all():
+            served.serving.enter(ref(self._forking.block))
+            served.leave_host_slot()
+
+    def after(self) -> None:
+        """In the parent: go on."""
+        for served in self._all():
+            served.serving.leave(ref(self._forking.block))
+
+
+_forks: Final = _Forks()
+os.register_at_fork(before=_forks.before, after_in_parent=_forks.after)
