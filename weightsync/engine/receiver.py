@@ -362,7 +362,7 @@ class WeightReceiver(Participant):
         behind = served.staged is not None and (self._forwards_swap or self._listening.background_reader is not None)
         if behind and not served.serving.mine() and not capturing():
             with Shield(self._driver.waker.fire):
-                self._applier.swap_staged(PATIENCE)
+                self._applier.swap_staged(served.serving.patience())
         served.serving.enter(entry)
 
     def end_serving(self, entry: ServingEntry = None) -> None:

@@ -35,8 +35,8 @@ logger = logging.getLogger("weightsync")
 #: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
 PATIENCE: Final = 1.0
 
-#: Seconds. New forwards let a thread that waits to change the model go first, but only for the first `PATIENCE` seconds
-#: of each period. Otherwise a `serving` block that waits for forwards in other threads would slow down each of them.
+#: Seconds. New forwards wait for a version to go live only in the first `PATIENCE` seconds of each period. Otherwise a
+#: long `serving` block would slow down each forward in other threads.
 _PERIOD: Final = 10.0
 
 
@@ -73,12 +73,12 @@ class ServingLock:
         with self._lock:
             if (self._queued or self._swapping is not None) and self._swapping != own and own not in self._serving:
                 if self._queued:
-                    self._wait_for(lambda: not self._queued, self._patience())
+                    self._wait_for(lambda: not self._queued, self.patience())
                 self._wait_for(lambda: self._swapping is None, None)
             self._serving[own].append(entry)
 
-    def _patience(self) -> float:
-        """Seconds for which new forwards now let threads go first that wait to change the model."""
+    def patience(self) -> float:
+        """Seconds for which a new forward now waits for others to end, or for threads that wait to change the model."""
         if self._queued_since is None:
             self._queued_since = Stopwatch()
         return max(0.0, PATIENCE - self._queued_since.seconds % _PERIOD)

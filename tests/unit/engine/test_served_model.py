@@ -26,6 +26,7 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     StateError,
 )
+from weightsync.engine import serving_lock
 from weightsync.engine.serving_lock import ServingLock, compiled_frame
 from weightsync.weights.target import Target
 
@@ -233,6 +234,36 @@ def test_threads_that_serve_without_a_pause_starve_no_receive(pair: Pair) -> Non
             ended.set()
 
     assert all(len(values) == 1 for each in serving for values in each.result())
+
+
+def test_a_long_serving_block_slows_down_the_forwards_of_other_threads_for_a_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_lock, "PATIENCE", 0.2)
+    ours, theirs = multiprocessing.Pipe()
+    model = small(0.0)
+    with MultiProcessWeightSyncScheme() as trainer, MultiProcessWeightSyncScheme() as worker:
+        trainer.init_on_sender("policy", pipes=[ours], model=small(1.0))
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(worker.connect)
+            trainer.connect()
+            connecting.result(PATIENCE)
+            receiver = worker.get_receiver()
+            block = receiver.serving()
+            pool.submit(block.__enter__).result(PATIENCE)
+            trainer.get_sender().send_async(small(2.0))
+            while receiver._served.staged is None:
+                time.sleep(0.001)
+            began = time.monotonic()
+            for _ in range(20):
+                model(torch.ones(2, 4))
+            took = time.monotonic() - began
+            block.__exit__(None, None, None)
+            assert trainer.get_sender().wait_async(timeout=PATIENCE).ok
+
+    assert took < 10 * 0.2
+    assert constants(model) >= {2.0}
 
 
 class Hooked(torch.nn.Linear):
