@@ -338,11 +338,12 @@ class WeightReceiver(Participant):
             WeightSyncError: a swap failed halfway, now or before: the model serves nothing.
         """
         block = ServingBlock()
-        self.begin_serving(ref(block))
+        entry = ref(block)
+        self.begin_serving(entry)
         try:
             yield self.version
         finally:
-            self.end_serving()
+            self.end_serving(entry)
 
     def begin_serving(self, entry: ServingEntry) -> None:
         """Begin a forward. First swap in a staged version, so that a busy worker never delays a swap forever.
@@ -361,12 +362,16 @@ class WeightReceiver(Participant):
         behind = served.staged is not None and (self._forwards_swap or self._listening.background_reader is not None)
         if behind and not served.serving.mine() and not capturing():
             with Shield(self._driver.waker.fire):
-                self._applier.swap_staged(PATIENCE)
+                self._applier.swap_staged(served.serving.patience())
         served.serving.enter(entry)
 
-    def end_serving(self) -> None:
-        """End the forward or block that this thread began last, and wake a thread that waits to swap."""
-        self._served.serving.leave()
+    def end_serving(self, entry: ServingEntry = None) -> None:
+        """End the block that began with this entry, and wake a thread that waits to swap.
+
+        Args:
+            entry: None: what this thread began last.
+        """
+        self._served.serving.leave(entry)
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
-from weakref import ref
+from weakref import WeakSet, ref
 
 from msgspec import Struct
 from torch import nn
@@ -21,6 +22,7 @@ from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
+from weightsync.transports.process import PerProcess
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_live
@@ -33,8 +35,8 @@ logger = logging.getLogger("weightsync")
 #: concurrently with them. Without this bound, a forward that waits for a forward in another thread would never end.
 PATIENCE: Final = 1.0
 
-#: Seconds. New forwards let a thread that waits to change the model go first, but only for the first `PATIENCE` seconds
-#: of each period. Otherwise a `serving` block that waits for forwards in other threads would slow down each of them.
+#: Seconds. New forwards wait for a version to go live only in the first `PATIENCE` seconds of each period. Otherwise a
+#: long `serving` block would slow down each forward in other threads.
 _PERIOD: Final = 10.0
 
 
@@ -71,22 +73,28 @@ class ServingLock:
         with self._lock:
             if (self._queued or self._swapping is not None) and self._swapping != own and own not in self._serving:
                 if self._queued:
-                    self._wait_for(lambda: not self._queued, self._patience())
+                    self._wait_for(lambda: not self._queued, self.patience())
                 self._wait_for(lambda: self._swapping is None, None)
             self._serving[own].append(entry)
 
-    def _patience(self) -> float:
-        """Seconds for which new forwards now let threads go first that wait to change the model."""
+    def patience(self) -> float:
+        """Seconds for which a new forward now waits for others to end, or for threads that wait to change the model."""
         if self._queued_since is None:
             self._queued_since = Stopwatch()
         return max(0.0, PATIENCE - self._queued_since.seconds % _PERIOD)
 
-    def leave(self) -> None:
-        """End what this thread began last, if anything."""
-        own = threading.get_ident()
+    def leave(self, entry: ServingEntry = None) -> None:
+        """End what began with this entry, in whichever thread; None: what this thread began last, if anything.
+
+        Blocks of one thread may end in any order (tasks of asyncio), and in another thread (generators).
+        """
         with self._lock:
-            if own in self._serving:
-                self._pop(own)
+            if entry is None:
+                self._pop(threading.get_ident())
+                return
+            for thread, entries in list(self._serving.items()):
+                if entry in entries:
+                    self._pop(thread, entries.index(entry))
 
     def leave_forward(self) -> None:
         """End the forward that this thread began last. Do nothing if it began before its model was guarded."""
@@ -95,10 +103,13 @@ class ServingLock:
             if own in self._serving and isinstance(self._serving[own][-1], FrameType):
                 self._pop(own)
 
-    def _pop(self, own: int) -> None:
-        self._serving[own].pop()
-        if not self._serving[own]:
-            del self._serving[own]
+    def _pop(self, thread: int, index: int = -1) -> None:
+        """End one of the things that a thread began, if there is any."""
+        if thread not in self._serving:
+            return
+        self._serving[thread].pop(index)
+        if not self._serving[thread]:
+            del self._serving[thread]
             if self._waiters:
                 self._changed.notify_all()
 
@@ -319,6 +330,11 @@ class ServedModel:
                 error,
             )
 
+    def leave_host_slot(self) -> None:
+        """Have the model leave its slot on the host before a fork: a child cannot answer for it. It uses no device."""
+        if self.target is not None and not self.target.devices:
+            self.target.leave()
+
     def _guard(self, model: Any) -> None:
         if self._listening.background_reader is not None:
             self._listening.background_reader.model_set(model)
@@ -388,6 +404,7 @@ class ServedModel:
             )
         self.target = target = self._target_of(self.model)
         self._driver.layout, self._driver.devices = target.demanded, target.devices
+        _forks.add(self)
         return target
 
     def _target_of(self, model: Any) -> Target:
@@ -412,3 +429,40 @@ class ServedModel:
         pending = self._driver.pending
         assert pending is not None
         return pending.update.version
+
+
+class _Forks(PerProcess):
+    """Has this process fork between two versions, with no model in a slot.
+
+    A trainer fills a slot again once this process has acked a newer version, of which a forked child knows nothing.
+    """
+
+    def _begin(self) -> None:
+        self._served: WeakSet[ServedModel] = WeakSet()
+        #: Of each thread that forks: the block in which it does.
+        self._forking = threading.local()
+
+    def add(self, served: ServedModel) -> None:
+        """Keep its versions apart from forks."""
+        with self._lock:
+            self._served.add(served)
+
+    def _all(self) -> list[ServedModel]:
+        with self._lock:
+            return list(self._served)
+
+    def before(self) -> None:
+        """Wait for swaps to end, and begin none until `after`."""
+        self._forking.block = ServingBlock()
+        for served in self._all():
+            served.serving.enter(ref(self._forking.block))
+            served.leave_host_slot()
+
+    def after(self) -> None:
+        """In the parent: go on."""
+        for served in self._all():
+            served.serving.leave(ref(self._forking.block))
+
+
+_forks: Final = _Forks()
+os.register_at_fork(before=_forks.before, after_in_parent=_forks.after)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
 import pytest
+from fleet import PATIENCE, SCHEMES, Pair, constants, filled, large
+from torch import nn
 
+from weightsync import MultiProcessWeightSyncScheme
 from weightsync.engine import copies
 from weightsync.transports import process, sealing
 from weightsync.transports.pipe import connection
@@ -75,3 +81,69 @@ def test_a_child_that_is_forked_while_another_thread_looks_something_up_waits_fo
     _, status = os.waitpid(child, 0)
 
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+class Child:
+    """A forked child, which tells once it is asked what weights a model has there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ours, theirs = multiprocessing.Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                if theirs.poll(PATIENCE):
+                    theirs.recv()
+                    theirs.send(constants(model))
+            finally:
+                os._exit(0)
+
+    def weights(self) -> set[float]:
+        self._ours.send("tell")
+        found: set[float] = self._ours.recv() if self._ours.poll(PATIENCE) else set()
+        os.waitpid(self.pid, 0)
+        return found
+
+
+@pytest.mark.parametrize("scheme_class", SCHEMES.values(), ids=SCHEMES)
+def test_g3_a_forked_child_keeps_the_version_that_was_served(scheme_class: type) -> None:
+    """The trainer fills a slot again once the parent has acked a newer version: the child is not asked."""
+    pair = Pair(scheme_class, model=large)
+    pair.sync(filled(pair.source, 1.0))
+    child = Child(pair.model)
+    for fill in (2.0, 3.0, 4.0):
+        assert pair.sync(filled(pair.source, fill)).ok
+
+    assert child.weights() == {1.0}
+    assert constants(pair.model) == {4.0}
+    pair.close()
+
+
+class Waiting(nn.Module):
+    """Its extra state is set in the middle of a swap, when it is told to go on."""
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        self.layers = large(fill)
+        self.swapping, self.go_on = threading.Event(), threading.Event()
+
+    def get_extra_state(self) -> int:
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        self.swapping.set()
+        assert self.go_on.wait(PATIENCE)
+
+
+def test_g3_a_process_forks_before_or_after_a_swap_but_not_amid_one() -> None:
+    pair = Pair(MultiProcessWeightSyncScheme, model=Waiting)
+    pair.sender.send_async(filled(pair.source, 2.0))
+    with ThreadPoolExecutor(2) as pool:
+        receiving = pool.submit(pair.receiver.receive, PATIENCE)
+        assert pair.model.swapping.wait(PATIENCE)
+        forking = pool.submit(Child, pair.model.layers)
+        with pytest.raises(TimeoutError):
+            forking.result(0.2)
+        pair.model.go_on.set()
+        assert receiving.result(PATIENCE)
+        assert forking.result(PATIENCE).weights() == {2.0}
+    pair.close()

@@ -26,6 +26,7 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     StateError,
 )
+from weightsync.engine import serving_lock
 from weightsync.engine.serving_lock import ServingLock, compiled_frame
 from weightsync.weights.target import Target
 
@@ -264,6 +265,36 @@ def test_threads_that_serve_without_a_pause_starve_no_receive(pair: Pair) -> Non
     assert all(len(values) == 1 for each in serving for values in each.result())
 
 
+def test_a_long_serving_block_slows_down_the_forwards_of_other_threads_for_a_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_lock, "PATIENCE", 0.2)
+    ours, theirs = multiprocessing.Pipe()
+    model = small(0.0)
+    with MultiProcessWeightSyncScheme() as trainer, MultiProcessWeightSyncScheme() as worker:
+        trainer.init_on_sender("policy", pipes=[ours], model=small(1.0))
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(worker.connect)
+            trainer.connect()
+            connecting.result(PATIENCE)
+            receiver = worker.get_receiver()
+            block = receiver.serving()
+            pool.submit(block.__enter__).result(PATIENCE)
+            trainer.get_sender().send_async(small(2.0))
+            while receiver._served.staged is None:
+                time.sleep(0.001)
+            began = time.monotonic()
+            for _ in range(20):
+                model(torch.ones(2, 4))
+            took = time.monotonic() - began
+            block.__exit__(None, None, None)
+            assert trainer.get_sender().wait_async(timeout=PATIENCE).ok
+
+    assert took < 10 * 0.2
+    assert constants(model) >= {2.0}
+
+
 class Hooked(torch.nn.Linear):
     """A model whose hook makes a call, once."""
 
@@ -302,7 +333,7 @@ def test_a_hook_does_not_change_the_model_that_a_version_is_being_applied_to(ask
 def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_version(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leave(self: ServingLock) -> None:
+    def leave(self: ServingLock, entry: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupted:
@@ -312,6 +343,25 @@ def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_
 
     assert pair.sync().ok
     assert not pair.receiver.serves_here
+
+
+@pytest.mark.parametrize("where", ["the same thread", "another thread"])
+def test_g3_a_serving_block_keeps_its_version_though_an_earlier_one_ends_before_it(pair: Pair, where: str) -> None:
+    """As tasks of asyncio do, and a generator that another thread ends."""
+    pair.sync(filled(pair.source, 1.0))
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as first:
+        if where == "the same thread":
+            first.enter_context(pair.receiver.serving())
+        else:
+            pool.submit(first.enter_context, pair.receiver.serving()).result(PATIENCE)
+        with pair.receiver.serving():
+            first.close()
+            pair.sender.send_async(filled(pair.source, 2.0))
+            assert not pool.submit(pair.receiver.receive, 0.1).result(PATIENCE)
+            assert constants(pair.model) == {1.0}
+        assert pair.receiver.receive(PATIENCE)
+        assert pair.sender.wait_async().ok
+    assert constants(pair.model) == {2.0}
 
 
 def test_a_receive_that_waits_for_a_serving_block_to_end_still_notices_that_it_is_closed(

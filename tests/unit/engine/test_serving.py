@@ -223,18 +223,18 @@ def test_forwards_give_way_in_the_first_second_of_each_period_only_until_the_mod
 ) -> None:
     with FakeClock() as clock:
         lock.queue()
-        assert lock._patience() == pytest.approx(serving_lock.PATIENCE)
+        assert lock.patience() == pytest.approx(serving_lock.PATIENCE)
         clock.advance(1.5 * serving_lock.PATIENCE)
-        assert lock._patience() == 0.0
+        assert lock.patience() == 0.0
         beside.does(lock.enter)  # as in a long block that waits for forwards in other threads
         beside.does(lock.leave)
         lock.leave_queue()
         lock.queue()  # the same version waits on
-        assert lock._patience() == 0.0
+        assert lock.patience() == 0.0
         clock.advance(serving_lock._PERIOD - serving_lock.PATIENCE)
-        assert lock._patience() == pytest.approx(serving_lock.PATIENCE / 2)
+        assert lock.patience() == pytest.approx(serving_lock.PATIENCE / 2)
         assert free(lock)  # it went live
-        assert lock._patience() == pytest.approx(serving_lock.PATIENCE)
+        assert lock.patience() == pytest.approx(serving_lock.PATIENCE)
         lock.leave_queue()
 
 
