@@ -209,6 +209,20 @@ def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> N
     assert [answers.result()[0].version for answers in (first, second, third)] == [1, 2, 3]
 
 
+def test_g4_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> None:
+    """The actor's next link may have brought a newer version meanwhile."""
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(without(actor), "worker 0")
+    for version in (1, 2, 3):
+        link.send(replace(UPDATE, version=version), buffer)
+    link.close()
+
+    actor.calls[0].set_result(None)
+
+    assert len(actor.calls) == 1
+    assert not buffer.pinned
+
+
 @pytest.mark.parametrize("met", [True, False])
 def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: bool) -> None:
     """Otherwise the call has overtaken its link's handshake, and is repeated."""
