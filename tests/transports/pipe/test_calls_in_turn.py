@@ -42,7 +42,7 @@ def test_a_call_that_was_not_accepted_keeps_no_other_waiting() -> None:
     assert in_turn.begin(_answered).done()
 
 
-def test_g4_a_call_that_waits_when_its_link_is_closed_is_never_begun() -> None:
+def test_a_call_that_waits_when_its_link_is_closed_is_never_begun() -> None:
     """A newer link may have brought a newer version meanwhile."""
     in_turn, first, begun = CallsInTurn("worker 0"), Future[Any](), []
     in_turn.begin(lambda: first)
@@ -52,5 +52,14 @@ def test_g4_a_call_that_waits_when_its_link_is_closed_is_never_begun() -> None:
     first.set_result([])
 
     assert not begun
-    with pytest.raises(TransportError, match="link to worker 0 was closed"):
+    with pytest.raises(TransportError, match="link to worker 0 is closed"):
         waiting.result(timeout=0)
+
+
+def test_nor_is_a_call_that_comes_after_the_close() -> None:
+    """As one does that has waited for the worker to say whether our receiver listens there."""
+    in_turn = CallsInTurn("worker 0")
+    in_turn.close()
+
+    with pytest.raises(TransportError, match="link to worker 0 is closed"):
+        in_turn.begin(_answered)

@@ -18,6 +18,7 @@ from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink
+from weightsync.transports.calls.forwarding import ForwardingClient
 from weightsync.transports.ray import client as module
 from weightsync.transports.ray import session
 
@@ -209,7 +210,7 @@ def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> N
     assert [answers.result()[0].version for answers in (first, second, third)] == [1, 2, 3]
 
 
-def test_g4_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> None:
+def test_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> None:
     """The actor's next link may have brought a newer version meanwhile."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(without(actor), "worker 0")
@@ -220,6 +221,18 @@ def test_g4_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() 
     actor.calls[0].set_result(None)
 
     assert len(actor.calls) == 1
+    assert not buffer.pinned
+
+
+def test_nor_one_that_waits_for_the_actor_to_say_whether_our_receiver_listens_in_it() -> None:
+    actor, buffer, found = Actor(), Buffer(3), Future[Any]()
+    link = CallLink(ForwardingClient("m", lambda: found, with_our_receiver(actor), without(actor)), "worker 0")
+    link.send(UPDATE, buffer)
+    link.close()
+
+    found.set_result([])
+
+    assert not actor.calls
     assert not buffer.pinned
 
 

@@ -115,11 +115,14 @@ class CallsInTurn:
         self._lock = threading.Lock()
         #: Whether there is a call that has not ended, after which the next one is begun.
         self._busy = False
+        self._closed = False
         self._waiting: deque[tuple[Answers, Callable[[], Answers]]] = deque()
 
     def begin(self, call: Callable[[], Answers]) -> Answers:
-        """Begin a call, now or later. Raises TransportError: as ``call`` does, if it is begun now."""
+        """Begin a call, now or later. Raises TransportError: closed, or as ``call`` does, if it is begun now."""
         with self._lock:
+            if self._closed:
+                raise self._is_closed()
             if self._busy:
                 answers: Answers = Future()
                 self._waiting.append((answers, call))
@@ -136,9 +139,13 @@ class CallsInTurn:
     def close(self) -> None:
         """Fail the calls that have not begun: a later link's version would be overwritten by theirs."""
         with self._lock:
+            self._closed = True
             waiting, self._waiting = self._waiting, deque()
         for answers, _ in waiting:
-            answers.set_exception(TransportError(f"The link to {self._peer} was closed before the call was begun."))
+            answers.set_exception(self._is_closed())
+
+    def _is_closed(self) -> TransportError:
+        return TransportError(f"The link to {self._peer} is closed.")
 
     def _begin_next(self) -> None:
         """Begin the call that has waited longest. A loop, since calls that end at once would begin others inside."""
