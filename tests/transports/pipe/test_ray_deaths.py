@@ -13,12 +13,14 @@ from msgspec.structs import replace
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncActor
+from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient
+from weightsync.transports.calls.without_receiver import ack
 from weightsync.transports.ray import client as module
 from weightsync.transports.ray import session
 
@@ -185,6 +187,27 @@ def test_a_call_that_was_repeated_a_thousand_times_still_ends(watch: ActorWatch,
 
     assert answers.done()
     assert answers.result() == []
+
+
+def test_a_call_that_is_to_be_repeated_waits_while_the_actors_queue_is_full(watch: ActorWatch) -> None:
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    actor.calls[0].set_result([])
+    link.send(UPDATE, buffer)
+    actor.full = True
+
+    actor.calls[1].set_result([EARLY + b"earlier calls have not arrived"])
+    watch.later.pop()()
+
+    assert link.receive() == []
+    actor.full = False
+    watch.later.pop()()
+    assert len(actor.calls) == 3
+    actor.calls[2].set_result([encode(ack(UPDATE))])
+    assert [received.message for received in link.receive()] == [ack(UPDATE)]
+    assert not watch.later
+    link.close()
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -131,6 +131,8 @@ class _RayCallClient:
         try:
             self._session.require()
             self._submit(answers, call)
+        except _TooManyCalls:  # the actor lives, and has taken this call before
+            ACTOR_WATCH.call_soon(lambda: self._repeat(answers, error, call))
         except Exception as failed:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=failed)
 
