@@ -13,11 +13,14 @@ from msgspec.structs import replace
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncActor
+from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink
+from weightsync.transports.calls.forwarding import ForwardingClient
+from weightsync.transports.calls.without_receiver import ack
 from weightsync.transports.ray import client as module
 from weightsync.transports.ray import session
 
@@ -186,6 +189,27 @@ def test_a_call_that_was_repeated_a_thousand_times_still_ends(watch: ActorWatch,
     assert answers.result() == []
 
 
+def test_a_call_that_is_to_be_repeated_waits_while_the_actors_queue_is_full(watch: ActorWatch) -> None:
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    actor.calls[0].set_result([])
+    link.send(UPDATE, buffer)
+    actor.full = True
+
+    actor.calls[1].set_result([EARLY + b"earlier calls have not arrived"])
+    watch.later.pop()()
+
+    assert link.receive() == []
+    actor.full = False
+    watch.later.pop()()
+    assert len(actor.calls) == 3
+    actor.calls[2].set_result([encode(ack(UPDATE))])
+    assert [received.message for received in link.receive()] == [ack(UPDATE)]
+    assert not watch.later
+    link.close()
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> None:
     """It may be async, or have threads: the older version could be the last to go live."""
@@ -207,6 +231,32 @@ def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> N
     assert not third.done()
     actor.calls[2].set_result(None)
     assert [answers.result()[0].version for answers in (first, second, third)] == [1, 2, 3]
+
+
+def test_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> None:
+    """The actor's next link may have brought a newer version meanwhile."""
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(without(actor), "worker 0")
+    for version in (1, 2, 3):
+        link.send(replace(UPDATE, version=version), buffer)
+    link.close()
+
+    actor.calls[0].set_result(None)
+
+    assert len(actor.calls) == 1
+    assert not buffer.pinned
+
+
+def test_nor_one_that_waits_for_the_actor_to_say_whether_our_receiver_listens_in_it() -> None:
+    actor, buffer, found = Actor(), Buffer(3), Future[Any]()
+    link = CallLink(ForwardingClient("m", lambda: found, with_our_receiver(actor), without(actor)), "worker 0")
+    link.send(UPDATE, buffer)
+    link.close()
+
+    found.set_result([])
+
+    assert not actor.calls
+    assert not buffer.pinned
 
 
 @pytest.mark.parametrize("met", [True, False])

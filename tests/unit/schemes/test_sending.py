@@ -1153,15 +1153,22 @@ def test_a_send_in_a_signal_handler_is_told_of_the_wait_that_the_signal_interrup
 
     def handler(*_: Any) -> None:
         refusals.append(refused(pair.sender.send))
+        raise InterruptedError
+
+    def interrupt() -> None:
+        while pair.sender.state is not State.AWAITING_ACK:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, handler)
-    timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
-    timer.start()
+    interrupting = threading.Thread(target=interrupt, daemon=True)
+    interrupting.start()
     try:
-        pair.sender.send(timeout=1.0, on_failure="report")
+        with pytest.raises(InterruptedError):
+            pair.sender.send(timeout=PATIENCE)
     finally:
+        interrupting.join(PATIENCE)
         signal.signal(signal.SIGUSR1, before)
-        timer.join()
 
     assert "or is the call that a signal handler has interrupted to make this one." in str(refusals[0])
 

@@ -203,7 +203,7 @@ class CollectorCallClient:
         self._form = form
         self._peer = peer
         self._presenter = presenter
-        self._in_turn = CallsInTurn()
+        self._in_turn = CallsInTurn(peer)
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
@@ -226,7 +226,8 @@ class CollectorCallClient:
         return [ack(update)]
 
     def close(self) -> None:
-        """No further call will be begun."""
+        """Begin no further calls: see `CallClient.close`."""
+        self._in_turn.close()
 
 
 def _reason(trace: str) -> str:

@@ -60,7 +60,10 @@ class ForwardingClient(SharesMemory):
             self._failure = found.exception()
             if self._failure is None:
                 self._chosen = self._fitting(found.result())
-            begun = [(answers, self._begin(message, payload)) for message, payload, answers in waiting]
+            begun = [
+                (answers, _begun(functools.partial(self.start, message, payload)))
+                for message, payload, answers in waiting
+            ]
         for answers, inner in begun:
             inner.add_done_callback(functools.partial(complete_like, answers))
 
@@ -68,14 +71,6 @@ class ForwardingClient(SharesMemory):
         if self._model_id in models:
             return self._ours
         return RefusingClient(another_model(self._model_id, models)) if models else self._plain
-
-    def _begin(self, message: Message, payload: Buffer | None) -> Answers:
-        try:
-            return self.start(message, payload)
-        except Exception as failure:  # noqa: BLE001 - raised to the call that waits for the answers
-            failed: Answers = Future()
-            failed.set_exception(failure)
-            return failed
 
     def close(self) -> None:
         """Begin no further calls: see `CallClient.close`."""
@@ -110,27 +105,72 @@ class CallsInTurn:
     """Begins each call once the one before it has ended.
 
     A worker that runs two calls side by side, as async and threaded ones do, could end with the older version.
+
+    Args:
+        peer: the worker's name in messages to people.
     """
 
-    def __init__(self) -> None:
-        self._last: Answers | None = None
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._lock = threading.Lock()
+        #: Whether there is a call that has not ended, after which the next one is begun.
+        self._busy = False
+        self._closed = False
+        self._waiting: deque[tuple[Answers, Callable[[], Answers]]] = deque()
 
     def begin(self, call: Callable[[], Answers]) -> Answers:
-        """Begin a call, now or later. Raises TransportError: as ``call`` does, if it is begun now."""
-        last = self._last
-        if last is None or last.done():
-            self._last = call()
-            return self._last
-        answers: Answers = Future()
-        self._last = answers
-        last.add_done_callback(lambda _: _begin_late(answers, call))
-        return answers
+        """Begin a call, now or later. Raises TransportError: closed, or as ``call`` does, if it is begun now."""
+        with self._lock:
+            if self._closed:
+                raise self._is_closed()
+            if self._busy:
+                answers: Answers = Future()
+                self._waiting.append((answers, call))
+                return answers
+            self._busy = True
+        try:
+            begun = call()
+        except BaseException:
+            self._begin_next()
+            raise
+        begun.add_done_callback(lambda _: self._begin_next())
+        return begun
+
+    def close(self) -> None:
+        """Fail the calls that have not begun: a later link's version would be overwritten by theirs."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+        for answers, _ in waiting:
+            answers.set_exception(self._is_closed())
+
+    def _is_closed(self) -> TransportError:
+        return TransportError(f"The link to {self._peer} is closed.")
+
+    def _begin_next(self) -> None:
+        """Begin the call that has waited longest. A loop, since calls that end at once would begin others inside."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._busy = False
+                    return
+                answers, call = self._waiting.popleft()
+            begun = _begun(call)
+            if not begun.done():
+                begun.add_done_callback(functools.partial(self._ended, answers))
+                return
+            complete_like(answers, begun)
+
+    def _ended(self, answers: Answers, begun: Answers) -> None:
+        complete_like(answers, begun)
+        self._begin_next()
 
 
-def _begin_late(answers: Answers, call: Callable[[], Answers]) -> None:
+def _begun(call: Callable[[], Answers]) -> Answers:
+    """The call's answers; if it could not be begun, they have failed already."""
     try:
-        begun = call()
-    except Exception as error:  # noqa: BLE001 - raised to the call that waits for the answers
-        answers.set_exception(error)
-    else:
-        begun.add_done_callback(functools.partial(complete_like, answers))
+        return call()
+    except Exception as failure:  # noqa: BLE001 - raised to the call that waits for the answers
+        failed: Answers = Future()
+        failed.set_exception(failure)
+        return failed

@@ -131,6 +131,8 @@ class _RayCallClient:
         try:
             self._session.require()
             self._submit(answers, call)
+        except _TooManyCalls:  # the actor lives, and has taken this call before
+            ACTOR_WATCH.call_soon(lambda: self._repeat(answers, error, call))
         except Exception as failed:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=failed)
 
@@ -279,7 +281,7 @@ class PlainActorCallClient(_RayCallClient):
     def __init__(self, call: Callable[[Any], Any], peer: str, rows: ObjectCaches) -> None:
         super().__init__(peer, rows)
         self._call = call
-        self._in_turn = CallsInTurn()
+        self._in_turn = CallsInTurn(peer)
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
@@ -293,6 +295,11 @@ class PlainActorCallClient(_RayCallClient):
             return self._in_turn.begin(lambda: self._deliver(update, ref))
 
         return start_call(message, self._peer, call)
+
+    def close(self) -> None:
+        """Begin no further calls: see `CallClient.close`."""
+        self._in_turn.close()
+        super().close()
 
     def _deliver(self, update: Update, ref: Any) -> Answers:
         self._session.require()
