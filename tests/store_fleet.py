@@ -109,7 +109,7 @@ def lead_tree(setup: WorkerSetup, port: int, listening: int, make: Callable[...,
     """
     lead(setup, port, 2, make, fanout=1)
     sender, deadline = setup.kept["sender"], Deadline(PATIENCE)
-    while sum(bool(link._worker.branch.address) for link in sender.transports().values()) < listening:
+    while sum(bool(link._threads.branch.address) for link in sender.transports().values()) < listening:
         assert not deadline.passed, "no worker has said where it listens"
         sender.poll()
         time.sleep(0.005)
