@@ -88,7 +88,7 @@ class Trainer:
         self._state.enter(Phase.ENDED)
 
     def _await_started(self) -> None:
-        """Wait until every worker has applied the first version.
+        """Wait until every worker has applied the first version, and has named its process: it may have to be killed.
 
         Raises:
             WorkerFailedError: a worker ended before.
@@ -100,6 +100,9 @@ class Trainer:
                 list(self._group.results(1.0))  # raises what ended a worker
             report.raise_on_failure()
         self._conclude(report)
+        until = time.monotonic() + START_TIMEOUT
+        while any(worker.pid is None and not worker.failed for worker in self._state.workers) and self._listen(until):
+            continue
 
     def _train(self) -> None:
         """Train until the task stays solved, time is up, or no worker is left."""
