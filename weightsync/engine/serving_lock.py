@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
-from weakref import WeakSet, ref
+from weakref import WeakValueDictionary, ref
 
 from msgspec import Struct
 from torch import nn
@@ -39,6 +39,10 @@ PATIENCE: Final = 1.0
 #: long `serving` block would slow down each forward in other threads.
 _PERIOD: Final = 10.0
 
+#: Seconds that a fork waits for swaps to end. Without this bound, a swap whose hook waits for a fork in another thread
+#: would never end.
+FORK_PATIENCE: Final = 10.0
+
 
 class ServingBlock:
     """A `serving` block that has not ended: its generator alone keeps it."""
@@ -53,7 +57,8 @@ class ServingLock:
 
     def __init__(self) -> None:
         # If no thread waits, the lock is used directly: a Condition's methods would add Python calls to every forward.
-        self._lock = threading.Lock()
+        # A signal's handler may fork, and so enter, in the thread that holds it.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiters = 0
         #: How many threads wait to change the model.
@@ -76,6 +81,15 @@ class ServingLock:
                     self._wait_for(lambda: not self._queued, self.patience())
                 self._wait_for(lambda: self._swapping is None, None)
             self._serving[own].append(entry)
+
+    def enter_within(self, seconds: float | None, entry: ServingEntry) -> bool:
+        """As `enter`, unless another thread still swaps after so many seconds: then do nothing, and return False."""
+        own = threading.get_ident()
+        with self._lock:
+            if not self._wait_for(lambda: self._swapping in (None, own), seconds):
+                return False
+            self._serving[own].append(entry)
+            return True
 
     def patience(self) -> float:
         """Seconds for which a new forward now waits for others to end, or for threads that wait to change the model."""
@@ -335,6 +349,15 @@ class ServedModel:
         if self.target is not None and not self.target.devices:
             self.target.leave()
 
+    def forked_amid_swap(self) -> None:
+        """Warn of a fork that could not wait for a swap any longer."""
+        logger.warning(
+            "model %r: the process forks while a version goes live, which took longer than %g seconds. In the child, "
+            "the model may hold parts of two versions: load its weights again there before you use it.",
+            self._driver.model_id,
+            FORK_PATIENCE,
+        )
+
     def _guard(self, model: Any) -> None:
         if self._listening.background_reader is not None:
             self._listening.background_reader.model_set(model)
@@ -438,25 +461,26 @@ class _Forks(PerProcess):
     """
 
     def _begin(self) -> None:
-        self._served: WeakSet[ServedModel] = WeakSet()
+        #: By their ids. Read and written without a lock: a signal's handler may fork in the thread that holds one.
+        self._served: WeakValueDictionary[int, ServedModel] = WeakValueDictionary()
         #: Of each thread that forks: the block in which it does.
         self._forking = threading.local()
 
     def add(self, served: ServedModel) -> None:
         """Keep its versions apart from forks."""
-        with self._lock:
-            self._served.add(served)
+        self._served[id(served)] = served
 
     def _all(self) -> list[ServedModel]:
-        with self._lock:
-            return list(self._served)
+        return [served for kept in self._served.valuerefs() if (served := kept()) is not None]
 
     def before(self) -> None:
         """Wait for swaps to end, and begin none until `after`."""
-        self._forking.block = ServingBlock()
+        self._forking.block, deadline = ServingBlock(), Deadline(FORK_PATIENCE)
         for served in self._all():
-            served.serving.enter(ref(self._forking.block))
-            served.leave_host_slot()
+            if served.serving.enter_within(deadline.remaining, ref(self._forking.block)):
+                served.leave_host_slot()
+            else:
+                served.forked_amid_swap()
 
     def after(self) -> None:
         """In the parent: go on."""

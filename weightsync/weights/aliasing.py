@@ -92,7 +92,7 @@ def copies_together(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
     """Copies of tensors that lie in this memory, given as bytes. They share memory with each other as these do."""
     start = min(tensor.data_ptr() for tensor in tensors) - memory.data_ptr()
     start -= start % ALIGNMENT
-    copy = memory[start : max(map(_end, tensors)) - memory.data_ptr()].clone().untyped_storage()
+    copy = _copy_of(memory[start : max(map(_end, tensors)) - memory.data_ptr()]).untyped_storage()
     copies = []
     for tensor in tensors:
         offset = (tensor.data_ptr() - memory.data_ptr() - start) // tensor.itemsize
@@ -102,6 +102,15 @@ def copies_together(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
             made = made.conj() if tensor.is_conj() else made
             copies.append(torch._neg_view(made) if tensor.is_neg() else made)
     return copies
+
+
+def _copy_of(memory: Tensor) -> Tensor:
+    """A copy of bytes, made in this thread alone: torch may copy in several, and a child forked after that hangs."""
+    if not memory.is_cpu:
+        return memory.clone()
+    copy = on_cpu(memory.nbytes)
+    ctypes.memmove(copy.data_ptr(), memory.data_ptr(), memory.nbytes)
+    return copy
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

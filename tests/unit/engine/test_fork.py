@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
 import pytest
+import torch
 from fleet import PATIENCE, SCHEMES, Pair, constants, filled, large
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme
-from weightsync.engine import copies
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from weightsync.engine import copies, serving_lock
 from weightsync.transports import process, sealing
 from weightsync.transports.pipe import connection
 from weightsync.transports.process import PerProcess
@@ -146,4 +149,78 @@ def test_g3_a_process_forks_before_or_after_a_swap_but_not_amid_one() -> None:
         pair.model.go_on.set()
         assert receiving.result(PATIENCE)
         assert forking.result(PATIENCE).weights() == {2.0}
+    pair.close()
+
+
+def ended(child: int) -> int | None:
+    """The exit code of a child; None if it hung, and was killed."""
+    watch = process.ProcessWatch(child, 0)
+    hung = not watch._dies_within(int(PATIENCE * 1000))
+    watch.close()
+    if hung:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return None if hung else os.waitstatus_to_exitcode(status)
+
+
+def forked(work: Callable[[], object]) -> int | None:
+    """Fork a child that does some work; see `ended`."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return ended(child)
+
+
+def in_a_thread(work: Callable[[], object]) -> list[object]:
+    """What work returned in a thread; empty if it did not end."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return found
+
+
+def test_a_swap_whose_hook_waits_for_a_fork_in_another_thread_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving_lock, "FORK_PATIENCE", 0.1)
+    found: list[object] = []
+
+    class Forking(Waiting):
+        def set_extra_state(self, state: int) -> None:
+            found.extend(in_a_thread(lambda: forked(lambda: None)))
+
+    pair = Pair(SharedMemWeightSyncScheme, model=Forking)
+    assert in_a_thread(lambda: pair.sync(filled(pair.source, 2.0)).ok) == [True]
+    assert found == [0]
+    assert "may hold parts of two versions" in caplog.text
+    pair.close()
+
+
+def test_a_signals_handler_forks_while_its_thread_begins_or_ends_a_forward() -> None:
+    pair = Pair(SharedMemWeightSyncScheme, model=large)
+    pair.sync(filled(pair.source, 1.0))
+
+    def interrupted() -> int | None:
+        with pair.receiver._served.serving._lock:  # what the handler interrupts
+            return forked(lambda: None)
+
+    assert in_a_thread(interrupted) == [0]
+    assert not pair.receiver._served.serving._serving
+    assert pair.sync(filled(pair.source, 2.0)).ok
+    pair.close()
+
+
+def test_a_fork_leaves_no_threads_of_torch_that_its_child_would_wait_for() -> None:
+    """With GNU's OpenMP a child hangs that uses several threads, if the thread that forked it has done so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    pair = Pair(SharedMemWeightSyncScheme, model=lambda fill: filled(nn.Linear(1000, 1000), fill))
+    pair.arrival = PATIENCE
+    try:
+        pair.sync(filled(pair.source, 1.0))
+        assert in_a_thread(lambda: forked(lambda: torch.ones(1 << 20))) == [0]
+    finally:
+        torch.set_num_threads(before)
     pair.close()

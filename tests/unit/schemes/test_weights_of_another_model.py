@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State
+from weightsync.weights.reading import transient_buffers
 
 
 @pytest.fixture
@@ -64,6 +65,15 @@ def test_a_tensordict_with_buffers_that_are_not_persistent_is_refused_with_advic
     with pytest.raises(LayoutError, match="If the workers have another model now"):
         one.sender.send({**one.source.state_dict(), "1.other": torch.ones(2)})
     assert one.sync(one.source).ok
+
+
+def test_a_module_with_two_names_has_its_buffers_that_are_not_persistent_under_both() -> None:
+    part = nn.Linear(2, 2)
+    part.register_buffer("mask", torch.ones(2), persistent=False)
+    model = nn.Sequential(part, nn.Linear(2, 2), part)
+
+    assert transient_buffers(model) == {"0.mask", "2.mask"}
+    assert set(TensorDict.from_module(model).flatten_keys(".").keys()) - set(model.state_dict()) == {"0.mask", "2.mask"}
 
 
 def test_what_is_outstanding_is_not_given_up_for_weights_that_are_refused(one: Pair) -> None:
