@@ -346,8 +346,8 @@ class ServedModel:
 
     def leave_host_slot(self) -> None:
         """Have the model leave its slot on the host before a fork: a child cannot answer for it. It uses no device."""
-        if self.target is not None and not self.target.devices:
-            self.target.leave()
+        if self.target is not None:
+            self.target.leave_slot()
 
     def forked_amid_swap(self) -> None:
         """Warn of a fork that could not wait for a swap any longer."""

@@ -40,7 +40,7 @@ class MappedPayload:
 
     Args:
         views: the only tensors that refer to that memory so far.
-        source: what was received, if the memory is that itself.
+        source: what was received, if the memory is that itself and lies in a slot.
     """
 
     def __init__(self, views: list[Tensor], source: memoryview | None = None) -> None:

@@ -309,6 +309,11 @@ class Target:
         if self._plan.devices:
             self.leave()
 
+    def leave_slot(self) -> None:
+        """As `leave`, if parameters view a slot on the host. Others keep the memory, which nobody else writes to."""
+        if not self._plan.devices and self._held is not None and self._held.source is not None:
+            self.leave()
+
     @staticmethod
     def _decoded(layout: Layout, payload: memoryview | DeviceMemory, extras: bytes) -> dict[str, ExtraState]:
         """Check an update against its layout and decode its extra state."""

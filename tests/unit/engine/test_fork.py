@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from fleet import PATIENCE, SCHEMES, Pair, constants, filled, large
+from fleet import PATIENCE, SCHEMES, Pair, constants, filled, large, small
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
@@ -118,6 +118,20 @@ def test_g3_a_forked_child_keeps_the_version_that_was_served(scheme_class: type)
 
     assert child.weights() == {1.0}
     assert constants(pair.model) == {4.0}
+    pair.close()
+
+
+@pytest.mark.parametrize(("model", "moves"), [(small, False), (large, True)], ids=["inline", "slot"])
+def test_a_fork_moves_parameters_out_of_a_slot_and_no_others(model: Callable[[float], nn.Module], moves: bool) -> None:
+    pair = Pair(SharedMemWeightSyncScheme, model=model)
+    for fill in (1.0, 2.0):
+        assert pair.sync(filled(pair.source, fill)).ok
+    before = next(pair.model.parameters()).data_ptr()
+
+    assert forked(lambda: None) == 0
+    assert (next(pair.model.parameters()).data_ptr() != before) is moves
+    assert pair.sync(filled(pair.source, 3.0)).ok
+    assert constants(pair.model) == {3.0}
     pair.close()
 
 
