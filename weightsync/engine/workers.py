@@ -75,6 +75,11 @@ class Workers:
             self.endpoints[worker_id] = endpoint
             self._driver.join(worker_id, link, awaited)
 
+    def forget_layout(self) -> None:
+        """The trainer has another model: handshakes carry no layout until a version of that was applied."""
+        if self._driver.data.version:
+            self._driver.layout = None
+
     def _renew_layout(self, worker_id: int) -> None:
         """If this worker has refused the handshake, have the next one carry the layout of the weights of now.
 

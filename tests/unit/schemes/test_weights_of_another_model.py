@@ -182,6 +182,17 @@ def test_a_worker_that_is_added_again_after_it_refused_the_handshake_is_asked_ab
     assert one.receiver.driver.greeting.layout
 
 
+def test_a_worker_that_is_added_again_once_both_models_have_changed_takes_the_next_weights(one: Pair) -> None:
+    one.sync()
+    one.scheme.model = nn.Linear(2, 2)
+    one.receiver.register_model(nn.Linear(2, 2))
+    rejoin(one.sender, one.receiver)
+
+    assert not one.receiver.receive(timeout=PATIENCE)  # the version before
+    assert one.sync().ok
+    assert one.sender._driver.layout == one.receiver.driver.layout
+
+
 def test_without_a_registered_model_such_a_worker_is_not_asked_but_takes_the_next_weights_that_fit() -> None:
     a, b, _ = unregistered()
     with a, b:
