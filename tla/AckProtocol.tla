@@ -57,7 +57,7 @@ AllRules == {
   "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
   "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
   "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused",
-  "HandInvalidates", "OverwrittenIsForgotten", "DeferredWaits"
+  "HandInvalidates", "OverwrittenIsForgotten", "DeferredIsForgotten", "DeferredWaits"
 }
 
 ASSUME Features \subseteq AllFeatures
@@ -454,8 +454,12 @@ LastWord(w, kind, fence) ==
        IF kind = "FAILED" /\ ~Rule("FailureIsNoGoodbye") THEN 0 ELSE fence)
 Parted(w, kind, fence) == IF Link(w) = NoLink THEN answers ELSE Posted(answers, LastWord(w, kind, fence))
 
-\* The model no longer holds the version applied last: over a new link it is applied again.
-Overwritten(w) == rdata[w].served = NoPayload /\ rdata[w].answer = "ACK" /\ Rule("OverwrittenIsForgotten")
+\* The model no longer holds the version applied last: over a new link it is applied again, and no deferred answer to it
+\* is sent.
+Overwritten(w) ==
+  /\ rdata[w].served = NoPayload
+  /\ \/ rdata[w].answer = "ACK" /\ Rule("OverwrittenIsForgotten")
+     \/ rdata[w].answer = "DEFERRED" /\ Rule("DeferredIsForgotten")
 
 Rejection(w, s, k, kind) == Word(s, w, k, <<sdata[s].incarnation, 0, 0>>, kind, rdata[w].fence)
 
@@ -964,7 +968,7 @@ NothingIsLeftUnsaid ==
             Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
        /\ new.link # old.link /\ new.link # NoLink =>
             /\ new.fence = sdata[t].incarnation /\ new.fence >= old.fence /\ new.pending = NoPayload
-            /\ ~(new.answer = "ACK" /\ new.served = NoPayload)   \* what is answered again over this link is served
+            /\ new.served = NoPayload => new.answer \notin {"ACK", "DEFERRED"}   \* what is acked here is served
             /\ Open(t, w, new.link[2]) => Heard(t, w, new.link[2], "HELLO")
             /\ old.link # NoLink /\ old.fence < new.fence => Said("FENCED", <<old.fence, 0, MaxVersion + 1>>)
        /\ new.link # old.link /\ heard => gone'[s][w]

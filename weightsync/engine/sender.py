@@ -42,7 +42,7 @@ class WeightSender(Participant):
     def _begin(self) -> None:
         self._driver = sender_driver(self._model_id)
         self._packer = self._scheme.packer
-        self._workers = Workers(self._scheme, self._driver, self._packer)
+        self._workers = Workers(self._scheme, self._driver, self._packer, self._known_layout)
         self._outgoing = OutgoingWeights(self._scheme, self._driver, self._packer, self._context)
         self._reporter = Reporter(self._driver)
         #: The least number of workers that a send needs; None means one.

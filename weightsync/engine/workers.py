@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from msgspec import Struct
@@ -17,6 +18,7 @@ from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.wakeup import AwaitedProcess
+from weightsync.weights.layout import Layout
 
 #: Seconds between two checks of processes that have not started yet.
 STARTS: Final = 0.5
@@ -37,12 +39,22 @@ class Workers:
     """The workers of one sender.
 
     The methods are those of `WeightSender` by the same names, which documents them.
+
+    Args:
+        known_layout: the layout of what a send without weights would send now; None: unknown.
     """
 
-    def __init__(self, services: SchemeServices, driver: SenderDriver, packer: Packer) -> None:
+    def __init__(
+        self,
+        services: SchemeServices,
+        driver: SenderDriver,
+        packer: Packer,
+        known_layout: Callable[[], Layout | None],
+    ) -> None:
         self._services = services
         self._driver = driver
         self._packer = packer
+        self._known_layout = known_layout
         #: How each worker is reached, by its id: what `SchemeServices.create_link` was given.
         self.endpoints: dict[int, Any] = {}
         driver.kept.append(self.endpoints)
@@ -52,6 +64,7 @@ class Workers:
         self._driver.require_open("add_worker")
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
+        self._renew_layout(worker_id)
         link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
         with Shield(self._driver.waker.fire), self._driver.lock:
             try:
@@ -61,6 +74,23 @@ class Workers:
                 raise
             self.endpoints[worker_id] = endpoint
             self._driver.join(worker_id, link, awaited)
+
+    def forget_layout(self) -> None:
+        """The trainer has another model: handshakes carry no layout until a version of that was applied."""
+        if self._driver.data.version:
+            self._driver.layout = None
+
+    def _renew_layout(self, worker_id: int) -> None:
+        """If this worker has refused the handshake, have the next one carry the layout of the weights of now.
+
+        If the trainer has no model, it is unknown: the worker then answers for the version that follows.
+        """
+        entry = self._driver.data.workers.get(worker_id)
+        if entry is None or entry.link_state is not LinkState.REFUSED:
+            return
+        layout = self._known_layout()
+        if layout is not None or self._driver.data.version:
+            self._driver.layout = layout
 
     def remove(self, worker_id: int) -> None:
         """See `WeightSender.remove_worker`."""

@@ -337,7 +337,7 @@ def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tup
 
 def _without_overwritten(data: ReceiverData) -> ReceiverData:
     """Forget the version that was applied last if the model no longer holds it: over a new link it is applied again."""
-    overwritten = data.served is None and isinstance(data.answer, Ack)
+    overwritten = data.served is None and isinstance(data.answer, Ack | Deferred)
     return replace(data, decided=None, answer=None) if overwritten else data
 
 

@@ -331,8 +331,7 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
     if all(entry.link_state is LinkState.REFUSED for entry in ended.values()):
         return RefusedError(
             f"every target has refused the handshake: {_by_worker(reasons)}. Nothing was sent and no version was used. "
-            "Send weights with the layout of the workers' models, or give the workers the right model and add them "
-            "again with add_worker().",
+            "Correct the workers' model or the trainer's, then add the workers again with add_worker().",
             None,
             reasons,
         )

@@ -106,7 +106,13 @@ class ReceiverSide:
         if relay is None or isinstance(receiver.model, Loader):
             return None  # a loader has the weights: passing them on is up to the loader
         form = WeightStrategy("tensordict") if is_torchrls(context) else strategy
-        return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
+
+        def weights() -> Any:
+            if receiver.version is None:
+                raise WeightSyncError("other weights took its place in this worker before it was passed on")
+            return form.extract_weights(receiver.target().destination)
+
+        return lambda: relay(receiver.version, weights)
 
     def receive(self, timeout: float | None, strategy: WeightStrategy, chosen: Selection | None) -> Any:
         """The chosen weights that the model holds now, or a loader's version; None if no new version went live.

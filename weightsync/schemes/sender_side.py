@@ -159,6 +159,8 @@ class SenderSide:
     def set_model(self, model: Any) -> None:
         """Have a send without weights send this from now on; None: what is found elsewhere."""
         self.given = {**self.given, "model": model, SET_MODEL: model}
+        if self.sender is not None:
+            self.sender._workers.forget_layout()
 
     def begin_sends(self) -> SequentialSends:
         """What sends for the scheme's own `send` from now on."""

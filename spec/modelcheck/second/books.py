@@ -173,13 +173,13 @@ def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
 def _accepted(step: Step, w: int) -> bool:
     """A handshake was accepted: the fence is that sender's incarnation, nothing is pending, and a Hello answers it.
 
-    A version that was acked and is no longer served is forgotten: it is not acked again over this link.
+    A version that was applied and is no longer served is forgotten: it is not acked over this link.
     """
     old, new = step.old.receiver(w), step.new.receiver(w)
     s, k = new.link
     greeted = any(_link(m) == (s, w, k) and m.kind == "HELLO" for m in step.new.answers)
     whole = new.fence == step.old.sender(s).incarnation >= old.fence and new.pending == NO_PAYLOAD
-    forgotten = (new.answer, new.served) != ("ACK", NO_PAYLOAD)
+    forgotten = new.served != NO_PAYLOAD or new.answer not in ("ACK", "DEFERRED")
     return whole and forgotten and (greeted or not step.old.is_open(s, w, k))
 
 

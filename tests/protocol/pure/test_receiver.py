@@ -366,6 +366,26 @@ def test_g2_a_version_that_was_written_over_by_hand_is_applied_again_over_a_new_
     assert receiver.take(pure.UpdateArrived(2, 5, 1)).input is ReceiverInput.UPDATE
 
 
+@pytest.mark.parametrize("event", [pure.LinkDown(1), pure.HelloArrived(2, 5)])
+def test_g2_a_version_that_was_written_over_before_its_deferred_answer_left_is_not_acked_over_a_new_link(
+    receiver: Receiver, event: pure.Event
+) -> None:
+    deferring(receiver).take(pure.Invalidate())
+    receiver.take(event)
+    receiver.take(pure.HelloArrived(2, 5))
+
+    assert receiver.take(pure.SendAck()).effects == ()
+    assert receiver.take(pure.UpdateArrived(2, 5, 1)).input is ReceiverInput.UPDATE
+
+
+def test_g2_a_deferred_answer_over_the_same_link_stays_true_though_its_version_was_written_over(
+    receiver: Receiver,
+) -> None:
+    deferring(receiver).take(pure.Invalidate())
+
+    assert receiver.take(pure.SendAck()).effects == (pure.Reply(1, ack(5, 1)),)
+
+
 def test_g6_a_refused_version_stays_refused_over_a_new_link_though_the_model_was_written_over(
     receiver: Receiver,
 ) -> None:

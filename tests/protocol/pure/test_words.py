@@ -68,9 +68,8 @@ def test_every_target_has_refused() -> None:
         sender.step(State.READY, replace(DATA, workers={0: refused}), sender.Send(None))
 
     assert str(caught.value) == (
-        "every target has refused the handshake: worker 0: no. Nothing was sent and no version was used. Send weights "
-        "with the layout of the workers' models, or give the workers the right model and add them again with "
-        "add_worker()."
+        "every target has refused the handshake: worker 0: no. Nothing was sent and no version was used. Correct the "
+        "workers' model or the trainer's, then add the workers again with add_worker()."
     )
     assert (caught.value.report, caught.value.refused) == (None, {0: "no"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -59,6 +60,28 @@ def nested(kind: OutcomeKind) -> SyncReport:
 
 
 def test_the_first_version_is_handed_on_too(manager: Manager) -> None:
+    assert manager.asked == [("policy", {1.0})]
+
+
+def test_g2_weights_that_took_a_versions_place_before_it_was_handed_on_are_not_handed_on_for_it(
+    manager: Manager,
+) -> None:
+    manager.result = nested(OutcomeKind.APPLIED)
+    duo, receiver = manager.duo, manager.duo.receiving.get_receiver()
+    busy = contextlib.ExitStack()
+    busy.enter_context(receiver.serving())
+    with beside(lambda: duo.send(2.0, timeout=PATIENCE, on_failure="report")) as sent:
+        while receiver._served.staged is None:
+            assert not sent
+        receiver.driver.lock.acquire()  # the reader cannot hand on yet what the next forward swaps in
+        busy.close()
+        assert duo.model() == {2.0}
+        receiver.register_model(reader(7.0))
+        receiver.driver.lock.release()
+
+    assert sent[0][0].kind is OutcomeKind.APPLIED
+    assert sent[0][0].nested[0].kind is OutcomeKind.ABANDONED
+    assert "other weights" in sent[0][0].nested[0].reason
     assert manager.asked == [("policy", {1.0})]
 
 

@@ -26,7 +26,9 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     StateError,
 )
+from weightsync.clock import Deadline
 from weightsync.engine import serving_lock
+from weightsync.engine.background import Background
 from weightsync.engine.serving_lock import ServingLock, compiled_frame
 from weightsync.weights.target import Target
 
@@ -74,6 +76,27 @@ def test_g2_a_background_receive_reports_a_version_that_is_applied_again_after_a
 
     assert pair.receiver.receive(timeout=PATIENCE)
     assert constants(model) == {1.0}
+
+
+def test_g2_a_worker_whose_model_is_replaced_before_it_passed_its_version_on_gets_that_again_over_a_new_link(
+    pair: Pair,
+) -> None:
+    passed_on: list[set[float]] = []
+    beside = Background(pair.receiver, lambda: lambda: passed_on.append(constants(pair.receiver.model)))
+    with pair.receiver.serving():
+        beside.start()
+        pair.sender.send_async()
+        assert beside.wait_until(lambda: pair.receiver._served.staged is not None, Deadline(PATIENCE))
+        pair.receiver.driver.lock.acquire()  # the reader cannot pass on yet what the next forward swaps in
+    pair.model(torch.ones(2, 4))
+    assert (pair.receiver.version, pair.receiver.driver.deferring) == (1, True)
+    model = rejoined(pair, 7.0)
+    beside.seen()
+    pair.receiver.driver.lock.release()
+
+    assert beside.receive(timeout=PATIENCE)
+    assert beside.wait_until(lambda: bool(passed_on), Deadline(PATIENCE))
+    assert (constants(model), passed_on) == ({1.0}, [{1.0}])
 
 
 @pytest.mark.parametrize("before", [small(1.0), Loader(lambda weights, version: list(weights))])

@@ -12,7 +12,7 @@ from pools import statistics
 from tensordict import TensorDict
 from torch import nn
 
-from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State, TransportError
 from weightsync.weights.reading import transient_buffers
 
 
@@ -149,6 +149,66 @@ def test_a_layout_that_everybody_refused_is_not_sent_to_later_joiners(served: bo
 
 def filled_state() -> dict[str, torch.Tensor]:
     return small(4.0).state_dict()
+
+
+def rejoin(sender: Any, receiver: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    sender.add_worker(0, ours)
+    receiver.register_worker_transport(theirs)
+
+
+def refuses_the_handshake(sender: Any, receiver: Any) -> None:
+    with pytest.raises(TransportError, match="its handshake was refused"):
+        receiver.receive(timeout=PATIENCE)
+    sender.progress()
+    with pytest.raises(RefusedError, match="every target has refused the handshake"):
+        sender.send()
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_worker_that_is_added_again_after_it_refused_the_handshake_is_asked_about_the_model_of_now(
+    one: Pair, served: bool
+) -> None:
+    if served:
+        one.sync()
+        rejoin(one.sender, one.receiver)
+    one.receiver.register_model(nn.Linear(2, 2))
+    refuses_the_handshake(one.sender, one.receiver)
+
+    one.scheme.model = nn.Linear(2, 2)
+    rejoin(one.sender, one.receiver)
+
+    assert one.sync().ok
+    assert one.receiver.driver.greeting.layout
+
+
+def test_a_worker_that_is_added_again_once_both_models_have_changed_takes_the_next_weights(one: Pair) -> None:
+    one.sync()
+    one.scheme.model = nn.Linear(2, 2)
+    one.receiver.register_model(nn.Linear(2, 2))
+    rejoin(one.sender, one.receiver)
+
+    assert not one.receiver.receive(timeout=PATIENCE)  # the version before
+    assert one.sync().ok
+    assert one.sender._driver.layout == one.receiver.driver.layout
+
+
+def test_without_a_registered_model_such_a_worker_is_not_asked_but_takes_the_next_weights_that_fit() -> None:
+    a, b, _ = unregistered()
+    with a, b:
+        sender, receiver, model = a.get_sender(), b.get_receiver(), nn.Linear(2, 2)
+        sender.send_async(state())
+        assert receiver.receive(timeout=PATIENCE)
+        assert sender.wait_async().ok
+        rejoin(sender, receiver)
+        receiver.register_model(model)
+        refuses_the_handshake(sender, receiver)
+
+        rejoin(sender, receiver)
+        assert not receiver.receive(timeout=PATIENCE)  # the version before
+        sender.send_async(nn.Linear(2, 2))
+        assert receiver.receive(timeout=PATIENCE)
+        assert sender.wait_async().ok
 
 
 def test_without_a_registered_model_any_weights_are_sent() -> None:
