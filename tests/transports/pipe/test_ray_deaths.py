@@ -49,7 +49,7 @@ class ActorWatch:
     def __init__(self) -> None:
         self.later: list[Callable[[], None]] = []
 
-    def attend(self, call: Future[Any], peer: str) -> None:
+    def watch(self, call: Future[Any], peer: str) -> None:
         del call, peer
 
     def leave(self, call: Future[Any]) -> None:
@@ -200,7 +200,7 @@ def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch
 def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room(watch: ActorWatch) -> None:
     actor = Actor()
     actor.full = True
-    found = module.ask_attended(SimpleNamespace(__ray_call__=actor), "m", "worker 0")
+    found = module.ask_models(SimpleNamespace(__ray_call__=actor), "m", "worker 0")
     watch.later.pop()()
     assert not found.done()
     actor.full = False
@@ -383,7 +383,7 @@ def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
     monkeypatch.setattr(session, "require_ray", lambda _: SimpleNamespace(is_initialized=lambda: True))
     real.call_soon(fail)
     real.call_soon(lambda: other.set_result(1))
-    real.attend(other, "worker 1")
+    real.watch(other, "worker 1")
     assert other.result(timeout=60.0) == 1
     assert "a call to an actor could not be repeated" in caplog.text
 

@@ -91,20 +91,20 @@ class _RayCallClient:
         """Begin a call. One that is to be repeated ends with its repetition."""
         answers: Answers = Future()
         self._submit(answers, call)
-        self._attend(answers)
+        self._watch(answers)
         return answers
 
     def _begin_later(self, call: _Call, error: _TooManyCalls) -> Answers:
         """Begin a call once the actor's queue has room."""
         answers: Answers = Future()
-        self._attend(answers)
+        self._watch(answers)
         ACTOR_WATCH.call_soon(lambda: self._repeat(answers, error, call))
         return answers
 
-    def _attend(self, answers: Answers) -> None:
+    def _watch(self, answers: Answers) -> None:
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
-        ACTOR_WATCH.attend(answers, self._peer)
+        ACTOR_WATCH.watch(answers, self._peer)
 
     def _submit(self, answers: Answers, call: _Call) -> None:
         try:
@@ -357,7 +357,7 @@ class PlainActorCallClient(_RayCallClient):
         raise self._gone(error)
 
 
-def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
+def ask_models(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
 
     An actor that Ray is restarting is asked once it runs, and one whose queue is full once that has room.
@@ -378,7 +378,7 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     def ask() -> None:
         session.require()
         try:
-            raw = actor.__ray_call__.remote(server.attended, model_id).future()
+            raw = actor.__ray_call__.remote(server.models_accepted, model_id).future()
         except Exception as error:
             raise _not_accepted(peer, error) from error
         raw.add_done_callback(ended)
@@ -396,7 +396,7 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
         ask()
     except _TooManyCalls:
         ACTOR_WATCH.call_soon(again)
-    ACTOR_WATCH.attend(found, peer)
+    ACTOR_WATCH.watch(found, peer)
     return found
 
 
