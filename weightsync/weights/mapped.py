@@ -28,6 +28,8 @@ KEPT_LARGE: Final = 2
 #: How many copies of payloads to keep: one is live, the next version is copied into the other.
 KEPT_COPIES: Final = 2
 
+_address: Final[Callable[[torch.UntypedStorage], int]] = torch.UntypedStorage.data_ptr
+
 try:
     #: How many tensors and storages of torch refer to the memory of a storage.
     _uses: Callable[[int], int] | None = torch._C._storage_Use_Count
@@ -55,23 +57,21 @@ class MappedPayload:
         self.copied: Sequence[int] = ()
         self.copies_little = True
         self._form: Form | None = None
-        storages = (views[group.first].untyped_storage() for group in layout.groups)
-        #: Its storages, each with its address. On the host there is one for each dtype.
-        self._places = {storage: storage.data_ptr() for storage in storages}
-        self._unused = self._counted()
+        #: Its storages, and their addresses. On the host there is one for each dtype.
+        self._storages = list(dict.fromkeys(views[group.first].untyped_storage() for group in layout.groups))
+        self._addresses = list(map(_address, self._storages))
+        self._identities = [storage._cdata for storage in self._storages]
+        self._unused = [] if _uses is None else list(map(_uses, self._identities))
 
     @property
     def used(self) -> bool:
         """Whether any tensor but our own views refers to the memory: a parameter, or a view that is kept elsewhere."""
-        return _uses is None or self._counted() != self._unused
+        return _uses is None or list(map(_uses, self._identities)) != self._unused
 
     @property
     def moved(self) -> bool:
         """Whether torch has moved a part: it does if a tensor is passed to a process, or shared (`share_memory_`)."""
-        return any(storage.data_ptr() != address for storage, address in self._places.items())
-
-    def _counted(self) -> list[int]:
-        return [] if _uses is None else [_uses(storage._cdata) for storage in self._places]
+        return list(map(_address, self._storages)) != self._addresses
 
     def prepare(self, family: object, sources: Iterable[int], copied: Sequence[int]) -> None:
         """Choose the parameters' memory: the views with these indices."""
@@ -93,7 +93,7 @@ class MappedPayload:
         groups = {index: group for group in (*sharing.ties, *sharing.overlaps) for index in group}
         found: list[tuple[Tensor, Tensor]] = []
         with torch.inference_mode(False), torch.no_grad():
-            for storage, address in self._places.items():
+            for storage, address in zip(self._storages, self._addresses, strict=True):
                 if storage.data_ptr() != address:
                     continue
                 here = range(address, address + storage.nbytes())
@@ -119,7 +119,7 @@ class CopiedPayload(MappedPayload):
 
     def fill(self, address: int) -> None:
         """Copy the payload at an address."""
-        for group, place in zip(self.layout.groups, self._places.values(), strict=True):
+        for group, place in zip(self.layout.groups, self._addresses, strict=True):
             ctypes.memmove(place, address + group.offset, group.nbytes)
 
 
