@@ -264,8 +264,8 @@ class Background:
         receiver = self._receiver
         with apart_from_captures():
             receiver.receive_and_apply_here()
-        if receiver.driver.deferring:
-            self._relay_and_ack()
+            if receiver.driver.deferring:
+                self._relay_and_ack()
         self._notify()
 
     def _over(self) -> bool:

@@ -164,11 +164,8 @@ class WeightReceiver(Participant):
                 if queued:
                     serving.leave_queue()
 
-    def receive_and_apply(self, target: Target) -> bool | None:
+    def receive_and_apply_here(self) -> bool | None:
         """Read the links and apply what is pending, without waiting for threads that serve the model.
-
-        Args:
-            target: what it is applied to: `target`.
 
         Returns:
             True: a version went live. False: it was refused. None: neither.
@@ -176,10 +173,6 @@ class WeightReceiver(Participant):
         Raises:
             WeightSyncError: as for `receive`.
         """
-        return self._applier.receive_and_apply(target)
-
-    def receive_and_apply_here(self) -> bool | None:
-        """Read the links and apply what is pending to the registered model, as `receive_and_apply` does."""
         return self._applier.receive_and_apply_here()
 
     def apply_weights(

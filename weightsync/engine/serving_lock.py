@@ -346,8 +346,15 @@ class ServedModel:
 
     def leave_host_slot(self) -> None:
         """Have the model leave its slot on the host before a fork: a child cannot answer for it. It uses no device."""
-        if self.target is not None:
-            self.target.leave_slot()
+        try:
+            if self.target is not None:
+                self.target.leave_slot()
+        except Exception as error:  # noqa: BLE001 - there may be no memory left: Python forks all the same
+            logger.error(
+                "model %r: the process forks while the model is in shared memory that its trainer writes again: %r. "
+                "In the child, load its weights again before you use it.",
+                *(self._driver.model_id, error),
+            )
 
     def forked_amid_swap(self) -> None:
         """Warn of a fork that could not wait for a swap any longer."""

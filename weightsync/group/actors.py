@@ -73,7 +73,7 @@ class ActorProcess:
         #: Ends with its life; with an error if the actor has died.
         self._life: Future[None] = Future()
         peer = f"worker {job.index}"
-        ACTOR_WATCH.attend(self._life, peer)
+        ACTOR_WATCH.watch(self._life, peer)
         self._life.add_done_callback(lambda _: self._waker.fire())
         called.future().add_done_callback(self._ended)
 

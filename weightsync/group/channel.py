@@ -385,14 +385,15 @@ class WorkerEnd:
 
 
 def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # pickle raises several kinds, and a value's own methods any
-        raise ConfigurationError(
-            f"put() was given a {type(value).__name__} that cannot be pickled ({type(error).__name__}: {error}): put "
-            "tensors, arrays, numbers, containers of these, or instances of classes that a module defines at its top "
-            "level. Nothing was sent."
-        ) from error
+    with Shield(lambda: None):  # what a signal handler raises is no error of pickle's
+        try:
+            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # pickle raises several kinds, and a value's own methods any
+            raise ConfigurationError(
+                f"put() was given a {type(value).__name__} that cannot be pickled ({type(error).__name__}: {error}): "
+                "put tensors, arrays, numbers, containers of these, or instances of classes that a module defines at "
+                "its top level. Nothing was sent."
+            ) from error
 
 
 def _received(sock: socket.socket) -> bytes:

@@ -271,7 +271,7 @@ class WeightSyncActor:
     def _weightsync_server(self, model_id: str) -> ActorServer:
         actor_server = actor_server_of(model_id)
         with actor_server.lock:
-            if not actor_server.attended:
+            if not actor_server.has_receiver:
                 RayWeightSyncScheme(key=self.weight_key).init_on_worker(model_id, context=self)
         return actor_server
 

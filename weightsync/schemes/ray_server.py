@@ -78,7 +78,7 @@ class ActorServer:
         self._unguarded: Any = None
 
     @property
-    def attended(self) -> bool:
+    def has_receiver(self) -> bool:
         """Whether there is, or was, a receiver."""
         return self.receiver is not None or self._listening
 
@@ -97,11 +97,11 @@ class ActorServer:
         """Have ``accept`` called with each sender's link: see `CallServer.open`."""
         shut = self._call_server.open(accept, key)
         self._listening = True
-        server.attend(self.model_id, self.receive_and_apply)
+        server.accept_calls(self.model_id, self.receive_and_apply)
 
         def stop() -> None:
             self._listening = False
-            server.leave(self.model_id)
+            server.refuse_calls(self.model_id)
             shut()
             if self._guard is not None:
                 self._guard.clear()

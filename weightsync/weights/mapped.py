@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weightsync.weights.aliasing import Sharing, copies_together
 from weightsync.weights.device.base import DeviceMemory
-from weightsync.weights.layout import ALIGNMENT, Layout
+from weightsync.weights.layout import ALIGNMENT, Group, Layout
 from weightsync.weights.moving import LEAST_NBYTES
 from weightsync.weights.packing import views
 from weightsync.weights.reading import Weights
@@ -28,6 +28,8 @@ KEPT_LARGE: Final = 2
 #: How many copies of payloads to keep: one is live, the next version is copied into the other.
 KEPT_COPIES: Final = 2
 
+_address: Final[Callable[[torch.UntypedStorage], int]] = torch.UntypedStorage.data_ptr
+
 try:
     #: How many tensors and storages of torch refer to the memory of a storage.
     _uses: Callable[[int], int] | None = torch._C._storage_Use_Count
@@ -39,11 +41,13 @@ class MappedPayload:
     """A payload as the memory of mapped parameters.
 
     Args:
+        layout: the payload's layout.
         views: the only tensors that refer to that memory so far.
         source: what was received, if the memory is that itself and lies in a slot.
     """
 
-    def __init__(self, views: list[Tensor], source: memoryview | None = None) -> None:
+    def __init__(self, layout: Layout, views: list[Tensor], source: memoryview | None = None) -> None:
+        self.layout = layout
         self.views = views
         self.source = source
         #: The family of plans that the memory is chosen for: see `DestinationPlan.family`.
@@ -53,15 +57,21 @@ class MappedPayload:
         self.copied: Sequence[int] = ()
         self.copies_little = True
         self._form: Form | None = None
-        self.storage = (views[0] if views else on_cpu(0)).untyped_storage()
-        #: Where it is. Torch moves it elsewhere if a tensor in it is passed to a process, or `share_memory` is called.
-        self.address = self.storage.data_ptr()
-        self._unused = 0 if _uses is None else _uses(self.storage._cdata)
+        #: Its storages, and their addresses. On the host there is one for each dtype.
+        self._storages = list(dict.fromkeys(views[group.first].untyped_storage() for group in layout.groups))
+        self._addresses = list(map(_address, self._storages))
+        self._identities = [storage._cdata for storage in self._storages]
+        self._unused = [] if _uses is None else list(map(_uses, self._identities))
 
     @property
     def used(self) -> bool:
         """Whether any tensor but our own views refers to the memory: a parameter, or a view that is kept elsewhere."""
-        return _uses is None or _uses(self.storage._cdata) != self._unused
+        return _uses is None or list(map(_uses, self._identities)) != self._unused
+
+    @property
+    def moved(self) -> bool:
+        """Whether torch has moved a part: it does if a tensor is passed to a process, or shared (`share_memory_`)."""
+        return list(map(_address, self._storages)) != self._addresses
 
     def prepare(self, family: object, sources: Iterable[int], copied: Sequence[int]) -> None:
         """Choose the parameters' memory: the views with these indices."""
@@ -80,17 +90,18 @@ class MappedPayload:
         self, tensors: Sequence[Tensor], sharing: Sharing, staying: Container[int] = ()
     ) -> list[tuple[Tensor, Tensor]]:
         """The tensors that lie in this memory, but for ``staying``, each with a copy; tied ones share theirs."""
-        if self.storage.data_ptr() != self.address:
-            return []
-        here = range(self.address, self.address + self.storage.nbytes())
-        inside = [index for index, tensor in enumerate(tensors) if index not in staying and tensor.data_ptr() in here]
         groups = {index: group for group in (*sharing.ties, *sharing.overlaps) for index in group}
         found: list[tuple[Tensor, Tensor]] = []
         with torch.inference_mode(False), torch.no_grad():
-            memory = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-            for group in dict.fromkeys(groups.get(index, (index,)) for index in inside):
-                together = [tensors[index] for index in group]
-                found += zip(together, copies_together(together, memory), strict=True)
+            for storage, address in zip(self._storages, self._addresses, strict=True):
+                if storage.data_ptr() != address:
+                    continue
+                here = range(address, address + storage.nbytes())
+                inside = [i for i, tensor in enumerate(tensors) if i not in staying and tensor.data_ptr() in here]
+                memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                for group in dict.fromkeys(groups.get(index, (index,)) for index in inside):
+                    together = [tensors[index] for index in group]
+                    found += zip(together, copies_together(together, memory), strict=True)
         return found
 
     def form(self, weights: Weights) -> Form:
@@ -104,12 +115,28 @@ class CopiedPayload(MappedPayload):
     """Memory for copies of payloads that parameters cannot view where they are."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        super().__init__(views(layout, on_cpu(layout.nbytes)))
+        super().__init__(layout, _parted(layout, lambda group: on_cpu(group.nbytes)))
 
     def fill(self, address: int) -> None:
         """Copy the payload at an address."""
-        ctypes.memmove(self.address, address, self.layout.nbytes)
+        for group, place in zip(self.layout.groups, self._addresses, strict=True):
+            ctypes.memmove(place, address + group.offset, group.nbytes)
+
+
+def _mapped(layout: Layout, payload: memoryview, source: memoryview | None = None) -> MappedPayload:
+    """The memory of a payload itself."""
+    return MappedPayload(layout, _parted(layout, lambda group: owning(payload, group.offset, group.nbytes)), source)
+
+
+def _parted(layout: Layout, memory: Callable[[Group], Tensor]) -> list[Tensor]:
+    """The entries as views of this memory, which has a storage of its own for each dtype.
+
+    `torch.save` writes whole storages, and none in which there are tensors of several dtypes.
+    """
+    found: list[Tensor] = []
+    for group in layout.groups:
+        found += views(layout, memory(group), group.first, group.last)
+    return found
 
 
 class MappedPayloads:
@@ -130,7 +157,7 @@ class MappedPayloads:
         if isinstance(payload, DeviceMemory):
             views_there = payload.views(layout)
             if not isinstance(payload.kept, MappedPayload):
-                payload.kept = MappedPayload(views_there)
+                payload.kept = MappedPayload(layout, views_there)
             return payload.kept
         address = address_of(payload)
         small_inline = isinstance(payload.obj, bytearray) and layout.nbytes < KEPT_BELOW_NBYTES
@@ -139,14 +166,14 @@ class MappedPayloads:
             # An inline payload is at another address each time: copying it costs less than making new views of it.
             return self._copied(layout, address)
         if not in_slot:
-            return MappedPayload(views(layout, owning(payload)))
+            return _mapped(layout, payload)
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
         # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
         key = address, layout.digest
         again = key in self._kept
         found = self._kept.pop(key, None)
-        if found is None or found.storage.data_ptr() != address:
-            found = MappedPayload(views(layout, owning(payload)), payload)
+        if found is None or found.moved:
+            found = _mapped(layout, payload, payload)
         self._kept[key] = found if again else None
         while len(self._kept) > (KEPT_PAYLOADS if layout.nbytes < LARGE_NBYTES else KEPT_LARGE):
             self._kept.popitem(last=False)
@@ -158,7 +185,7 @@ class MappedPayloads:
 
     def _copied(self, layout: Layout, address: int) -> MappedPayload:
         for copy in self._copies:
-            if copy.layout is layout and not copy.used and copy.storage.data_ptr() == copy.address:
+            if copy.layout is layout and not copy.used and not copy.moved:
                 break
         else:
             copy = CopiedPayload(layout)

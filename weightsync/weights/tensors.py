@@ -209,11 +209,11 @@ def bits_of(tensor: Tensor) -> Tensor:
     return bits
 
 
-def owning(view: memoryview) -> Tensor:
-    """View the bytes of `view`, which must be writable, as a tensor that keeps the memory alive."""
-    if not view.nbytes:
+def owning(view: memoryview, start: int = 0, nbytes: int = -1) -> Tensor:
+    """View bytes of `view`, which must be writable, as a tensor that keeps that very object alive."""
+    if not view.nbytes or not nbytes:
         return on_cpu(0)
-    return torch.frombuffer(view, dtype=torch.uint8)
+    return torch.frombuffer(view, dtype=torch.uint8, offset=start, count=nbytes)
 
 
 def borrowed(address: int, nbytes: int) -> Tensor:

@@ -14,7 +14,7 @@ from duo import Duo, beside
 from fake_device import fake_device
 from fleet import PATIENCE, constants, filled
 
-from weightsync import SharedMemWeightSyncScheme
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from weightsync.weights.device import captures, registry
 from weightsync.weights.device.captures import Captures
 
@@ -86,6 +86,32 @@ def test_a_background_reader_calls_no_device_while_another_thread_captures(
     graph.capture_end()
     assert sender.wait_async(timeout=PATIENCE).ok
     assert constants(duo.model) == {3.0}
+
+
+class PassesOn:
+    """Has workers of its own. While their weights are packed, another thread begins a capture."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.captured, self.too_early = graph, threading.Event(), False
+        self.capturing = threading.Thread(target=lambda: (capture(graph), self.captured.set()))
+
+    def update_policy_weights_(self, *, model_id: str, policy_or_weights: Any) -> None:
+        del model_id, policy_or_weights
+        if not self.capturing.ident:
+            self.capturing.start()
+            self.too_early = self.captured.wait(A_WHILE)
+
+
+def test_nor_does_it_pass_weights_on_to_workers_of_its_own_while_another_thread_captures(graphs: Captures) -> None:
+    passing = PassesOn(graph_of(graphs))
+    duo = Duo(MultiProcessWeightSyncScheme)
+    duo.connect(context=passing)
+    try:
+        assert passing.captured.wait(PATIENCE)
+        assert not passing.too_early
+        assert duo.send(2.0, timeout=PATIENCE).ok
+    finally:
+        duo.end()
 
 
 def test_a_capture_begins_once_no_other_thread_receives(graphs: Captures) -> None:

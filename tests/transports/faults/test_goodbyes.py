@@ -349,7 +349,7 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
     pair.sync()
     pair.sender.send_async(small(7.0))
     pair.receiver.set_background_reader(Asked())  # type: ignore[arg-type]
-    assert pair.receiver.receive_and_apply(pair.receiver.target()) is False
+    assert pair.receiver.receive_and_apply_here() is False
     pair.receiver.set_background_reader(None)
 
     with pytest.raises(RefusedError, match="do not ask"):

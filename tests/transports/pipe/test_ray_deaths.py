@@ -49,7 +49,7 @@ class ActorWatch:
     def __init__(self) -> None:
         self.later: list[Callable[[], None]] = []
 
-    def attend(self, call: Future[Any], peer: str) -> None:
+    def watch(self, call: Future[Any], peer: str) -> None:
         del call, peer
 
     def leave(self, call: Future[Any]) -> None:
@@ -155,6 +155,61 @@ def test_an_actor_whose_queue_is_full_refuses_and_takes_the_next_version(call_cl
     assert link.receive() == []
     actor.calls[-1].set_result([])
     link.close()
+
+
+def test_a_handshake_waits_while_the_actors_queue_is_full_and_versions_never_overtake_it(watch: ActorWatch) -> None:
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    actor.full = True
+    link.send(Hello(model_id="m", incarnation=1))
+    watch.later.pop()()
+    assert link.receive() == []
+    actor.full = False
+    link.send(UPDATE, buffer)
+    assert not actor.calls
+
+    watch.later.pop()()
+    link.send(replace(UPDATE, version=2), buffer)
+
+    handshake, update = actor.calls
+    handshake.set_result([])
+    update.set_result([encode(ack(replace(UPDATE, version=2)))])
+    refusal, acked = [received.message for received in link.receive()]
+    assert isinstance(refusal, Refusal)
+    assert (refusal.version, refusal.evidence) == (1, Evidence.NONE)
+    assert acked == ack(replace(UPDATE, version=2))
+    assert not watch.later
+    link.close()
+
+
+def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch) -> None:
+    actor = Actor()
+    actor.full = True
+    call_client = with_our_receiver(actor)
+    answers = call_client.start(Hello(model_id="m", incarnation=1), None)
+    call_client.close()
+    assert answers.done()
+    actor.full = False
+
+    watch.later.pop()()
+
+    assert not actor.calls
+    assert not watch.later
+
+
+def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room(watch: ActorWatch) -> None:
+    actor = Actor()
+    actor.full = True
+    found = module.ask_models(SimpleNamespace(__ray_call__=actor), "m", "worker 0")
+    watch.later.pop()()
+    assert not found.done()
+    actor.full = False
+
+    watch.later.pop()()
+
+    actor.calls[0].set_result(["m"])
+    assert found.result() == ["m"]
+    assert not watch.later
 
 
 def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
@@ -328,7 +383,7 @@ def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
     monkeypatch.setattr(session, "require_ray", lambda _: SimpleNamespace(is_initialized=lambda: True))
     real.call_soon(fail)
     real.call_soon(lambda: other.set_result(1))
-    real.attend(other, "worker 1")
+    real.watch(other, "worker 1")
     assert other.result(timeout=60.0) == 1
     assert "a call to an actor could not be repeated" in caplog.text
 

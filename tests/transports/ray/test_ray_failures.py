@@ -359,7 +359,7 @@ def test_calls_end_with_ray_although_its_own_futures_do_not(cluster: Any, monkey
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     call: Future[Any] = Future()
 
-    ACTOR_WATCH.attend(call, "worker 7")
+    ACTOR_WATCH.watch(call, "worker 7")
 
     with pytest.raises(ConnectionError, match="shut down before worker 7"):
         call.result(PATIENCE)

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError
 from weightsync.clock import Deadline
+from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.heartbeat import process_name
@@ -126,10 +127,42 @@ def test_a_rank_that_nobody_takes_is_named_with_what_to_look_at(store: Any) -> N
     assert "init_on_worker(..., rank=1)" in report[0].reason
 
 
-def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
+def test_a_worker_that_joins_model_after_model_is_not_told_that_it_lacks_one(
     store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", "weightsync")
+    models = "actor", "critic"
+    with contextlib.ExitStack() as stack, contextlib.closing(Client(store)) as client:
+        ours, theirs = ([stack.enter_context(DistributedWeightSyncScheme()) for _ in models] for _ in range(2))
+        for model, scheme in zip(models, ours, strict=True):
+            scheme.init_on_sender(model, store=store, num_workers=1, model=nn.Linear(2, 2))
+        sender = ours[1].get_sender()
+        sender.send_async()
+        theirs[0].init_on_worker("actor", store=store, rank=1, model=nn.Linear(2, 2))
+        await_beats(client, 4)
+        assert "none of 'critic' so far" in sender._driver.remark(0)
+        theirs[1].init_on_worker("critic", store=store, rank=1, model=nn.Linear(2, 2))
+        assert theirs[1].get_receiver().receive(timeout=PATIENCE)
+        sender.wait_async(timeout=PATIENCE)
+
+    assert "so far" not in caplog.text
+
+
+def await_beats(client: Client, count: int) -> None:
+    """Wait for some beats of this process."""
+    beats: set[bytes | None] = set()
+    waited = Deadline(PATIENCE)
+    while len(beats) < count and not waited.passed:
+        beats.add(client.peek(f"weightsync/heartbeat/{process_name()}"))
+        time.sleep(0.05)
+    assert not waited.passed
+
+
+def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
+    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("WARNING", "weightsync")
+    monkeypatch.setattr(heartbeat, "REMARK_BEATS", 2)
     with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
         ours.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
         theirs.init_on_worker("critic", store=store, rank=1, model=nn.Linear(2, 2))
@@ -150,8 +183,11 @@ def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
             assert not sender._driver.remark(0)
 
 
-def test_no_model_that_was_written_without_the_prefix_is_named(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_model_that_was_written_without_the_prefix_is_named(
+    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The heartbeat's connection has no prefix, so behind one it would find the models of another group."""
+    monkeypatch.setattr(heartbeat, "REMARK_BEATS", 1)
     caplog.set_level("WARNING", "weightsync")
     mine = PrefixStore("mine", store)
     with contextlib.closing(Client(store)) as client:
@@ -162,14 +198,9 @@ def test_no_model_that_was_written_without_the_prefix_is_named(store: Any, caplo
             theirs.init_on_worker("critic", store=mine, rank=1, model=nn.Linear(2, 2))
             sender = ours.get_sender()
             sender.send_async()
-            beats: set[bytes | None] = set()
-            waited = Deadline(PATIENCE)
-            while len(beats) < 4 and not waited.passed:
-                beats.add(client.peek(f"weightsync/heartbeat/{process_name()}"))
-                time.sleep(0.05)
+            await_beats(client, 4)
             report = sender.wait_async(timeout=0, on_failure="report")
 
-    assert not waited.passed
     assert "another's" not in report[0].reason
     assert "another's" not in caplog.text
 

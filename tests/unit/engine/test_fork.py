@@ -135,6 +135,29 @@ def test_a_fork_moves_parameters_out_of_a_slot_and_no_others(model: Callable[[fl
     pair.close()
 
 
+def test_a_fork_without_memory_for_a_model_says_what_to_do_and_keeps_the_other_models(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (Pair(SharedMemWeightSyncScheme, model=large) for _ in range(2))
+    for pair in (first, second):
+        pair.sync(filled(pair.source, 1.0))
+
+    def full() -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(first.receiver.target(), "leave_slot", full)
+        child = Child(second.model)
+    for fill in (2.0, 3.0, 4.0):
+        assert second.sync(filled(second.source, fill)).ok
+
+    assert child.weights() == {1.0}
+    assert "In the child, load its weights again before you use it" in caplog.text
+    assert first.sync(filled(first.source, 2.0)).ok
+    first.close()
+    second.close()
+
+
 class Waiting(nn.Module):
     """Its extra state is set in the middle of a swap, when it is told to go on."""
 

@@ -247,6 +247,35 @@ def test_the_versions_of_a_result_that_cannot_be_pickled_are_those_of_the_next_o
     end.close()
 
 
+class Interrupted:
+    """A value that a signal meets while it is pickled."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[()]]:
+        signal.raise_signal(signal.SIGALRM)
+        sum(range(1000))  # Python runs a handler between two of its instructions
+        return int, ()
+
+
+def test_what_a_signal_handler_raises_while_a_result_is_pickled_is_raised_by_put() -> None:
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
+    try:
+        with pytest.raises(TimeoutError, match="out of time"):
+            worker.put(Interrupted(), tuple)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    worker.put("the next one", tuple)
+    (result,) = results_of(end, 1)
+    assert pickle.loads(result.pickled) == "the next one"
+    end.close()
+    worker.close()
+
+
+def raise_timeout(*_: object) -> None:
+    raise TimeoutError("out of time")
+
+
 def test_an_invitation_shows_no_key(reception: ChannelListener) -> None:
     invitation: Invitation = reception.expect()[0]
     assert "a secret" not in repr(invitation)

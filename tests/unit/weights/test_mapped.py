@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
@@ -130,6 +131,40 @@ def test_a_copy_is_used_again_for_its_own_layout_only(payloads: MappedPayloads) 
     copy = payloads.of(*inline(1.0))
     assert payloads.of(*inline(2.0)) is not copy
     assert copy.views[0].tolist() == [1.0] * SMALL
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+@pytest.mark.parametrize("access", [memoryview, memoryview.toreadonly])
+def test_a_mapped_model_of_several_dtypes_is_saved_and_holds_no_more_than_its_weights(
+    count: int, access: Callable[[memoryview], memoryview]
+) -> None:
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    source, worker = (
+        nn.ParameterDict(
+            {f"w{index}": nn.Parameter(torch.randn(count).to(dtype)) for index, dtype in enumerate(dtypes)}
+        )
+        for _ in range(2)
+    )
+    layout, payload, extras = packed(source)
+    target = Target(worker, Mode.MAP)
+    target.swap(target.stage(layout, access(payload), extras, in_slot=True))
+
+    saved = io.BytesIO()
+    torch.save(worker.state_dict(), saved)
+
+    assert saved.tell() < layout.nbytes + 4096
+    loaded = torch.load(io.BytesIO(saved.getvalue()))
+    assert all(torch.equal(loaded[name], value) for name, value in source.state_dict().items())
+
+
+def test_a_copy_of_which_one_dtype_is_still_viewed_is_not_written_again(payloads: MappedPayloads) -> None:
+    layout, payload, _ = packed({"a": torch.ones(SMALL), "b": torch.ones(SMALL, dtype=torch.bfloat16)})
+    first = payloads.of(layout, payload.toreadonly())
+    kept = first.views[1].detach()
+
+    assert payloads.of(layout, payload.toreadonly()) is not first
+    del kept
+    assert payloads.of(layout, payload.toreadonly()) is first
 
 
 def test_without_torchs_count_of_references_no_copy_is_used_again(

@@ -18,7 +18,7 @@ from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallClient, CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
-from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient, ask_attended
+from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient, ask_models
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.portable_pickle import portable
@@ -106,7 +106,7 @@ class ActorLinks:
             return _linked(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
         without = plain if name != RUN else NoCallClient(_no_method(actor, methods, peer))
-        asking = ForwardingClient(model_id, lambda: ask_attended(handle, model_id, peer), ours, without)
+        asking = ForwardingClient(model_id, lambda: ask_models(handle, model_id, peer), ours, without)
         return _linked(asking, peer, worker)
 
 

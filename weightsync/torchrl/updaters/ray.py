@@ -145,7 +145,7 @@ def _at_home(weights: Any) -> Any:
 def _followed(reference: Any, peer: str) -> Future[None]:
     """A future of a call's end, which also ends if Ray does."""
     end: Future[None] = Future()
-    ACTOR_WATCH.attend(end, peer)
+    ACTOR_WATCH.watch(end, peer)
     reference.future().add_done_callback(lambda over: _over(end, over, peer))
     return end
 

@@ -91,18 +91,26 @@ class _RayCallClient:
         """Begin a call. One that is to be repeated ends with its repetition."""
         answers: Answers = Future()
         self._submit(answers, call)
+        self._watch(answers)
+        return answers
+
+    def _begin_later(self, call: _Call, error: _TooManyCalls) -> Answers:
+        """Begin a call once the actor's queue has room."""
+        answers: Answers = Future()
+        self._watch(answers)
+        ACTOR_WATCH.call_soon(lambda: self._repeat(answers, error, call))
+        return answers
+
+    def _watch(self, answers: Answers) -> None:
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
-        ACTOR_WATCH.attend(answers, self._peer)
-        return answers
+        ACTOR_WATCH.watch(answers, self._peer)
 
     def _submit(self, answers: Answers, call: _Call) -> None:
         try:
             raw = call.submit().future()
         except Exception as error:
-            full = isinstance(error, _exceptions().PendingCallsLimitExceeded)
-            kind = _TooManyCalls if full else TransportError
-            raise kind(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
+            raise _not_accepted(self._peer, error) from error
         raw.add_done_callback(lambda over: self._ended(answers, over, call))
 
     def _ended(self, answers: Answers, over: Future[Any], call: _Call) -> None:
@@ -131,7 +139,7 @@ class _RayCallClient:
         try:
             self._session.require()
             self._submit(answers, call)
-        except _TooManyCalls:  # the actor lives, and has taken this call before
+        except _TooManyCalls:  # the actor lives
             ACTOR_WATCH.call_soon(lambda: self._repeat(answers, error, call))
         except Exception as failed:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=failed)
@@ -157,6 +165,12 @@ def _exceptions() -> Any:
     return require_ray("RayWeightSyncScheme").exceptions
 
 
+def _not_accepted(peer: str, error: Exception) -> TransportError:
+    """The error of a call that Ray did not take."""
+    full = isinstance(error, _exceptions().PendingCallsLimitExceeded)
+    return (_TooManyCalls if full else TransportError)(f"Ray accepted no call for {peer}: {plain(str(error))}")
+
+
 class ActorCallClient(_RayCallClient, SharesMemory):
     """Carries messages to an actor that has our receiver, and returns the receiver's own answers.
 
@@ -174,6 +188,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._seal = seal_of(key, Identity(WAY, model_id, actor, self._link), peer)
         self._shared = SharedPayloads()
         self._handshake: Answers | None = None
+        #: Why the handshake waits to be called; None: it does not.
+        self._held: _TooManyCalls | None = None
         self._closed = False
         self._next = 0
         self._lost: list[int] = []
@@ -198,28 +214,46 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         lost, number, met = tuple(self._lost), self._next, self._handshake is not None and self._handshake.done()
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
         call = _Call(
-            lambda: self._call.remote(*arguments),
+            lambda: self._first_call(arguments),
             lambda over: self._answers_of(message, number, met, over),
             lambda: self._call_again(number),
         )
         try:
+            if self._held is not None:  # it would overtake the handshake
+                raise self._held.with_traceback(None)
             answers = self._begin(call)
         except _TooManyCalls as error:
-            if not isinstance(message, Update):
-                raise
-            self._unsent_layout = message.layout
-            answers = self._full(message, error)
-            self._shared.heard(answers.result())
-            return answers
+            if not isinstance(message, Hello):
+                return self._not_taken(message, error)
+            self._held = error
+            answers = self._begin_later(call, error)
         if isinstance(message, Hello):
             self._handshake = answers
         self._next += 1
         del self._lost[: len(lost)]
         return answers
 
-    def _call_again(self, number: int) -> Any:
+    def _not_taken(self, message: Message, error: _TooManyCalls) -> Answers:
+        if not isinstance(message, Update):
+            raise error
+        self._unsent_layout = message.layout
+        answers = self._full(message, error)
+        self._shared.heard(answers.result())
+        return answers
+
+    def _first_call(self, arguments: tuple[Any, ...]) -> Any:
+        if self._held is not None:
+            self._require_open()
+        ref = self._call.remote(*arguments)
+        self._held = None
+        return ref
+
+    def _require_open(self) -> None:
         if self._closed:
             raise TransportError(f"The link to {self._peer} is closed.")
+
+    def _call_again(self, number: int) -> Any:
+        self._require_open()
         self._session.require()
         return self._call.remote(self._model_id, self._link, number, self._seal.again(number), None, ())
 
@@ -227,6 +261,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         """Begin no further calls: see `CallClient.close`."""
         self._closed = True
         self._shared.close()
+        if self._held is not None and self._handshake is not None:
+            settle(self._handshake, error=self._held)
         super().close()
 
     def _carried(self, update: Update, payload: Buffer | None) -> tuple[Update, Any]:
@@ -321,10 +357,10 @@ class PlainActorCallClient(_RayCallClient):
         raise self._gone(error)
 
 
-def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
+def ask_models(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
 
-    An actor that Ray is restarting is asked once it runs.
+    An actor that Ray is restarting is asked once it runs, and one whose queue is full once that has room.
 
     Raises TransportError: Ray accepted no call.
     """
@@ -342,20 +378,25 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
     def ask() -> None:
         session.require()
         try:
-            raw = actor.__ray_call__.remote(server.attended, model_id).future()
+            raw = actor.__ray_call__.remote(server.models_accepted, model_id).future()
         except Exception as error:
-            raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
+            raise _not_accepted(peer, error) from error
         raw.add_done_callback(ended)
 
     def again() -> None:
         try:
             ask()
+        except _TooManyCalls:  # the actor lives
+            ACTOR_WATCH.call_soon(again)
         except TransportError as error:
             settle(found, error=error)
 
     session = Session(peer)
-    ask()
-    ACTOR_WATCH.attend(found, peer)
+    try:
+        ask()
+    except _TooManyCalls:
+        ACTOR_WATCH.call_soon(again)
+    ACTOR_WATCH.watch(found, peer)
     return found
 
 

@@ -20,19 +20,19 @@ _lock = threading.Lock()
 _taking: dict[str, Take] = {}
 
 
-def attend(model_id: str, take: Take) -> None:
-    """From now on pass calls for this model to ``take``."""
+def accept_calls(model_id: str, take: Take) -> None:
+    """From now on accept calls for this model, and pass them to ``take``."""
     with _lock:
         _taking[model_id] = take
 
 
-def leave(model_id: str) -> None:
-    """Stop accepting calls for this model."""
+def refuse_calls(model_id: str) -> None:
+    """Accept no more calls for this model."""
     with _lock:
         _taking.pop(model_id, None)
 
 
-def attended(_: Any, model_id: str) -> list[str]:
+def models_accepted(_: Any, model_id: str) -> list[str]:
     """The models for which calls are accepted, for a sender of that model. Called in an actor, with the actor."""
     with _lock:
         models = sorted(_taking)

@@ -86,12 +86,12 @@ class ActorWatch:
         self._thread: threading.Thread | None = None
         forget_after_fork(self)
 
-    def attend(self, call: Future[Any], peer: str) -> None:
+    def watch(self, call: Future[Any], peer: str) -> None:
         """Watch a call to ``peer`` until it is over or `leave` is called."""
         with self._lock:
             self._calls[call] = peer
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="weightsync-ray", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="weightsync-ray", daemon=True)
                 self._thread.start()
         call.add_done_callback(self.leave)
 
@@ -105,7 +105,7 @@ class ActorWatch:
         with self._lock:
             self._soon.append(act)
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
         while True:
             with self._lock:

@@ -23,6 +23,24 @@ ROUNDS: Final = 8
 _SILENCE: Final = 3.5
 
 
+#: Beats for which a remark must be true before it is logged: while a run starts, models and workers come one by one.
+REMARK_BEATS: Final = 10
+
+
+class Remark:
+    """What is to be said of a worker that takes no link, and when it is to be logged."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._beats = 0
+
+    def is_due(self, text: str) -> bool:
+        """Take what is to be said now; empty: nothing. Whether to log it: once, after so many beats."""
+        self._beats = self._beats + 1 if text == self.text else 1
+        self.text = text
+        return bool(text) and self._beats == REMARK_BEATS
+
+
 @dataclass(frozen=True)
 class Callbacks:
     """The callbacks of a member, called from another thread with the reason."""

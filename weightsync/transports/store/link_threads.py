@@ -49,7 +49,6 @@ class LinkThreads:
     #: Why the reading thread must end after what was written to it; empty if it need not.
     _ending = ""
     _closed = False
-    _remark = ""
     #: The threads that may still use the connection.
     _users = 2
     _acceptor: Acceptor | None = None
@@ -76,6 +75,7 @@ class LinkThreads:
         #: The link's part in a fan-out, at the trainer's end; None: it has none.
         self.branch = None if fanout is None else Branch(fanout, self.post, side.peer, guard.keyed)
         self._arrivals = arrivals_of(self, side, guard, self._group, self.branch)
+        self._remark = heartbeat.Remark()
         self._heartbeat_member = heartbeat.join(
             rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store, self._look)
         )
@@ -144,7 +144,7 @@ class LinkThreads:
     @property
     def remark(self) -> str:
         """Why the peer may never connect; empty if nothing is known, or it has."""
-        return (self._remark or self._side.untaken) if self._stream is None else ""
+        return (self._remark.text or self._side.untaken) if self._stream is None else ""
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
@@ -465,10 +465,8 @@ class LinkThreads:
 
     def _look(self, client: Client) -> None:
         """Called by the heartbeat with each beat."""
-        if self._stream is None:
-            before, self._remark = self._remark, self._side.remark(client)
-            if self._remark and self._remark != before:
-                logger.warning("%s did not accept this link: %s", self._side.peer, self._remark)
+        if self._stream is None and self._remark.is_due(self._side.remark(client)):
+            logger.warning("%s did not accept this link: %s", self._side.peer, self._remark.text)
 
     def _lose_store(self, reason: str) -> None:
         self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))

@@ -116,7 +116,7 @@ class _Listener:
         self._next = 0
         #: Set once the sender of the link taken last has said goodbye.
         self._parted = threading.Event()
-        self._warned_of = ""
+        self._remark = heartbeat.Remark()
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
         self._heartbeat_member = heartbeat.join(
@@ -164,8 +164,7 @@ class _Listener:
         if self._next or self._over.is_set() or not Models.are_read_in(self._rendezvous.store):
             return
         found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)
-        if found and found != self._warned_of:
-            self._warned_of = found
+        if self._remark.is_due(found):
             logger.warning(
                 "model %r: a sender of %s waits for rank %d, and none of %r so far: give both sides the same model_id",
                 *(self._model_id, found, self._rendezvous.rank, self._model_id),
