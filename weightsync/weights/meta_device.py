@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from tensordict import TensorDictParams
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from weightsync.errors import LayoutError
 
@@ -95,16 +96,24 @@ def unshare(tensors: Iterable[Tensor]) -> bool:
     it would replace newer weights.
     """
     copies: dict[int, torch.UntypedStorage] = {}
+    # Torch calls all memory of a GPU shared. Here it notes what was passed to this process, or by it.
+    passed = set(list(shared_cache.values()))  # noqa: C414 - another thread may add to them while they are hashed
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+        if _is_shared(tensor, passed):
             shared = tensor.untyped_storage()
             if shared.data_ptr() not in copies:
                 copies[shared.data_ptr()] = shared.clone()  # type: ignore[no-untyped-call]
             with torch.inference_mode(tensor.is_inference()):
-                moved = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 moved.set_(copies[shared.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())
                 tensor.data = moved
     return bool(copies)
+
+
+def _is_shared(tensor: Tensor, passed: Container[StorageWeakRef]) -> bool:
+    if tensor.device.type == "cpu":
+        return tensor.is_shared()  # type: ignore[no-any-return, no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage()) in passed  # type: ignore[no-untyped-call]
 
 
 def is_on_meta(module: nn.Module) -> bool:

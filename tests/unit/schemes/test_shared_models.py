@@ -9,6 +9,7 @@ import pytest
 import torch
 from fleet import Pair, constants, filled, large, small
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from weightsync import SharedMemWeightSyncScheme
 from weightsync.weights.meta_device import unshare
@@ -103,6 +104,20 @@ def test_tensors_of_one_storage_stay_in_one_storage() -> None:
     assert (head.tolist(), tail.tolist()) == ([[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0])
     assert head.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr()
     assert not unshare([head, tail])
+
+
+def test_g7_tensors_of_a_device_are_moved_if_they_were_passed_between_processes() -> None:
+    """On a GPU `is_shared()` is always true. Torch's cache shows what was passed, whatever the kind of device."""
+    flat, own = torch.empty(6, device="meta"), torch.empty(3, device="meta")
+    shared_cache["a handle"] = StorageWeakRef(flat.untyped_storage())
+    head, tail, before = flat[:4].view(2, 2), flat[4:], own.untyped_storage()._cdata
+    try:
+        assert unshare([head, tail, own])
+        assert head.untyped_storage()._cdata == tail.untyped_storage()._cdata != flat.untyped_storage()._cdata
+        assert (head.shape, tail.storage_offset(), own.untyped_storage()._cdata) == ((2, 2), 4, before)
+        assert not unshare([head, tail, own])
+    finally:
+        del shared_cache["a handle"]
 
 
 def test_a_parameter_that_was_made_in_inference_mode_is_moved_too() -> None:
