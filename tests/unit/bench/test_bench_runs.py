@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from weightsync import ConfigurationError
 from weightsync.bench import BenchError, Case, Floor, Kind, Label, Payload, Results, SchemeName, Settings
 from weightsync.bench import running as bench_running
+from weightsync.bench.floors import FloorWorkers
 from weightsync.bench.models import Source, digest_of_model, make_model
 from weightsync.bench.running import missing, run
 from weightsync.bench.settings import PAYLOADS, payloads
@@ -135,6 +136,21 @@ def test_a_worker_that_ends_is_named(worker: Any, said: str, monkeypatch: pytest
     monkeypatch.setattr("weightsync.bench.schemes.serve", worker)
 
     with pytest.raises(BenchError, match=said):
+        measure(SchemeName.PROCESS, verify=("layout",))
+
+
+def test_the_contender_whose_worker_is_killed_while_it_is_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = FloorWorkers.copy_out
+
+    def killing(floors: FloorWorkers) -> None:
+        for process in floors.workers.processes:
+            process.kill()
+            process.join()
+        honest(floors)
+
+    monkeypatch.setattr(FloorWorkers, "copy_out", killing)
+
+    with pytest.raises(BenchError, match=r"memcpy \+ copy-out: a worker has ended, or failed: \w+"):
         measure(SchemeName.PROCESS, verify=("layout",))
 
 
