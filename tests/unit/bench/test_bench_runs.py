@@ -230,6 +230,13 @@ def test_a_factory_that_gives_no_model_is_refused(factory: str, said: str) -> No
         make_model(Payload(factory, 0, 0, factory), "cpu")
 
 
+def test_what_a_factory_itself_raises_is_not_called_a_factory_that_is_not_found() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'planted'") as raised:
+        make_model(Payload("own", 0, 0, "bench_workers:lacks_an_attribute"), "cpu")
+
+    assert not isinstance(raised.value, ConfigurationError)
+
+
 # ---------------------------------------------------------------------------------------------- the command
 
 
