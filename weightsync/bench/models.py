@@ -42,16 +42,13 @@ def _user_model(factory: str) -> nn.Module:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: the user's module may be in the current directory
     try:
-        made: object = _called(getattr(importlib.import_module(module), name))
+        function: Callable[[], object] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"--model {factory}: the factory is not found: {error}.") from error
+    made = function()
     if not isinstance(made, nn.Module):
         raise ConfigurationError(f"--model {factory}: the factory returned a {type(made).__name__}, not a module.")
     return made
-
-
-def _called(factory: Callable[[], object]) -> object:
-    return factory()
 
 
 def tensors_of(model: nn.Module) -> Mapping[str, Tensor]:

@@ -8,10 +8,12 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from weightsync.errors import ConfigurationError, with_type
 
@@ -167,9 +169,8 @@ class Results:
             record = json.loads(path.read_text(encoding="utf-8"))
             schema = record["schema"]
             if schema == SCHEMA:
-                cases = tuple(map(_case, record["cases"]))
-                return cls(dict(record["machine"]), float(record["noise_limit"]), cases)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+                return msgspec.convert(record, cls)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigurationError(f"{path} holds no results of `weightsync bench`: {with_type(error)}.") from error
         raise ConfigurationError(f"{path} is of schema {schema!r}, and this weightsync reads {SCHEMA}: measure again.")
 
@@ -178,16 +179,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     raise TypeError(f"{value!r} has no JSON")
-
-
-def _case(record: Mapping[str, Any]) -> Case:
-    return Case(**{**record, "measured": tuple(_measured(record["measured"])), "left_out": dict(record["left_out"])})
-
-
-def _measured(records: Iterable[Mapping[str, Any]]) -> Iterable[Measured]:
-    for record in records:
-        label = record["label"]
-        yield Measured(**{**record, "label": Label(label["name"], Kind(label["kind"]), label["verify"])})
 
 
 #: Distributions whose versions matter to the times.

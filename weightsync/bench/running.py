@@ -19,7 +19,7 @@ from weightsync.bench.results import Case, Label, Measured, Results, available_m
 from weightsync.bench.schemes import default_verify, process_schemes, variants
 from weightsync.bench.settings import BenchError, Device, Payload, SchemeName, Settings
 from weightsync.bench.torchrl_schemes import torchrl_schemes
-from weightsync.errors import ConfigurationError, SyncError, TransportError
+from weightsync.errors import ConfigurationError, SyncError, TransportError, WeightSyncError, with_type
 from weightsync.local_workers import start_forkserver
 
 #: The share of the free memory that a case may take, by its estimate.
@@ -176,7 +176,8 @@ def _measure(
 ) -> tuple[Measured, ...]:
     """Prove every contender, time all of them in turns, and prove them again while their calls are counted."""
     for contender in contenders:
-        _prove(contender, source)
+        with _named(contender):
+            _prove(contender, source)
     samples: dict[Label, list[float]] = {contender.label: [] for contender in contenders}
     began = time.monotonic()
     for done in range(settings.rounds):
@@ -186,15 +187,30 @@ def _measure(
         source.change()
         for index in range(len(contenders)):  # each round begins with another one
             contender = contenders[(index + done) % len(contenders)]
-            samples[contender.label].append(_time(contender))
+            with _named(contender):
+                samples[contender.label].append(_time(contender))
         progress.measured(samples, min(1.0, share))
-    calls = {contender.label: _prove(contender, source) for contender in contenders}
+    calls = {}
+    for contender in contenders:
+        with _named(contender):
+            calls[contender.label] = _prove(contender, source)
     found = []
     for label, times in samples.items():
         trainer, worker = calls[label]
         once = Measured.of(label, times)
         found.append(Measured(label, once.count, once.median, once.low, once.high, trainer, worker))
     return tuple(found)
+
+
+@contextlib.contextmanager
+def _named(contender: Contender) -> Iterator[None]:
+    """Name the contender in what the plainest calls raise when a worker has ended: they name nobody."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except (EOFError, OSError, RuntimeError) as error:
+        raise BenchError(f"{contender.label}: a worker has ended, or failed: {with_type(error)}") from error
 
 
 def _time(contender: Contender) -> float:

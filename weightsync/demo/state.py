@@ -33,7 +33,7 @@ class Settings:
         seed: the seed for weights, environments and actions. Processes race, so runs with one seed still differ.
         kill_worker: whether to kill the last worker half way.
 
-    Raises ConfigurationError: there are no workers, no time, or a negative seed, or no worker would survive.
+    Raises ConfigurationError: there are no workers, no time, or a seed out of range, or no worker would survive.
     """
 
     scheme: SchemeName = SchemeName.SHARED
@@ -48,8 +48,8 @@ class Settings:
             raise ConfigurationError(f"the demo needs at least 1 worker, not {self.workers}.")
         if not self.seconds > 0:
             raise ConfigurationError(f"the demo needs more than 0 seconds, not {self.seconds:g}.")
-        if self.seed < 0:
-            raise ConfigurationError(f"the demo's seed must be 0 or more, not {self.seed}.")
+        if not 0 <= self.seed < 2**32:  # the workers multiply it, and torch takes 64 bits
+            raise ConfigurationError(f"the demo's seed must be 0 or more, and below 2**32, not {self.seed}.")
         if self.kill_worker and self.workers == 1:
             raise ConfigurationError("--kill-worker needs at least 2 workers: one to kill and one to continue with.")
 

@@ -84,7 +84,8 @@ class Reporter:
         self.carry(report)
         shown = self._shown.outcomes if self._shown is not None and self._shown.version == report.version else {}
         if any(shown.get(w) != o and self._is_dropped(w, o, report) for w, o in report.outcomes.items()):
-            logger.warning("the previous update: %s", replace(report, previous=None).error())
+            said = replace(report, previous=None).error({})  # too late for advice: the next one is sent
+            logger.warning("the previous update: %s", said)
 
     def _is_dropped(self, worker: int, outcome: Outcome, report: SyncReport) -> bool:
         """Whether an outcome is a failure that no later report repeats, of a worker that is still sent to."""

@@ -56,3 +56,7 @@ def empty_first() -> nn.Module:
 
 def no_module() -> str:
     return "weights"
+
+
+def lacks_an_attribute() -> nn.Module:
+    return nn.planted

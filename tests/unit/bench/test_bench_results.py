@@ -79,12 +79,23 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         ("[]", "holds no results"),
         ("not JSON", "holds no results"),
         ('{"schema": 1, "machine": {}, "noise_limit": 0.25, "cases": [{"payload": "L"}]}', "holds no results"),
+        ('{"schema": 1, "machine": {}, "noise_limit": 0.25, "cases": {}}', "holds no results"),
+        ("[" * 100_000, "holds no results"),
         ('{"schema": 99}', "is of schema 99, and this weightsync reads 1: measure again"),
     ],
 )
 def test_what_is_no_results_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigurationError, match=said):
+        Results.read(tmp_path / "a.json")
+
+
+def test_results_whose_numbers_are_none_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    record = results(case(took(SHARED, 90))).record()
+    record["cases"][0]["measured"][0]["median"] = "90 ms"
+    (tmp_path / "a.json").write_text(json.dumps(record))
+
+    with pytest.raises(ConfigurationError, match=r"holds no results .*Expected `float`, got `str`.*median"):
         Results.read(tmp_path / "a.json")
 
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from weightsync import ConfigurationError
 from weightsync.bench import BenchError, Case, Floor, Kind, Label, Payload, Results, SchemeName, Settings
 from weightsync.bench import running as bench_running
+from weightsync.bench.floors import FloorWorkers
 from weightsync.bench.models import Source, digest_of_model, make_model
 from weightsync.bench.running import missing, run
 from weightsync.bench.settings import PAYLOADS, payloads
@@ -138,6 +139,21 @@ def test_a_worker_that_ends_is_named(worker: Any, said: str, monkeypatch: pytest
         measure(SchemeName.PROCESS, verify=("layout",))
 
 
+def test_the_contender_whose_worker_is_killed_while_it_is_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = FloorWorkers.copy_out
+
+    def killing(floors: FloorWorkers) -> None:
+        for process in floors.workers.processes:
+            process.kill()
+            process.join()
+        honest(floors)
+
+    monkeypatch.setattr(FloorWorkers, "copy_out", killing)
+
+    with pytest.raises(BenchError, match=r"memcpy \+ copy-out: a worker has ended, or failed: \w+"):
+        measure(SchemeName.PROCESS, verify=("layout",))
+
+
 def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_running, "installed", lambda name: False)
 
@@ -212,6 +228,13 @@ def test_a_users_own_model_is_measured() -> None:
 def test_a_factory_that_gives_no_model_is_refused(factory: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         make_model(Payload(factory, 0, 0, factory), "cpu")
+
+
+def test_what_a_factory_itself_raises_is_not_called_a_factory_that_is_not_found() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'planted'") as raised:
+        make_model(Payload("own", 0, 0, "bench_workers:lacks_an_attribute"), "cpu")
+
+    assert not isinstance(raised.value, ConfigurationError)
 
 
 # ---------------------------------------------------------------------------------------------- the command

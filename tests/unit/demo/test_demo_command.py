@@ -42,7 +42,8 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         (("--workers", "0"), "the demo needs at least 1 worker, not 0."),
         (("--seconds", "0"), "the demo needs more than 0 seconds, not 0."),
         (("--seconds", "nan"), "the demo needs more than 0 seconds, not nan."),
-        (("--seed", "-1"), "the demo's seed must be 0 or more, not -1."),
+        (("--seed", "-1"), "the demo's seed must be 0 or more, and below 2**32, not -1."),
+        (("--seed", str(2**60)), f"the demo's seed must be 0 or more, and below 2**32, not {2**60}."),
         (
             ("--kill-worker", "--workers", "1"),
             "--kill-worker needs at least 2 workers: one to kill and one to continue with.",

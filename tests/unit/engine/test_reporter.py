@@ -317,6 +317,8 @@ def test_a_refusal_of_an_update_that_is_then_superseded_is_logged_once(caplog: p
     (logged,) = caplog.messages
     assert "the previous update: version 1 of 'policy' did not reach 3 of 3 workers" in logged
     assert "worker 1: REFUSED (no)" in logged
+    assert "send again" not in logged, "it advises what is too late for a version that a newer one has superseded"
+    assert "add_worker()" not in logged
 
     made.sends()
     made.fleet.receives(1, refusal(2))
