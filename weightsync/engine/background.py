@@ -97,17 +97,16 @@ class Guard:
     def set(self, model: Any) -> None:
         """Guard this model from now on, if it is a module, and no longer the previous one.
 
-        Raises ConfigurationError: the module takes no hooks (a ScriptModule): it is not guarded.
+        Raises ConfigurationError: the module takes no hooks (a ScriptModule); the previous one stays guarded.
         """
         with self._lock:
             if model is self._model:
                 return
+            hooks = self._hooked(model) if isinstance(model, nn.Module) else []
             self._remove()
-            if isinstance(model, nn.Module):
-                self._hook(model)
-            self._model = model
+            self._hooks, self._model = hooks, model
 
-    def _hook(self, model: nn.Module) -> None:
+    def _hooked(self, model: nn.Module) -> list[RemovableHandle]:
         try:
             before = model.register_forward_pre_hook(_BeforeForward(self.receiver), prepend=True)
             after = model.register_forward_hook(_AfterForward(self.receiver), always_call=True)
@@ -117,7 +116,7 @@ class Guard:
                 f"going live within a forward of {self.receiver.model_id!r}: put it into a plain module in trainer and "
                 "workers, or call get_receiver().receive() between forwards instead of connect()."
             ) from error
-        self._hooks = [before, after]
+        return [before, after]
 
     def _remove(self) -> None:
         for hook in self._hooks:
