@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import Hook, calling_frame, compiled_frame
-from weightsync.errors import ProtocolError, TransportError, WeightSyncError
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
@@ -97,17 +97,26 @@ class Guard:
     def set(self, model: Any) -> None:
         """Guard this model from now on, if it is a module, and no longer the previous one.
 
-        Raises RuntimeError: the module takes no hooks (a ScriptModule): it is not guarded.
+        Raises ConfigurationError: the module takes no hooks (a ScriptModule); the previous one stays guarded.
         """
         with self._lock:
             if model is self._model:
                 return
+            hooks = self._hooked(model) if isinstance(model, nn.Module) else []
             self._remove()
-            if isinstance(model, nn.Module):
-                before = model.register_forward_pre_hook(_BeforeForward(self.receiver), prepend=True)
-                after = model.register_forward_hook(_AfterForward(self.receiver), always_call=True)
-                self._hooks = [before, after]
-            self._model = model
+            self._hooks, self._model = hooks, model
+
+    def _hooked(self, model: nn.Module) -> list[RemovableHandle]:
+        try:
+            before = model.register_forward_pre_hook(_BeforeForward(self.receiver), prepend=True)
+            after = model.register_forward_hook(_AfterForward(self.receiver), always_call=True)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"a {type(model).__name__} takes no hooks ({error}), and connect() needs them to keep a version from "
+                f"going live within a forward of {self.receiver.model_id!r}: put it into a plain module in trainer and "
+                "workers, or call get_receiver().receive() between forwards instead of connect()."
+            ) from error
+        return [before, after]
 
     def _remove(self) -> None:
         for hook in self._hooks:

@@ -69,7 +69,8 @@ class WeightReceiver(Participant):
             model_ref: the same, by TorchRL's older name.
 
         Raises:
-            ConfigurationError: neither is given, or both; nothing has changed.
+            ConfigurationError: neither is given, or both; or the scheme has connected, and the model takes no hooks (a
+                ScriptModule); nothing has changed.
             ConfigurationError, LayoutError: weights cannot be applied to this model: its type, or a tensor in it. The
                 previous model is no longer served, and what arrives is refused until another model is registered.
             ModelBusyError: (a TimeoutError) other threads used the previous model for `WEIGHTSYNC_TIMEOUT` or 60

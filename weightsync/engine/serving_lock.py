@@ -314,9 +314,10 @@ class ServedModel:
             ModelBusyError: they served it until then; nothing has changed.
             ConfigurationError, LayoutError: weights cannot be applied to it.
         """
-        with self.serving.alone(deadline, "register_model"), self._driver.lock:
-            self._replace(model, path)
-        self._guard(model)
+        with self.serving.alone(deadline, "register_model"):
+            self._guard(model)  # before anything changes: it may take no hooks
+            with self._driver.lock:
+                self._replace(model, path)
 
     def _replace(self, model: Any, path: str | None) -> None:
         """Serve another model; the caller holds the driver's lock."""

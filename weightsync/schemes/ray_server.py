@@ -237,12 +237,12 @@ class ActorServer:
                 self._guard = Guard(receiver)
             try:
                 self._guard.set(receiver.model)
-            except RuntimeError as error:
+            except ConfigurationError as error:
                 if self._unguarded is not receiver.model:
                     logger.warning(
                         "model %r: forwards that are not inside serving() may see two versions: %s",
                         self.model_id,
-                        error,
+                        error.__cause__,
                     )
                 self._unguarded = receiver.model
 

@@ -51,13 +51,14 @@ class ReceiverSide:
         """Receive in the background from now on, and wait for the first version.
 
         Raises:
-            As ``await_first``; nothing is received in the background any more.
+            ConfigurationError: the model takes no hooks.
+            Otherwise as ``await_first``; after each error nothing is received in the background any more.
         """
         receiver = self.require_receiver("connect")
         receiver.require_open("connect")
         background = Background(receiver, relay)
-        background.start()
         try:
+            background.start()
             await_first(receiver, background, deadline)
         except BaseException:
             background.stop()

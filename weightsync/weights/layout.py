@@ -250,8 +250,10 @@ class Layout:
         if len(pairs) != 1:
             return error
         ((wanted, given),) = pairs
+        if not (_is_cast_by_to(wanted) and _is_cast_by_to(given)):
+            return error
         hint = f"cast the worker's model with model.to(torch.{given})"
-        if wanted in _WIRE_DTYPES:
+        if wanted in _WIRE_DTYPES and given in {*_WIRE_DTYPES, "float64"}:
             hint = f"give the trainer's scheme wire_dtype='{wanted}', or {hint}"
         message = f"{error} Both must have the same dtype: {hint}."
         return LayoutError(message, error.missing, error.unexpected, error.mismatched)
@@ -261,6 +263,11 @@ def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in ITEMSIZES:
         raise LayoutError(f"'{name}' has the dtype {dtype}, which cannot be sent.", mismatched={name: dtype})
     return prod(shape) * ITEMSIZES[dtype]
+
+
+def _is_cast_by_to(dtype: str) -> bool:
+    """Whether `nn.Module.to` casts tensors of this dtype, and to it: it leaves integers and bools as they are."""
+    return "float" in dtype or "complex" in dtype
 
 
 def _placed(sized: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Iterator[Entry]:

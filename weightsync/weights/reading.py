@@ -106,15 +106,29 @@ def read_live(source: object) -> Weights:
     weights, peculiar = read_unchecked(source)
     if isinstance(source, nn.Module) and (peculiar or is_fsdp(type(source))):  # type: ignore[arg-type]
         refuse_fsdp({"": source, **peculiar})
-        _refuse_peculiar(source, weights, peculiar)
+        return _whole(source, weights, peculiar)
     return weights
 
 
 def read_shards(source: object) -> Weights:
     """Like `read_live`, for a module that `fully_shard` may have wrapped: its parameters are DTensors."""
     weights, peculiar = read_unchecked(source)
-    if peculiar:
+    return _whole(source, weights, peculiar) if peculiar else weights
+
+
+def _whole(source: Any, weights: Weights, peculiar: dict[str, nn.Module]) -> Weights:
+    """The weights, with tensors that ``state_dict()`` has registered just now, as TorchRL's `SACLoss` does once.
+
+    Raises LayoutError: the module keeps state elsewhere.
+    """
+    try:
         _refuse_peculiar(source, weights, peculiar)
+    except LayoutError:
+        found, peculiar = read_unchecked(source)
+        if found.tensors.keys() == weights.tensors.keys():
+            raise
+        _refuse_peculiar(source, found, peculiar)
+        return found
     return weights
 
 

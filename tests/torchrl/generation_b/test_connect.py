@@ -587,6 +587,30 @@ def tied(fill: float) -> nn.Module:
     return filled(model, fill)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_a_model_that_takes_no_hooks_is_refused_by_connect_alone(scheme_class: Any) -> None:
+    duo = Duo(scheme_class, make=small)
+    duo.model = torch.jit.script(duo.model)
+    duo.arrive()
+    with pytest.raises(ConfigurationError, match=r"ScriptModule takes no hooks .*receive\(\) between forwards"):
+        duo.receiving.connect(timeout=PATIENCE)
+    receiver = duo.receiving.get_receiver()
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        while receiver.version is None:
+            receiver.receive(timeout=1.0)
+    assert constants(duo.model) == {1.0}
+    duo.end()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_a_model_that_takes_no_hooks_does_not_replace_one_that_is_guarded(duo: Duo) -> None:
+    with pytest.raises(ConfigurationError, match="takes no hooks"):
+        duo.receiving.get_receiver().register_model(torch.jit.script(small()))
+
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    assert duo.model() == {2.0}
+
+
 def test_a_model_has_no_weights_after_an_init_that_was_refused_either() -> None:
     ours, theirs = multiprocessing.Pipe()
     with torch.device("meta"):

@@ -96,6 +96,15 @@ def _pre_hooked() -> nn.Module:
     return module
 
 
+def _ever_later() -> nn.Module:
+    """Registers another buffer each time its state dict is made."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_state_dict_pre_hook(
+        lambda owner, _prefix, _keep: owner.register_buffer(f"late{len(owner._buffers) + 1}", torch.ones(2)),
+    )
+    return module
+
+
 def _flushing() -> nn.Module:
     module, kept = nn.BatchNorm1d(2), torch.ones(2)
     module.register_state_dict_pre_hook(lambda owner, _prefix, _keep: owner.running_mean.copy_(kept))
@@ -139,7 +148,7 @@ hiding = pytest.mark.parametrize(
         (_frozen, "0"),
         (_hooked, "0.scale"),
         (_post_hooked, "table"),
-        (_pre_hooked, "0.late"),
+        (_ever_later, "0.late2"),
         (_flushing, "running_mean"),
         (Rebinding, "weight"),
         (lambda: nn.Sequential(Replacing()), "0.weight"),
@@ -156,6 +165,15 @@ def test_hidden_state_is_refused_by_name_on_both_sides(make: Callable[[], nn.Mod
             use(module)
         assert f"'{name}'" in str(caught.value)
         assert name in caught.value.mismatched
+
+
+def test_a_buffer_that_is_registered_as_the_state_dict_is_made_belongs_to_the_weights() -> None:
+    model = _pre_hooked()
+    target = Target(model)
+    target.apply({**_pre_hooked().state_dict(), "0.late": torch.full((2,), 3.0)})
+
+    assert model[0].late.tolist() == [3.0, 3.0]
+    assert "0.late" in read_weights(_pre_hooked()).tensors
 
 
 def test_a_root_that_cannot_make_a_state_dict_is_refused() -> None:

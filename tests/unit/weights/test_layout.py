@@ -177,6 +177,25 @@ def test_a_name_that_occurs_twice_is_refused() -> None:
         Layout([("a", "float32", ()), ("a", "int8", (3,))])
 
 
+@pytest.mark.parametrize(
+    ("wanted", "given", "said"),
+    [
+        ("float32", "float64", "wire_dtype='float32', or cast the worker's model with model.to(torch.float64)."),
+        ("float32", "complex64", "same dtype: cast the worker's model with model.to(torch.complex64)."),
+        ("float32", "float8_e5m2", "same dtype: cast the worker's model with model.to(torch.float8_e5m2)."),
+        ("int64", "int32", "(dtype int32, expected int64)."),
+        ("float32", "int64", "(dtype int64, expected float32)."),
+        ("int64", "float32", "(dtype float32, expected int64)."),
+    ],
+)
+def test_the_error_of_another_dtype_advises_only_what_torch_and_the_wire_can_do(
+    wanted: str, given: str, said: str
+) -> None:
+    error = Layout([("a", wanted, (2,))]).misfit(Layout([("a", given, (2,))]))
+
+    assert str(error).endswith(said)
+
+
 def test_an_unknown_dtype_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="'a' has the dtype qint8"):
         Layout([("a", "qint8", (3,))])
