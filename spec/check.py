@@ -23,6 +23,7 @@ from weightsync.cli._check_display import verdict_line
 from weightsync.cli.check import DIFFERS, console, print_summary, run, tools
 from weightsync.errors import WeightSyncError
 from weightsync.model import Coverage, Manifest, Tier, Verdict, find_model
+from weightsync.model.process import archived
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -120,7 +121,7 @@ def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], tier: Tier, 
     def ended(verdict: SecondVerdict) -> None:
         screen.print(second_line(verdict), soft_wrap=True)
 
-    with tools() as toolchain:
+    with tools() as bare, archived(bare, len(verdicts)) as toolchain:
         found = SecondSuite(toolchain, manifest, ended).run(verdicts)
     for line in second_summary(found, time.monotonic() - started):
         screen.print(line, soft_wrap=True)

@@ -32,7 +32,7 @@ NEEDS = {"ray": [pytest.mark.ray], "rpc": [pytest.mark.rpc], "distributed": [pyt
 GROUP_RAY, GROUP_TORCHRUN = (DOCS / "examples" / f"group_{name}.py" for name in ("ray", "torchrun"))
 SCHEMES = ("processes", "shared", "none", "ray", "rpc", "distributed")
 #: Their programs spawn workers, which import torch for longer than all else takes: those run as they stand at night.
-SPAWNING = ("processes", "shared", "rpc")
+SPAWNING = ("processes", "shared", "rpc", "distributed")
 
 
 def page(name: str) -> str:

@@ -34,6 +34,7 @@ from weightsync.model import (
     record,
     vacuity,
 )
+from weightsync.model.process import archived
 
 #: The exit code if something is not as expected.
 DIFFERS = 1
@@ -116,7 +117,7 @@ def _write(chosen: Sequence[Configuration], folder: Path) -> None:
 
 def run(manifest: Manifest, chosen: Sequence[Configuration], screen: Console, coverage: Coverage) -> list[Verdict]:
     """Run TLC on configurations and show the progress."""
-    with tools() as toolchain, Display(screen, len(chosen)) as shown:
+    with tools() as found, archived(found, len(chosen)) as toolchain, Display(screen, len(chosen)) as shown:
         return Suite(toolchain, manifest, shown, coverage).run(chosen)
 
 

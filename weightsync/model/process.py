@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -19,6 +20,19 @@ from weightsync.model.toolchain import Toolchain, jar_place
 
 #: The prefix of the names of temporary folders.
 FOLDER_PREFIX = "weightsync-tlc-"
+#: For so many runs an archive of TLC's classes is worth making. It takes a second, and saves each run a quarter of one.
+_MANY_RUNS = 10
+#: A model with an invariant, an action property, fairness and a temporal property, so that TLC loads nearly all it has.
+_TINY = """---- MODULE Tiny ----
+EXTENDS Integers, FiniteSets, Sequences
+VARIABLE x
+Spec == x = 0 /\\ [][x < 2 /\\ x' = x + 1]_x /\\ WF_x(x < 2 /\\ x' = x + 1)
+Few == x \\in 0..2
+Grows == [][x' > x]_x
+Ends == <>(x = 2)
+====
+"""
+_TINY_CONFIG = "SPECIFICATION Spec\nCHECK_DEADLOCK FALSE\nINVARIANT Few\nPROPERTIES Grows Ends\n"
 
 
 class Ending(Enum):
@@ -148,11 +162,37 @@ class TlcRun:
             return self._process
 
 
+@contextlib.contextmanager
+def archived(toolchain: Toolchain, runs: int) -> Iterator[Toolchain]:
+    """Yield the tools for some runs. If they are many: with an archive of TLC's classes, which is deleted at the end.
+
+    Args:
+        toolchain: Java and TLC.
+        runs: how many runs there will be, about.
+    """
+    if runs < _MANY_RUNS:
+        yield toolchain
+        return
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
+        folder, archive = Path(name), Path(name) / "tlc.jsa"
+        (folder / "Tiny.tla").write_text(_TINY, encoding="utf-8")
+        making = replace(toolchain, options=(f"-XX:ArchiveClassesAtExit={archive}",))
+        made = TlcRun(making, Job(folder, "Tiny", _TINY_CONFIG, size=Size.SMALL)).run(lambda _: None)
+        whole = made.exit_code == 0 and archive.is_file()
+        yield replace(toolchain, options=(f"-XX:SharedArchiveFile={archive}",)) if whole else toolchain
+
+
 def _command(toolchain: Toolchain, job: Job, folder: str, config: Path) -> list[str]:
     # A parent that is killed with SIGKILL cannot clean up, so let the kernel end the JVM in that case.
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
-    command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
+    command += [
+        str(toolchain.java),
+        *toolchain.options,
+        *job.size.value,
+        "-XX:-UsePerfData",
+        f"-Djava.io.tmpdir={folder}",
+    ]
     # By default TLC checks temporal properties once a minute too: what a run finds first would depend on the machine.
     command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool", "-lncheck", "final"]
     command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", str(config)]

@@ -38,10 +38,12 @@ class Toolchain:
     Attributes:
         java: the Java launcher.
         jar: TLC's jar, with a verified checksum.
+        options: more options for the JVM.
     """
 
     java: Path
     jar: Path
+    options: tuple[str, ...] = ()
 
 
 def find_toolchain() -> Toolchain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +12,17 @@ from tlc_support import Recorder
 
 from weightsync.model.manifest import Manifest
 from weightsync.model.output import Findings, MessageReader
-from weightsync.model.process import Ending, Job, Outcome, TlcRun
+from weightsync.model.process import Ending, Job, Outcome, TlcRun, archived
 from weightsync.model.toolchain import Toolchain
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def toolchain() -> Toolchain:
+def toolchain() -> Iterator[Toolchain]:
     """Java and TLC. Where they cannot be had the test is skipped, in CI it fails."""
-    return java_and_tlc("THE CHECKER")
+    with archived(java_and_tlc("THE CHECKER"), runs=100) as found:
+        yield found
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from modelcheck.checked import pin
 from tlc_support import Recorder
 
 from weightsync.model import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, vacuity
-from weightsync.model.process import Ending, Job, TlcRun
+from weightsync.model.process import Ending, Job, TlcRun, archived
+from weightsync.model.toolchain import probed
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
@@ -37,6 +38,23 @@ def test_all_is_as_expected(toolchain: Toolchain, manifest: Manifest, recorder: 
     ]
     assert {("started", found.name) for found in chosen} <= set(recorder.seen)
     assert {("ended", found.name) for found in chosen} <= set(recorder.seen)
+
+
+def test_many_runs_share_an_archive_of_tlcs_classes_and_few_have_none(
+    toolchain: Toolchain, manifest: Manifest, recorder: Recorder
+) -> None:
+    bare = replace(toolchain, options=())
+    with archived(bare, runs=2) as few:
+        assert few == bare
+    with archived(bare, runs=300) as many:
+        (option,) = many.options
+        archive = Path(option.partition("=")[2])
+        # With -Xshare:on, a JVM that cannot use it does not start.
+        assert probed(many.java, "-Xshare:on", option, "-cp", str(many.jar))
+        verdicts = Suite(many, manifest, recorder).run(manifest.tier(Tier.QUICK))
+
+    assert all(verdict.as_expected for verdict in verdicts)
+    assert not archive.exists()
 
 
 def test_a_wrong_pinned_count_fails(toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder) -> None:
