@@ -84,9 +84,12 @@ class _Running(PerProcess):
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
+    """Wait until they have ended; those that hang, in a store that was stopped, cost one wait together."""
+    patience = _PATIENCE
     for thread in threads:
         if thread.is_alive():
-            thread.join(_PATIENCE)
+            thread.join(patience)
+            patience = 0.0 if thread.is_alive() else patience
 
 
 _running = _Running()

@@ -12,7 +12,7 @@ from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
 from weightsync.transports.store.blocking_threads import start
-from weightsync.transports.store.store import Client, Store, TCPStore, base_of
+from weightsync.transports.store.store import DIAL, Client, Store, TCPStore, base_of
 
 #: Seconds between two beats.
 PERIOD: Final = 0.5
@@ -21,6 +21,8 @@ ROUNDS: Final = 8
 #: Seconds without a beat after which the store counts as lost. Checked twice, since this process itself may have been
 #: stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
 _SILENCE: Final = 3.5
+#: Seconds for the connection to the store, after which it counts as lost too: torch gives up before, unless it hangs.
+_DIAL: Final = DIAL.total_seconds() + 5.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ class Heartbeat:
             member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
-        self._dialled.wait()
+        if not self._dialled.wait(_DIAL):
+            self._lost(f"the store has not answered for {_DIAL:.0f} s")
         while not self._over.is_set():
             if not self._shown.acquire(timeout=_SILENCE) and not self._shown.acquire(timeout=_SILENCE):
                 self._lost(f"the store has been silent for {2 * _SILENCE:.0f} s")

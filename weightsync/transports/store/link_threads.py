@@ -18,7 +18,7 @@ from weightsync.transports.store.arriving import arrivals_of
 from weightsync.transports.store.blocking_threads import Outgoing, notify_later, start, unforeseen
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
-from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, Side, StoreMessage, end
+from weightsync.transports.store.mailbox import UNANSWERED, Ended, Inbox, Outbox, PeerClosed, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, dial, own_address
@@ -144,7 +144,9 @@ class LinkThreads:
     @property
     def remark(self) -> str:
         """Why the peer may never connect; empty if nothing is known, or it has."""
-        return (self._remark or self._side.untaken) if self._stream is None else ""
+        if self._stream is not None:
+            return ""
+        return self._remark or (UNANSWERED if self._writer is None else self._side.untaken)
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
@@ -321,16 +323,14 @@ class LinkThreads:
         """Make both threads' calls fail. What a closed link has queued is written first, without the store."""
         self._cut.set()
         self._cut_clients()
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closed or self._failed or self._outgoing.idle, _LINGER)
         self._end_rendezvous()
         if self._stream is not None:
+            with self._condition:
+                self._condition.wait_for(lambda: not self._closed or self._failed or self._outgoing.idle, _LINGER)
             self._stream.cut()
 
     def _cut_clients(self) -> None:
-        with self._condition:
-            clients = self._reader, self._writer
-        for client in clients:
+        for client in (self._reader, self._writer):
             if client is not None:
                 client.cut()
 

@@ -26,6 +26,8 @@ _NAME: Final = re.compile(rb"[0-9a-f]{32}( [0-9a-f]{32})?( \S+:[0-9]{1,5})?")
 _WORDS: Final = b"L"
 _CLOSED: Final = b"C"
 _END: Final = "E"
+#: Why a link has no connection yet, while its end has none to the store.
+UNANSWERED: Final = "the store has not answered this process so far"
 #: Seconds between two checks of a key that another program has written to.
 _LOOK: Final = 0.05
 
