@@ -90,7 +90,7 @@ def test_a_process_whose_store_does_not_answer_ends_as_soon_as_with_one_link(
     store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for each thread of each link, one after another."""
-    monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.5)
+    monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.2)
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=10, model=nn.Linear(2, 2))
         scheme.get_sender().send_async()
