@@ -402,6 +402,6 @@ def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypat
 
     dialling = stores._ConnectingInTurn()
     for _ in range(2):
-        assert dialling.lock.acquire(blocking=False)
+        assert dialling.lock_of(1).acquire(blocking=False)
         process._forget_all()  # as in a child, and in its own child
-    assert dialling.lock.acquire(blocking=False)
+    assert dialling.lock_of(1).acquire(blocking=False)

@@ -166,7 +166,11 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.written: list[tuple[Stream, bytes]] = []
         self.change: Callable[[bytes], bytes] = bytes
-        before = Stream.write
+        before, begun = Stream.write, Stream.begin
+
+        def begin(stream: Stream, text: bytes) -> bytes:
+            self.written.append((stream, text := self.change(text)))
+            return begun(stream, text)
 
         def write(stream: Stream, text: bytes, payload: memoryview | None, go_on: Callable[[], None]) -> None:
             text = self.change(text)
@@ -174,6 +178,7 @@ class Recorder:
             before(stream, text, payload, go_on)
 
         monkeypatch.setattr(Stream, "write", write)
+        monkeypatch.setattr(Stream, "begin", begin)
 
 
 def test_g4_a_recording_of_all_that_was_written_has_no_effect(

@@ -81,6 +81,57 @@ def test_messages_wait_for_the_peer_and_then_arrive_in_order(create_link: Callab
     _until(sender.flushed)
 
 
+def test_a_small_message_is_written_by_the_thread_that_sends_it_unless_others_are_before_it(
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, worker, arrived = create_link(0), create_link(1), []
+    _until(lambda: sender._introduced and sender._stream)
+    goes_on, transfer = threading.Event(), LinkThreads._transfer
+
+    def transfers(*given: Any) -> None:
+        assert goes_on.wait(30.0)
+        transfer(*given)
+
+    monkeypatch.setattr(LinkThreads, "_transfer", transfers)
+    sender.post(_update(1, SMALL))
+    assert sender.flushed()
+    _until(lambda: arrived.extend(worker.collect()[0]) or arrived)
+    for version, payload in ((2, LARGE), (3, SMALL)):
+        sender.post(_update(version, payload))
+    assert not sender.flushed()
+    goes_on.set()
+
+    _until(lambda: arrived.extend(worker.collect()[0]) or len(arrived) == 3)
+    assert [each.message.version for each in arrived] == [1, 2, 3]
+
+
+def test_small_messages_for_which_there_is_no_room_follow_in_order_and_nobody_waits_for_it(
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, read, arrived, done = threading.Event(), Stream.read, [], []
+
+    def read_late(stream: Stream) -> bytearray:
+        assert goes_on.wait(30.0)
+        return read(stream)
+
+    monkeypatch.setattr(Stream, "read", read_late)
+    sender, worker = create_link(0), create_link(1)
+    _until(lambda: sender._introduced and sender._stream)
+    inline, sent = memoryview(bytes(INLINE_NBYTES)), 0
+    while sender.flushed():
+        sent += 1
+        sender.post(replace(_update(sent, inline), done=lambda: done.append(1)))
+    for _ in range(3):
+        sent += 1
+        sender.post(replace(_update(sent, inline), done=lambda: done.append(1)))
+    goes_on.set()
+
+    _until(lambda: arrived.extend(worker.collect()[0]) or len(arrived) == sent)
+    assert [each.message.version for each in arrived] == list(range(1, sent + 1))
+    _until(sender.flushed)
+    assert len(done) == sent
+
+
 def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:
 def test_a_rank_that_nobody_takes_is_named_with_what_to_look_at(store: Any) -> None:
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
-        report = scheme.get_sender().send(timeout=0, on_failure="report")
+        report = scheme.get_sender().send(timeout=1, on_failure="report")
     assert "no process has taken the link at rank 1 of this store: is its process running" in report[0].reason
     assert "init_on_worker(..., rank=1)" in report[0].reason
 

@@ -17,11 +17,15 @@ from typing import Final, Protocol
 from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
 from weightsync.transports.store.mailbox import Outbox, Side, StoreMessage
+from weightsync.transports.store.seals import Guard
 from weightsync.transports.store.store import Client, Store
+from weightsync.transports.store.stream import Stream
 
 logger = logging.getLogger("weightsync")
 
 _PATIENCE: Final = 1.0
+#: How many threads may each take that long before no other is waited for: as many as one link and its heartbeat have.
+_FEW: Final = 4
 #: Other finalizers come first: they may still close links.
 _LATE: Final = 0
 
@@ -84,9 +88,12 @@ class _Running(PerProcess):
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
+    """Wait until they have ended, or a few have taken too long: with a store that was stopped, all of them hang."""
+    hang = 0
     for thread in threads:
         if thread.is_alive():
-            thread.join(_PATIENCE)
+            thread.join(_PATIENCE if hang < _FEW else 0.0)
+            hang += thread.is_alive()
 
 
 _running = _Running()
@@ -115,6 +122,18 @@ class Outgoing:
     def add(self, store_message: StoreMessage) -> None:
         """Add a message."""
         self._queue.append(store_message)
+
+    def begin(self, store_message: StoreMessage, stream: Stream, guard: Guard) -> bool:
+        """Write a plain message at once if nothing is before it; whether it was. What is left of it is taken next."""
+        if not store_message.is_plain or not self.idle:
+            return False
+        self._writing = True  # a signal handler may send meanwhile: that is behind this
+        left = stream.begin(store_message.sealed(guard))
+        self._writing = False
+        store_message.done()
+        if left or store_message.hint is not None:
+            self._queue.appendleft(StoreMessage(left, None, store_message.hint, begun=True))
+        return True
 
     def take(self) -> StoreMessage:
         """The next message, which is being written until `written`."""

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
 from weightsync.transports.store.blocking_threads import start
-from weightsync.transports.store.store import Client, Store, TCPStore, base_of
+from weightsync.transports.store.store import DIAL, Client, Store, TCPStore, base_of
 
 #: Seconds between two beats.
 PERIOD: Final = 0.5
 #: After this many rounds without a beat a process counts as dead: within 5 s, including the duration of a round.
 ROUNDS: Final = 8
-#: Seconds without a whole round after which the store counts as lost. Checked twice, since this process itself may have
-#: been stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
+#: Seconds without a beat after which the store counts as lost. Checked twice, since this process itself may have been
+#: stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
 _SILENCE: Final = 3.5
+#: Seconds for the connection to the store, after which it counts as lost too: torch gives up before, unless it hangs.
+_DIAL: Final = DIAL.total_seconds() + 5.0
 
 
 #: Beats for which a remark must be true before it is logged: while a run starts, models and workers come one by one.
@@ -77,7 +79,9 @@ class Heartbeat:
         self._over = threading.Event()
         self._dialled = threading.Event()
         self._ended = threading.Event()
-        self._rounds = threading.Semaphore(0)
+        #: Released with each beat.
+        self._shown = threading.Semaphore(0)
+        self._beats = 0
         self._client: Client | None = None
 
     def start(self) -> None:
@@ -110,7 +114,7 @@ class Heartbeat:
     def close(self) -> None:
         """Stop beating."""
         self._over.set()
-        self._rounds.release()
+        self._shown.release()
 
     def cut(self) -> None:
         """End the beating thread now."""
@@ -121,13 +125,8 @@ class Heartbeat:
         try:
             client = self._client = Client(self._store)
             self._dialled.set()
-            for beat in itertools.count(1):
-                if self._over.is_set():
-                    break
-                # Not a counter in the store: a value written there by another program would end our connection.
-                client.set(f"weightsync/heartbeat/{process_name()}", str(beat).encode())
+            while not self._over.is_set():
                 self._listen(client)
-                self._rounds.release()
                 self._over.wait(PERIOD)
             client.delete(f"weightsync/heartbeat/{process_name()}")
         except TransportError as error:
@@ -141,21 +140,37 @@ class Heartbeat:
                 self._client.close()
 
     def _listen(self, client: Client) -> None:
+        """One round. It asks the store once or more for each member, and so may take long: beats do not wait for it."""
         with self._lock:
             members = list(self._members.values())
+        next_beat = self._show_life(client)
         for member in members:
             member.callbacks.beat(client)
-        for member in [member for member in members if member.process]:
-            beat = client.peek(f"weightsync/heartbeat/{member.process}")
-            member.missed = 0 if beat != member.beat else member.missed + 1
-            member.beat = beat
-            if member.missed == ROUNDS:
-                member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
+            if member.process:
+                self._watch(member, client)
+            if next_beat.passed:
+                next_beat = self._show_life(client)
+
+    def _show_life(self, client: Client) -> Deadline:
+        """Beat; returns when the next beat is due."""
+        self._beats += 1
+        # Not a counter in the store: a value written there by another program would end our connection.
+        client.set(f"weightsync/heartbeat/{process_name()}", str(self._beats).encode())
+        self._shown.release()
+        return Deadline(PERIOD)
+
+    def _watch(self, member: _Member, client: Client) -> None:
+        beat = client.peek(f"weightsync/heartbeat/{member.process}")
+        member.missed = 0 if beat != member.beat else member.missed + 1
+        member.beat = beat
+        if member.missed == ROUNDS:
+            member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
-        self._dialled.wait()
+        if not self._dialled.wait(_DIAL):
+            self._lost(f"the store has not answered for {_DIAL:.0f} s")
         while not self._over.is_set():
-            if not self._rounds.acquire(timeout=_SILENCE) and not self._rounds.acquire(timeout=_SILENCE):
+            if not self._shown.acquire(timeout=_SILENCE) and not self._shown.acquire(timeout=_SILENCE):
                 self._lost(f"the store has been silent for {2 * _SILENCE:.0f} s")
         if not self._ended.wait(_SILENCE) and self._client is not None:
             self._client.cut()

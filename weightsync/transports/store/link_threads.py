@@ -18,7 +18,7 @@ from weightsync.transports.store.arriving import arrivals_of
 from weightsync.transports.store.blocking_threads import Outgoing, notify_later, start, unforeseen
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
-from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, Side, StoreMessage, end
+from weightsync.transports.store.mailbox import UNANSWERED, Ended, Inbox, Outbox, PeerClosed, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, dial, own_address
@@ -49,6 +49,7 @@ class LinkThreads:
     #: Why the reading thread must end after what was written to it; empty if it need not.
     _ending = ""
     _closed = False
+    _introduced = False
     #: The threads that may still use the connection.
     _users = 2
     _acceptor: Acceptor | None = None
@@ -113,12 +114,15 @@ class LinkThreads:
             raise TransportError(str(self._failed)) from self._failed
 
     def post(self, store_message: StoreMessage) -> None:
-        """Queue a message to be written."""
+        """Queue a message to be written, or write it at once if it is small and nothing is before it."""
         with self._condition:
-            self._outgoing.add(store_message)
+            stream = self._stream if self._introduced and not (self._closed or self._failed or self._ending) else None
+            if stream is None or not self._outgoing.begin(store_message, stream, self._guard):
+                self._outgoing.add(store_message)
             if self._failed is not None:
                 self._outgoing.drop()
-            self._condition.notify_all()
+            if self._outgoing:
+                self._condition.notify_all()
 
     def when_admitted(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, from any thread, once the peer is known to be authentic or has failed."""
@@ -144,7 +148,9 @@ class LinkThreads:
     @property
     def remark(self) -> str:
         """Why the peer may never connect; empty if nothing is known, or it has."""
-        return (self._remark.text or self._side.untaken) if self._stream is None else ""
+        if self._stream is not None:
+            return ""
+        return self._remark.text or (UNANSWERED if self._writer is None else self._side.untaken)
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
@@ -195,6 +201,7 @@ class LinkThreads:
         outbox = Outbox(client, f"{self._key}/{self._side.writes}")
         try:
             self._introduce(client, outbox)
+            self._introduced = True
             while (store_message := self._next(client)) is not None:
                 self._post(store_message, client)
                 with self._condition:
@@ -261,11 +268,6 @@ class LinkThreads:
                 raise
 
     def _transfer(self, store_message: StoreMessage, stream: Stream, client: Client) -> None:
-        head = b"" if store_message.head is None else store_message.head()
-        frame, payload = head + store_message.frame, store_message.payload
-        digest = store_message.digest() if store_message.has_payload_behind and self._guard.keyed else b""
-        if payload is not None and not store_message.has_payload_behind:
-            frame, payload = frame + payload, None
         blocked = iter(range(_BLOCKED))
 
         def go_on() -> None:
@@ -273,7 +275,11 @@ class LinkThreads:
                 raise TransportError(f"{self._side.peer} accepts no more messages.")
 
         try:
-            self._group.write(stream, client, self._guard.seal(frame, digest), payload, go_on)
+            if store_message.begun:
+                stream.finish(store_message.frame, go_on)
+            else:
+                behind = store_message.payload if store_message.has_payload_behind else None
+                self._group.write(stream, client, store_message.sealed(self._guard), behind, go_on)
         except TransportError as error:
             self.end_reading(str(error))
             with self._condition:
@@ -314,23 +320,21 @@ class LinkThreads:
         with self._condition:
             if self._stream is not None or (self._inbox is not None and self._reader is None):
                 return
-            number = 0 if self._inbox is None else self._inbox.number
-        end(client, f"{self._key}/{self._side.reads}", number)
+        end(client, f"{self._key}/{self._side.reads}", 0 if self._inbox is None else self._inbox.number)
 
     def cut(self) -> None:
         """Make both threads' calls fail. What a closed link has queued is written first, without the store."""
         self._cut.set()
         self._cut_clients()
         with self._condition:
-            self._condition.wait_for(lambda: not self._closed or self._failed or self._outgoing.idle, _LINGER)
+            linger = 0.0 if self._writer is None else _LINGER
+            self._condition.wait_for(lambda: not self._closed or self._failed or self._outgoing.idle, linger)
         self._end_rendezvous()
         if self._stream is not None:
             self._stream.cut()
 
     def _cut_clients(self) -> None:
-        with self._condition:
-            clients = self._reader, self._writer
-        for client in clients:
+        for client in (self._reader, self._writer):
             if client is not None:
                 client.cut()
 
@@ -343,19 +347,15 @@ class LinkThreads:
         except (PeerClosed, EndOfStream, Ended):
             if client is not None and not self._closed:
                 self._before_end(client)
-            self._fail(TransportError(self._why_ended()))
+            self._fail(TransportError(self._side.why_ended(self._ending)))
         except (TransportError, ProtocolError) as error:
             # Once the link is closed, earlier messages are still written.
             if not self._closed:
-                self._fail(TransportError(self._why_ended()) if self._ending else error)
+                self._fail(TransportError(self._side.why_ended(self._ending)) if self._ending else error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
             self._fail(unforeseen(error))
         finally:
             self._leave(client)
-
-    def _why_ended(self) -> str:
-        peer = self._side.peer
-        return f"{peer} has ended: {self._ending}." if self._ending else f"{peer} has closed this link, or is dead."
 
     def _leave(self, client: Client | None) -> None:
         with self._condition:

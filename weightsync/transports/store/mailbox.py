@@ -14,6 +14,7 @@ from typing import Final
 
 from weightsync.errors import TransportError
 from weightsync.transports.sealing import is_envelope
+from weightsync.transports.store.seals import Guard
 from weightsync.transports.store.store import Client
 
 logger = logging.getLogger("weightsync")
@@ -26,6 +27,8 @@ _NAME: Final = re.compile(rb"[0-9a-f]{32}( [0-9a-f]{32})?( \S+:[0-9]{1,5})?")
 _WORDS: Final = b"L"
 _CLOSED: Final = b"C"
 _END: Final = "E"
+#: Why a link has no connection yet, while its end has none to the store.
+UNANSWERED: Final = "the store has not answered this process so far"
 #: Seconds between two checks of a key that another program has written to.
 _LOOK: Final = 0.05
 
@@ -67,6 +70,14 @@ class Side:
     #: Called if the store could not be reached: the link was not announced.
     unconnected: Callable[[], object] = _nothing
 
+    def why_ended(self, ending: str) -> str:
+        """Why nothing more comes from the other end.
+
+        Args:
+            ending: what is known about its end; empty: nothing.
+        """
+        return f"{self.peer} has ended: {ending}." if ending else f"{self.peer} has closed this link, or is dead."
+
     @property
     def listens(self) -> bool:
         """Whether this end awaits the other's connection: the worker's does."""
@@ -91,6 +102,20 @@ class StoreMessage:
     head: Callable[[], bytes] | None = None
     #: The payload that this is a part of, or whose parts it names; empty: none.
     payload_id: bytes = b""
+    #: Whether the frame is what is left of a text that was begun: see `Outgoing.begin`.
+    begun: bool = False
+
+    def sealed(self, guard: Guard) -> bytes:
+        """All that is written but the payload behind it, if it has one."""
+        text = self.frame if self.head is None else self.head() + self.frame
+        if self.has_payload_behind:
+            return guard.seal(text, self.digest() if guard.keyed else b"")
+        return guard.seal(text if self.payload is None else text + self.payload)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is small, and nothing is done before it is written."""
+        return not self.needs_the_peer and self.before is _nothing
 
     @property
     def is_part(self) -> bool:
@@ -115,7 +140,7 @@ class StoreMessage:
     def alone(self) -> StoreMessage:
         """The same message with its own copy of the payload, so that its owner need not be notified."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
-        return StoreMessage(self.frame, payload, self.hint, before=self.before)
+        return StoreMessage(self.frame, payload, self.hint, before=self.before, begun=self.begun)
 
 
 class Outbox:

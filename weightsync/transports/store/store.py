@@ -111,15 +111,22 @@ def keep_in_child(*parents: object) -> None:
 
 
 class _ConnectingInTurn:
-    """Makes connections one at a time, so that a new socket is known to be ours."""
+    """Makes connections to a port one at a time, so that a new socket is known to be ours.
+
+    Those to other ports go on meanwhile: a store that was stopped may never answer, and torch waits for that.
+    """
 
     def __init__(self) -> None:
         self.forget()
         forget_after_fork(self)
 
+    def lock_of(self, port: int) -> threading.Lock:
+        """Held while a connection to that port is made."""
+        return self._locks.setdefault(port, threading.Lock())
+
     def forget(self) -> None:
         """In a forked child: no connection is being made."""
-        self.lock = threading.Lock()
+        self._locks: dict[int, threading.Lock] = {}
         forget_after_fork(self)
 
 
@@ -222,7 +229,7 @@ class Client:
         base = base_of(store)
         self._where = f"the store at {base.host}:{base.port}"
         self._store: Store | None = None
-        with _dialling.lock, self._failures_named():
+        with _dialling.lock_of(base.port), self._failures_named():
             _require_descriptors()
             before = connected() if _descriptor(base) is None else {}
             self._store = _connected(store, base)

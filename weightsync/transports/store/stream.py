@@ -35,6 +35,7 @@ _PROOF: Final = 1.0
 _LOOK: Final = 50
 _SEND_TIMEOUT: Final = struct.pack("@ll", 0, _LOOK * 1000)
 _SEND_FLAGS: Final = int(socket.MSG_NOSIGNAL)
+_AT_ONCE: Final = _SEND_FLAGS | socket.MSG_DONTWAIT
 _WHOLE: Final = int(socket.MSG_WAITALL)
 _SIOCGIFADDR: Final = 0x8915
 #: Names the interface to use, for gloo and for us.
@@ -51,7 +52,7 @@ class EndOfStream(Exception):
 
 
 class Stream:
-    """A connection. One thread writes, one thread reads; any thread may end it.
+    """A connection. One thread at a time writes, one thread reads; any thread may end it.
 
     Args:
         sock: connected; it belongs to the stream.
@@ -78,6 +79,18 @@ class Stream:
             self._send(memoryview(_LENGTH.pack(len(text)) + text), go_on)
             for piece in _pieces(payload):
                 self._write_piece(piece, go_on)
+
+    def begin(self, text: bytes) -> bytes:
+        """Write what there is room for of a message, and never wait; returns what is left for `finish`."""
+        left = _LENGTH.pack(len(text)) + text
+        with contextlib.suppress(OSError):  # no room, or the connection has broken: `finish` meets that again
+            left = left[self._socket.send(left, _AT_ONCE) :]
+        return left
+
+    def finish(self, left: bytes, go_on: Callable[[], None]) -> None:
+        """Write the rest of a message: see `begin` and `write`."""
+        with _broken():
+            self._send(memoryview(left), go_on)
 
     def _write_piece(self, piece: memoryview, go_on: Callable[[], None]) -> None:
         self._send(piece, go_on)

@@ -1,0 +1,101 @@
+"""A store that answers slowly, or not at all, costs no worker its link and holds up nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed import TCPStore
+
+from weightsync import DistributedWeightSyncScheme, OutcomeKind
+from weightsync.clock import Deadline, Stopwatch
+from weightsync.transports.store import blocking_threads, heartbeat
+from weightsync.transports.store import store as stores
+from weightsync.transports.store.store import Client
+
+#: Seconds; reached only by a failure.
+PATIENCE = 30.0
+
+
+def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It beat once a round: with 60 links at 0.1 s each, all its workers lost it."""
+    monkeypatch.setattr(heartbeat, "PERIOD", 0.05)
+    monkeypatch.setattr(heartbeat, "_SILENCE", 1.0)
+    lost: list[str] = []
+    slow = heartbeat.Callbacks(lost.append, lost.append, lambda _: time.sleep(0.1))
+    members = [heartbeat.join(store, slow) for _ in range(60)]  # a round takes 6 s
+    client, waited = Client(store), Deadline(PATIENCE)
+    beats = set()
+    while len(beats) < 20 and not waited.passed:
+        beats.add(client.peek(f"weightsync/heartbeat/{heartbeat.process_name()}"))
+        time.sleep(0.05)
+
+    assert waited.remaining > PATIENCE - 5
+    assert not lost
+    for member in members:
+        member.leave()
+    client.close()
+
+
+@pytest.fixture
+def stopped(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """`store` answers no new connection until the event: torch waits for the answer without limit."""
+    goes_on, real = threading.Event(), stores._connected
+
+    def connected(asked: Any, base: Any) -> Any:
+        if base.port == store.port:
+            goes_on.wait(PATIENCE)
+        return real(asked, base)
+
+    monkeypatch.setattr(stores, "_connected", connected)
+    monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
+    yield goes_on
+    goes_on.set()
+    blocking_threads._running.end()
+
+
+def test_a_store_that_does_not_answer_holds_up_no_connection_to_another(store: Any, stopped: threading.Event) -> None:
+    other = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", store=store, num_workers=2, model=nn.Linear(2, 2))
+        client = Client(other)
+        assert not stopped.is_set()
+        client.close()
+
+
+def test_a_send_over_a_store_that_does_not_answer_says_so_and_then_its_workers_are_lost(
+    store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_DIAL", 1.0)
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", store=store, num_workers=2, model=nn.Linear(2, 2))
+        sender = scheme.get_sender()
+        early = sender.send(timeout=0, on_failure="report")
+        late = sender.wait_async(timeout=PATIENCE, on_failure="report")
+        assert not stopped.is_set()
+
+    assert "the store has not answered this process so far" in early[0].reason
+    assert {worker: late[worker].kind for worker in late} == {0: OutcomeKind.LOST, 1: OutcomeKind.LOST}
+    assert "is lost with the store: the store has not answered for 1 s" in late[0].reason
+
+
+def test_a_process_whose_store_does_not_answer_ends_as_soon_as_with_one_link(
+    store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for each thread of each link, one after another."""
+    monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.2)
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", store=store, num_workers=10, model=nn.Linear(2, 2))
+        scheme.get_sender().send_async()
+    waited = Stopwatch()
+    blocking_threads._running.end()
+
+    assert waited.seconds < 5
+    assert not stopped.is_set()
