@@ -165,7 +165,7 @@ class Layout:
     @cached_property
     def orders(self) -> Mapping[str, tuple[int, ...]]:
         """By name, the order of each tensor whose elements do not lie in row-major order."""
-        return MappingProxyType({entry.name: entry.order for entry in self.entries if entry.order})
+        return {entry.name: entry.order for entry in self.entries if entry.order}
 
     @cached_property
     def digest(self) -> bytes:

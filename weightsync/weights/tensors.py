@@ -199,9 +199,9 @@ def are_backed(tensors: Sequence[Tensor], sizes: list[int]) -> bool:
 def order_of(tensor: Tensor) -> tuple[int, ...]:
     """The order of its dimensions in memory, as in an `Entry`.
 
-    It is empty too if its elements do not lie side by side, or it is no plain tensor.
+    It is empty too if its elements do not lie side by side, or are on a device: its kernels change the order for free.
     """
-    if type(tensor) not in PLAIN or tensor.is_contiguous():
+    if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.is_contiguous():
         return ()
     shape, strides, expected = tensor.shape, tensor.stride(), 1
     order = sorted(range(len(shape)), key=lambda at: (shape[at] > 1, -strides[at] if shape[at] > 1 else 0))

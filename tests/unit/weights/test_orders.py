@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from itertools import permutations
 
@@ -97,6 +98,7 @@ def test_layouts_that_differ_in_orders_alone_fit_but_are_not_equal() -> None:
         assert one.fits(other)
         assert one.misfit(other) is None
         assert one.difference(other) is None
+    assert pickle.loads(pickle.dumps(both)) == both
     assert not turned.fits(Layout([("a", "float32", (3, 2)), specs[1]], ["m"], {"a": (1, 0)}))
     assert not turned.fits(Layout(specs, [], {"a": (1, 0)}))
 
