@@ -213,7 +213,7 @@ class Applier:
             return False
         self._served.staged = None
         self._left, self._slot = self._slot, self._written(ready.pending.slot)
-        self._served.applied = ready.pending.update.digest
+        self._served.applied, self._served.layout = ready.pending.update.digest, ready.pending.layout
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
         self._driver.take(pure.Defer(ack) if relays else pure.Applied(ack))
         self._decided()

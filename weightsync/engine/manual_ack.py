@@ -145,7 +145,7 @@ class ManualAck:
 
     def _ack_of(self, taken: Taken) -> Ack:
         update = taken.pending.update
-        self._served.applied = update.digest
+        self._served.applied, self._served.layout = update.digest, taken.pending.layout
         return Ack(
             model_id=self._driver.model_id,
             incarnation=update.incarnation,

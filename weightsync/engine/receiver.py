@@ -221,7 +221,7 @@ class WeightReceiver(Participant):
     def _are_of(self, pending: Pending, weights: Any) -> bool:
         """Whether weights that the user passed are those of the pending version, compared by digest."""
         read = read_weights(weights)
-        if pending.untaken or layout_of(read, pending.layout) != pending.layout:
+        if pending.untaken or layout_of(read, pending.layout) is not pending.layout:
             return False
         return self._applier.digest_sent(pending) == digest_of(read, pending.layout, encode_extras(read.extras()))
 
@@ -479,7 +479,7 @@ class WeightReceiver(Participant):
         Raises:
             ConfigurationError: no model is registered.
         """
-        return self._served.destination().digest()
+        return self._served.destination().digest(self._served.layout)
 
     def _carried(self) -> tuple[str | None, Any]:
         return self._served.path, (self._listening.endpoint if pipes_travel() else None)

@@ -23,6 +23,7 @@ from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
 from weightsync.transports.process import PerProcess
+from weightsync.weights.layout import Layout
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.reading import read_live
@@ -292,6 +293,8 @@ class ServedModel:
         self.staged: Ready | None = None
         #: The digest of the version that was applied last; empty if it came without one.
         self.applied = b""
+        #: Its layout, in which digests are computed.
+        self.layout: Layout | None = None
         #: Who serves the model now, and who may change it.
         self.serving = ServingLock()
 
@@ -374,7 +377,7 @@ class ServedModel:
         """Whether the model holds exactly the weights of that digest, as far as it can be read: a loader cannot."""
         if digest and self.target is not None:
             with contextlib.suppress(ConfigurationError, LayoutError):
-                return self.target.digest() == digest
+                return self.target.digest(self.layout) == digest
         return False
 
     def _served_digest(self) -> bytes:
@@ -385,7 +388,7 @@ class ServedModel:
         if self.applied or self.target is None:
             return self.applied
         with contextlib.suppress(ConfigurationError, LayoutError):  # the model before cannot be read any more
-            return self.target.digest()
+            return self.target.digest(self.layout)
         return b""
 
     def destination(self) -> Target:

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from weightsync.weights.layout import ALIGNMENT
-from weightsync.weights.tensors import bits_of, is_lazily_changed, on_cpu
+from weightsync.weights.layout import ALIGNMENT, Entry, Layout
+from weightsync.weights.tensors import bits_of, is_lazily_changed, lies_in_order, on_cpu, order_of
 
 #: C's `memcmp`, without the GIL. Torch compares bytes one by one, which takes eight times as long.
 _compare: Final[Any] = ctypes.CDLL(None).memcmp
@@ -53,12 +53,16 @@ def shared_with(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[in
     return None
 
 
-def mappable(tensors: Sequence[Tensor], sharing: Sharing) -> dict[int, int]:
-    """The parameters that may become views of other memory, each with the index of the first that it is tied to."""
+def mappable(layout: Layout, tensors: Sequence[Tensor], sharing: Sharing) -> dict[int, int]:
+    """The parameters that may become views of a payload, each with the index of the first that it is tied to."""
     shared = {index for overlap in sharing.overlaps for index in overlap}
     places = {tensor.device for tensor in tensors}
     place = places.pop() if len(places) == 1 else torch.device("cpu")
-    able = {index for index, tensor in enumerate(tensors) if index not in shared and _may_share_memory(tensor, place)}
+    able = {
+        index
+        for index, (entry, tensor) in enumerate(zip(layout.entries, tensors, strict=True))
+        if index not in shared and _may_share_memory(tensor, entry, place)
+    }
     sources = {index: index for index in able}
     for tie in sharing.ties:
         for index in tie:
@@ -69,10 +73,10 @@ def mappable(tensors: Sequence[Tensor], sharing: Sharing) -> dict[int, int]:
     return sources
 
 
-def _may_share_memory(tensor: Tensor, place: torch.device) -> bool:
+def _may_share_memory(tensor: Tensor, entry: Entry, place: torch.device) -> bool:
     # A parameter created in inference mode cannot be given normal data.
     plain = type(tensor) is nn.Parameter and tensor.device == place and not tensor.is_inference()
-    return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return plain and lies_in_order(tensor, entry) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
@@ -115,6 +119,9 @@ def _copy_of(memory: Tensor) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype and shape are equal bit for bit: NaN equals itself, 0.0 differs from -0.0."""
+    order = order_of(one)
+    if order and order == order_of(other):
+        one, other = one.permute(order), other.permute(order)
     plain = one.is_contiguous() and other.is_contiguous()
     if plain and one.is_cpu and other.is_cpu and not (is_lazily_changed(one) or is_lazily_changed(other)):
         return not _compare(one.data_ptr(), other.data_ptr(), one.nbytes)

@@ -17,7 +17,7 @@ from weightsync.errors import LayoutError, NonFiniteError
 from weightsync.options import WireDtype
 from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout, extra_state_name, listed, quoted
 from weightsync.weights.reading import Weights, layout_of
-from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, shaped
 
 #: The dtypes that are cast if they are wider than the option. Complex numbers, float8, integers and bools never are.
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -45,13 +45,13 @@ def sent_layout(layout: Layout, wire_dtype: WireDtype | None) -> Layout:
         (entry.name, wire_dtype.value if _is_cast(entry, wire_dtype) else entry.dtype, entry.shape)
         for entry in layout.entries
     )
-    return Layout(specs, layout.extras)
+    return Layout(specs, layout.extras, layout.orders)
 
 
 def as_sent(weights: Weights, destination: Weights, wire_dtype: WireDtype) -> dict[str, Any] | None:
     """Weights as they are sent, flat, for a destination that has the dtypes that are sent; None: it has others."""
     sent = sent_layout(layout_of(weights), wire_dtype)
-    if layout_of(destination) != sent:
+    if not sent.fits(layout_of(destination)):
         return None
     cast = {entry.name: weights.tensors[entry.name].to(DTYPES[entry.dtype]) for entry in sent.entries}
     return {**cast, **{extra_state_name(module): value for module, value in weights.extras().items()}}
@@ -76,7 +76,7 @@ def refuse_overflow(weights: Weights, sent: Layout, flat: Tensor, wire_dtype: Wi
                 continue
             # An infinite value may have been infinite before (the mask of an attention layer is).
             for entry in sent.entries[group.first : group.last]:
-                cast = _bytes(flat, entry).view(dtype).view(entry.shape)
+                cast = shaped(_bytes(flat, entry).view(dtype), entry)
                 _refuse_overflow_of(entry, weights.tensors[entry.name], cast)
 
 

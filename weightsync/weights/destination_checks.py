@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.aliasing import Sharing, agrees, same_bits, shared_with
+from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.layout import Layout
+from weightsync.weights.packing import kept_views
 from weightsync.weights.reading import Weights, ordered
-from weightsync.weights.tensors import PLAIN, why_unsupported
+from weightsync.weights.tensors import PLAIN, address_of, why_unsupported
 
 #: Reads the tensors of a destination.
 Read = Callable[[object], Weights]
@@ -47,8 +49,18 @@ def expanded(layout: Layout, index: int) -> LayoutError:
     )
 
 
-def refuse_disagreement(layout: Layout, sharing: Sharing, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def refuse_disagreement(
+    layout: Layout, sharing: Sharing, tensors: Sequence[Tensor], payload: memoryview | DeviceMemory
+) -> None:
     """Raise LayoutError if tensors that share memory would get different values."""
+    with torch.inference_mode():
+        if isinstance(payload, DeviceMemory):
+            _refuse_different(layout, sharing, tensors, payload.views(layout))
+        else:
+            _refuse_different(layout, sharing, tensors, kept_views(layout, address_of(payload)))
+
+
+def _refuse_different(layout: Layout, sharing: Sharing, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for tie in sharing.ties:
         for twin in tie[1:]:
             if not same_bits(values[tie[0]], values[twin]):

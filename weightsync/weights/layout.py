@@ -1,4 +1,4 @@
-"""The layout of a model's tensors in one flat buffer: names, shapes, dtypes and offsets, and their digest.
+"""The layout of a model's tensors in one flat buffer: names, shapes, dtypes, offsets and orders, and their digest.
 
 Dtypes are names here, and there are no tensors: `weightsync.weights.packing` fills the buffer.
 """
@@ -59,6 +59,8 @@ _WIRE_DTYPES = frozenset(member.value for member in WireDtype)
 _MAGIC = b"WSL\x01"
 _COUNT = struct.Struct("<I")
 _KIND = struct.Struct("<BB")
+#: Added to the code of a dtype: the tensor's order follows its shape.
+_ORDERED = 0x80
 #: A dotted name with this last part is the extra state of the module before it, as in a state dict.
 EXTRA_STATE = "_extra_state"
 
@@ -87,6 +89,8 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    #: Its dimensions from the outermost to the innermost, as its elements follow each other; empty: row-major.
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +107,28 @@ class Group:
 class Layout:
     """All tensors of a model in one flat, aligned buffer, grouped by dtype.
 
-    Layouts compare by value: the same names, shapes, dtypes and modules with extra state make an equal layout, in
-    whatever order they are given. Within a group, tensors whose size is a multiple of `ALIGNMENT` come first, so that
-    they are aligned without padding.
+    Layouts compare by value: the same names, shapes, dtypes, orders and modules with extra state make an equal layout,
+    in whatever sequence they are given. Within a group, tensors whose size is a multiple of `ALIGNMENT` come first, so
+    that they are aligned without padding. The orders of tensors change no offset.
 
     Args:
         specs: name, dtype's name and shape of each tensor.
         extras: names of the modules that have extra state; ``""`` is the root.
+        orders: by name, the order of each tensor whose elements do not lie in row-major order: see `Entry`.
 
     Raises:
         LayoutError: a name occurs twice, or a dtype is unknown.
     """
 
-    def __init__(self, specs: Iterable[tuple[str, str, tuple[int, ...]]], extras: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        specs: Iterable[tuple[str, str, tuple[int, ...]]],
+        extras: Iterable[str] = (),
+        orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         sized = [(name, dtype, shape, _nbytes(name, dtype, shape)) for name, dtype, shape in specs]
         sized.sort(key=lambda spec: (-ITEMSIZES[spec[1]], spec[1], spec[3] % ALIGNMENT != 0, spec[0]))
-        self.entries: tuple[Entry, ...] = tuple(_placed(sized))
+        self.entries: tuple[Entry, ...] = tuple(_placed(sized, orders))
         self.extras: tuple[str, ...] = tuple(sorted(extras))
         self.nbytes: int = self.entries[-1].offset + self.entries[-1].nbytes if self.entries else 0
         self._refuse_duplicates()
@@ -153,9 +163,24 @@ class Layout:
         return tuple((end, start) for end, start in ends if end < start)
 
     @cached_property
+    def orders(self) -> Mapping[str, tuple[int, ...]]:
+        """By name, the order of each tensor whose elements do not lie in row-major order."""
+        return {entry.name: entry.order for entry in self.entries if entry.order}
+
+    @cached_property
     def digest(self) -> bytes:
         """xxh3-128 of the encoded layout, 16 bytes."""
         return xxhash.xxh3_128_digest(self.encode())
+
+    @cached_property
+    def _digest_but_orders(self) -> bytes:
+        if not self.orders:
+            return self.digest
+        return Layout(((entry.name, entry.dtype, entry.shape) for entry in self.entries), self.extras).digest
+
+    def fits(self, other: Layout) -> bool:
+        """Whether weights of the other layout fit a destination of this one: nothing differs but orders."""
+        return self is other or self._digest_but_orders == other._digest_but_orders
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and (self is other or self.digest == other.digest)
@@ -174,8 +199,9 @@ class Layout:
     def _encoded(self) -> bytes:
         parts = [_MAGIC, _COUNT.pack(len(self.entries))]
         for entry in self.entries:
-            parts += (_text(entry.name), _KIND.pack(_CODES[entry.dtype], len(entry.shape)))
-            parts.append(struct.pack(f"<{len(entry.shape)}Q", *entry.shape))
+            code = _CODES[entry.dtype] | (_ORDERED if entry.order else 0)
+            parts += (_text(entry.name), _KIND.pack(code, len(entry.shape)))
+            parts += (struct.pack(f"<{len(entry.shape)}Q", *entry.shape), bytes(entry.order))
         parts.append(_COUNT.pack(len(self.extras)))
         parts += map(_text, self.extras)
         return b"".join(parts)
@@ -208,7 +234,7 @@ class Layout:
             other: the layout of the weights.
             summary: the beginning of the error message.
         """
-        if self == other:
+        if self.fits(other):
             return None
         wanted, given = _described(self), _described(other)
         missing = sorted(wanted.keys() - given.keys())
@@ -240,7 +266,7 @@ class Layout:
 
         If nothing but a dtype differs, or one is a part of the other, it names the option that chooses what is sent.
         """
-        error = None if self.digest == sent.digest else self.difference(sent)
+        error = self.difference(sent)
         if error is None:
             return None
         pairs = set(self.other_dtypes(sent).values())
@@ -270,12 +296,14 @@ def _is_cast_by_to(dtype: str) -> bool:
     return "float" in dtype or "complex" in dtype
 
 
-def _placed(sized: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Iterator[Entry]:
+def _placed(
+    sized: Iterable[tuple[str, str, tuple[int, ...], int]], orders: Mapping[str, tuple[int, ...]]
+) -> Iterator[Entry]:
     end, group = 0, ""
     for name, dtype, shape, nbytes in sized:
         if dtype != group:
             end, group = -(-end // ALIGNMENT) * ALIGNMENT, dtype
-        yield Entry(name, dtype, shape, end, nbytes)
+        yield Entry(name, dtype, shape, end, nbytes, orders.get(name, ()))
         end += nbytes
 
 
@@ -285,27 +313,37 @@ def _text(text: str) -> bytes:
     return _COUNT.pack(len(encoded)) + encoded
 
 
-_Parsed = tuple[list[tuple[str, str, tuple[int, ...]]], list[str]]
+_Parsed = tuple[list[tuple[str, str, tuple[int, ...]]], list[str], dict[str, tuple[int, ...]]]
 
 
 def _parsed(data: bytes) -> _Parsed:
     if data[: len(_MAGIC)] != _MAGIC:
         raise LayoutError("it does not start with the magic bytes")
     (count,), at = _COUNT.unpack_from(data, len(_MAGIC)), len(_MAGIC) + _COUNT.size
-    specs, extras = [], []
+    specs, extras, orders = [], [], {}
     for _ in range(count):
         name, at = _read_text(data, at)
         code, ndim = _KIND.unpack_from(data, at)
         shape: tuple[int, ...] = struct.unpack_from(f"<{ndim}Q", data, at + _KIND.size)
         if not is_sane(shape):
             raise LayoutError(f"'{name}' has an impossible shape")
-        specs.append((name, _DTYPES[code], shape))
+        specs.append((name, _DTYPES[code & ~_ORDERED], shape))
         at += _KIND.size + 8 * ndim
+        if code & _ORDERED:
+            orders[name] = _read_order(data, at, ndim)
+            at += ndim
     (count,), at = _COUNT.unpack_from(data, at), at + _COUNT.size
     for _ in range(count):
         name, at = _read_text(data, at)
         extras.append(name)
-    return specs, extras
+    return specs, extras, orders
+
+
+def _read_order(data: bytes, at: int, ndim: int) -> tuple[int, ...]:
+    order, dimensions = tuple(data[at : at + ndim]), list(range(ndim))
+    if sorted(order) != dimensions or list(order) == dimensions:
+        raise LayoutError("a tensor has an impossible order")
+    return order
 
 
 def _read_text(data: bytes, at: int) -> tuple[str, int]:

@@ -138,7 +138,7 @@ class LoaderTarget(AnyLayoutTarget):
             "This worker has a loader instead of a model: to load weights of your own, call the loader yourself."
         )
 
-    def digest(self) -> bytes:
+    def digest(self, layout: Layout | None = None) -> bytes:  # noqa: ARG002 - an override
         """What the engine holds cannot be read back.
 
         Raises:
@@ -261,7 +261,7 @@ def _end(entry: Entry) -> int:
 def draw(
     layout: Layout, payload: memoryview | DeviceMemory, names: Mapping[str, str] | None, bucket_bytes: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a payload: views if it can be viewed, else copies, made a bucket at a time.
+    """Yield names and contiguous tensors of a payload: views where it can be viewed, else copies of a bucket at a time.
 
     The views keep its memory alive; it may be overwritten once the version has been answered.
     """
@@ -271,4 +271,4 @@ def draw(
     for first, last in buckets(layout, bucket_bytes):
         start, end = layout.entries[first].offset, _end(layout.entries[last - 1])
         piece = flat[start:end] if viewable else flat[start:end].clone()
-        yield from zip(found[first:last], views(layout, piece, first, last), strict=True)
+        yield from zip(found[first:last], map(Tensor.contiguous, views(layout, piece, first, last)), strict=True)

@@ -127,5 +127,5 @@ def _is_meta(tensor: Tensor | None) -> bool:
 
 def _filled(tensor: Tensor) -> Tensor:
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    filled = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
+    filled = torch.full_like(tensor, value, device="cpu")
     return nn.Parameter(filled, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled

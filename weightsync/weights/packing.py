@@ -21,7 +21,7 @@ from torch import Tensor
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.division import LARGE, Divided, Move, Step, divided, steps_of
 from weightsync.weights.extra_state import encode_extras
-from weightsync.weights.layout import Layout
+from weightsync.weights.layout import Entry, Layout
 from weightsync.weights.moving import mover
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import (
@@ -32,8 +32,10 @@ from weightsync.weights.tensors import (
     borrowed,
     copy_groups,
     groups_of,
+    lies_in_order,
     memory_at,
     on_cpu,
+    shaped,
     why_uncopied,
 )
 from weightsync.weights.threads import Work, in_threads
@@ -138,7 +140,7 @@ def movable(layout: Layout, tensors: Sequence[Tensor], least: int = LARGE) -> di
     return {
         index: tensor.data_ptr()
         for index, (entry, tensor) in enumerate(zip(layout.entries, tensors, strict=True))
-        if entry.nbytes >= least and _is_movable(tensor, entry.dtype)
+        if entry.nbytes >= least and _is_movable(tensor, entry)
     }
 
 
@@ -292,11 +294,11 @@ class _Following:
         self._reached = end
 
 
-def _is_movable(tensor: Tensor, dtype: str) -> bool:
-    """Whether the tensor's bytes are its elements as the buffer has them, in row-major order."""
-    plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and dtype != "bool"
-    own = plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    return own and DTYPE_NAMES.get(tensor.dtype) == dtype
+def _is_movable(tensor: Tensor, entry: Entry) -> bool:
+    """Whether the tensor's bytes are its elements as the buffer has them, in the same order."""
+    plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and entry.dtype != "bool"
+    own = plain and lies_in_order(tensor, entry) and not tensor.is_neg() and not tensor.is_conj()
+    return own and DTYPE_NAMES.get(tensor.dtype) == entry.dtype
 
 
 def digest_of_weights(weights: object, read: Callable[[object], Weights] = read_weights) -> bytes:
@@ -332,7 +334,10 @@ def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None)
             begin, end = entries[0].offset - start, entries[-1].offset + entries[-1].nbytes - start
             typed = flat[begin:end].view(DTYPES[group.dtype])
             pieces = torch.split(typed, [entry.nbytes // typed.itemsize for entry in entries])
-            found += [piece.view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
+            found += [
+                shaped(piece, entry) if entry.order else piece.view(entry.shape)
+                for piece, entry in zip(pieces, entries, strict=True)
+            ]
     return found
 
 

@@ -24,7 +24,7 @@ from weightsync.weights.extra_state import (
     refuse_hidden_state,
 )
 from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
-from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, order_of, why_unsupported
 
 #: A module, a TensorDict, or a dict, flat dotted or nested.
 Source = nn.Module | TensorDictBase | Mapping[str, Any]
@@ -331,7 +331,7 @@ def ordered(weights: Weights, layout: Layout) -> list[Tensor]:
 
 
 def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
-    """Return the layout of these weights: the object `known` if it is equal, which is fast to check.
+    """Return the layout of these weights: the object `known` if nothing differs but orders, which is fast to check.
 
     Raises:
         LayoutError: a tensor, which the error names, cannot be sent (quantised, sparse, nested, meta, uninitialised,
@@ -339,14 +339,15 @@ def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
     """
     if known is not None and _fits(weights, known):
         return known
-    specs = []
+    specs, orders = [], {}
     for name, tensor in weights.tensors.items():
         why = why_unsupported(tensor)
         if why:
             raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
         specs.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-    found = Layout(specs, weights.slots)
-    return known if known is not None and known == found else found
+        orders[name] = order_of(tensor)
+    found = Layout(specs, weights.slots, orders)
+    return known if known is not None and known.fits(found) else found
 
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")

@@ -28,7 +28,7 @@ from weightsync.weights.extra_state import ExtraState, decode_extras, encode_ext
 from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
 from weightsync.weights.meta_device import unshare
-from weightsync.weights.packing import Pieces, digest_of, kept_views, movable, pack, scatter
+from weightsync.weights.packing import Pieces, digest_of, movable, pack, scatter
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
 from weightsync.weights.tensors import Form, address_of, on_cpu, set_data
 
@@ -40,7 +40,7 @@ class DestinationPlan(Struct, frozen=True, eq=False):
 
     Attributes:
         weights: the weights that were read, with the owners of the extra state.
-        layout: their layout.
+        layout: their layout, in the orders in which updates have them.
         tensors: in the layout's order.
         form: what the weights' tensors, in the order in which they were read, are known by.
         sharing: which tensors share memory.
@@ -91,13 +91,19 @@ def plan_for(
         return same
     # Checked tensor by tensor, because the fast path does not notice meta tensors, where writing has no effect.
     layout = layout_of(weights)
-    if before and before.layout == layout:
+    if before and before.layout.fits(layout):
         layout = before.layout
     tensors = ordered(weights, layout)
     sharing = sharing_of(tensors)
     checks.refuse_raising(layout, tensors, sharing)
     checks.refuse_shared_with_others(weights, layout, tensors)
-    may_be_mapped = mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
+    return _laid_out(destination, weights, layout, sharing)
+
+
+def _laid_out(destination: object, weights: Weights, layout: Layout, sharing: Sharing) -> DestinationPlan:
+    """The plan for updates of a layout: its orders say which parameters may be mapped."""
+    tensors = ordered(weights, layout)
+    may_be_mapped = mappable(layout, tensors, sharing) if isinstance(destination, nn.Module) else {}
     form = Form(weights.tensors.values())
     parameters = [tensors[index] for index in may_be_mapped]
     return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, parameters, devices_of(tensors))
@@ -118,8 +124,8 @@ class Mode(Enum):
     #: It is copied into the destination's own tensors. The payload may be overwritten afterwards.
     COPY = "copy"
     #: A module's parameters on the CPU become views of the payload. They keep its memory alive, and it must never be
-    #: written again. Buffers, which forward passes write, are copied, and so are parameters without plain memory of
-    #: their own (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first. A view
+    #: written again. Buffers, which forward passes write, are copied, and so are parameters that lie in another order
+    #: than they were sent in, with gaps, or overlap. A payload that is read-only or not aligned is copied first. A view
     #: of a parameter that is kept outside the module keeps the old weights.
     MAP = "map"
     #: As MAP, and parameters on a device become views of a slot on that device. A model that torch has compiled is
@@ -243,6 +249,10 @@ class Target:
 
     def _swap(self, staged: Staged) -> None:
         plan = self._revalidated(staged)
+        if plan.layout is not self._plan.layout and self._plan.mappable and self.mode is not Mode.COPY:
+            self._plan = plan
+            self.unshare()  # parameters that were to be mapped may be copied into, since their orders differ
+            plan = self._plan
         undo = _Undo()
         try:
             for module, value in staged.extras.items():
@@ -283,10 +293,11 @@ class Target:
         pack(found, layout, payload)
         self.swap(self.stage(layout, payload, encode_extras(found.extras())))
 
-    def digest(self) -> bytes:
-        """The digest of the live weights as if packed. It equals the digest of the update that was applied last."""
+    def digest(self, layout: Layout | None = None) -> bytes:
+        """The digest of the live weights as if packed: in this layout, if they fit it, else in the last update's."""
         plan = self._refreshed_plan()
-        return digest_of(plan.weights, plan.layout, encode_extras(plan.weights.extras()))
+        packed = layout_of(plan.weights, layout or plan.layout)
+        return digest_of(plan.weights, packed, encode_extras(plan.weights.extras()))
 
     def unshare(self) -> None:
         """Have swaps write nothing that other processes see: see `weightsync.weights.meta_device.unshare`."""
@@ -334,20 +345,16 @@ class Target:
         self._plan = plan_for(self.destination, self._plan, self._read)
         return self._plan
 
-    @staticmethod
-    def _validated(plan: DestinationPlan, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
-        misfit = None if plan.layout is layout else plan.layout.misfit(layout)
-        if misfit is not None:
-            raise misfit
+    def _validated(self, plan: DestinationPlan, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
+        if plan.layout is not layout and plan.layout != layout:
+            misfit = plan.layout.misfit(layout)
+            if misfit is not None:
+                raise misfit
+            plan = _laid_out(self.destination, plan.weights, layout, plan.sharing)
         if plan.sharing.expanded:
             raise checks.expanded(plan.layout, plan.sharing.expanded[0])
         if plan.sharing.ties or plan.sharing.overlaps:
-            with torch.inference_mode():
-                if isinstance(payload, DeviceMemory):
-                    values = payload.views(layout)
-                else:
-                    values = kept_views(plan.layout, address_of(payload))
-                checks.refuse_disagreement(plan.layout, plan.sharing, plan.tensors, values)
+            checks.refuse_disagreement(plan.layout, plan.sharing, plan.tensors, payload)
         return plan
 
     def _revalidated(self, staged: Staged) -> DestinationPlan:
@@ -370,9 +377,7 @@ class Target:
 
     def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload | None:
         """Point parameters at the payload; return their new memory, or None if there was nothing to map."""
-        if self.mode is Mode.COPY or not plan.mappable:
-            return None
-        if not self._may_map(plan, staged.payload):
+        if self.mode is Mode.COPY or not plan.mappable or not self._may_map(plan, staged.payload):
             return None
         if torch.is_inference_mode_enabled():
             # There, a parameter's data cannot be replaced by a normal tensor.
@@ -465,16 +470,12 @@ class _Undo:
             set_data(self._data)
         for module, slot, before in reversed(self._extras):
             try:
-                _restore(module, slot, before)
+                # A hook that raised without changing anything might not accept its own old state.
+                if encode_extras({module: slot.get()}) != before:
+                    slot.set(decode_extras(before)[module])
             except BaseException as error:  # noqa: BLE001 - a user's hook may raise anything
                 message = f"After {cause!r} the extra state of '{module}' could not be restored: {error!r}."
                 raise SwapBroken(message) from cause
-
-
-def _restore(module: str, slot: ExtraSlot, before: bytes) -> None:
-    # A hook that raised without changing anything might not accept its own old state.
-    if encode_extras({module: slot.get()}) != before:
-        slot.set(decode_extras(before)[module])
 
 
 def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None) -> None:

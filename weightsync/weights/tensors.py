@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightsync.weights.layout import ITEMSIZES
+from weightsync.weights.layout import ITEMSIZES, Entry
 from weightsync.weights.threads import alone
 
 try:
@@ -196,6 +196,37 @@ def are_backed(tensors: Sequence[Tensor], sizes: list[int]) -> bool:
     return all(_bytes_needed(tensor) <= nbytes for tensor, nbytes in zip(tensors, held, strict=True))
 
 
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """The order of its dimensions in memory, as in an `Entry`.
+
+    It is empty too if its elements do not lie side by side, or are on a device: its kernels change the order for free.
+    """
+    if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.is_contiguous():
+        return ()
+    shape, strides, expected = tensor.shape, tensor.stride(), 1
+    order = sorted(range(len(shape)), key=lambda at: (shape[at] > 1, -strides[at] if shape[at] > 1 else 0))
+    for at in reversed(order):
+        if shape[at] > 1 and strides[at] != expected:
+            return ()
+        expected *= shape[at]
+    return tuple(order)
+
+
+def lies_in_order(tensor: Tensor, entry: Entry) -> bool:
+    """Whether its elements follow each other in memory as those of the entry do."""
+    if not entry.order:
+        return tensor.is_contiguous()
+    return tensor.permute(entry.order).is_contiguous()
+
+
+def shaped(elements: Tensor, entry: Entry) -> Tensor:
+    """View the elements of an entry, which follow each other in its order, in its shape."""
+    if not entry.order:
+        return elements.view(entry.shape)
+    inner = elements.view([entry.shape[at] for at in entry.order])
+    return inner.permute([entry.order.index(at) for at in range(len(entry.order))])
+
+
 def on_cpu(nbytes: int) -> Tensor:
     """New memory on the CPU, as uint8. Tensors are made elsewhere where the user has set torch's default device."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -328,8 +359,8 @@ def groups_of(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Gro
         key = target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous()
         found.setdefault(key, []).append(index)
     groups = []
-    for (to, of, plain), indices in found.items():
-        bits = BITS.get(to) if to is of and plain else None
+    for (to, of, _), indices in found.items():
+        bits = BITS.get(to) if to is of else None
         if bits is not None and any(is_lazily_changed(into[i]) or is_lazily_changed(tensors[i]) for i in indices):
             bits = None
         groups.append(Group(None if len(found) == 1 else indices, bits))

@@ -15,7 +15,7 @@ from weightsync.weights.extra_state import decode_extras
 from weightsync.weights.layout import Entry, Layout, extra_state_name, is_extra_state
 from weightsync.weights.packing import views
 from weightsync.weights.strategy import WeightStrategy
-from weightsync.weights.tensors import DTYPES, address_of, borrowed, on_cpu
+from weightsync.weights.tensors import DTYPES, address_of, borrowed, on_cpu, shaped
 
 #: A parameter that ``update_policy_weights_`` has in all of TorchRL's collectors.
 _OF_COLLECTORS: Final = "worker_ids"
@@ -26,8 +26,9 @@ def present(
 ) -> TensorDict | dict[str, Any]:
     """Unpack the weights of an update, in the strategy's format, on the CPU.
 
-    Each tensor owns its memory, so keeping or pickling one does not keep the others. The payload may be overwritten
-    afterwards. Extra state is stored under its module's ``_extra_state``, as in `WeightStrategy`.
+    Each tensor owns its memory, so keeping or pickling one does not keep the others; its elements lie in the order in
+    which they were sent. The payload may be overwritten afterwards. Extra state is stored under its module's
+    ``_extra_state``, as in `WeightStrategy`.
 
     Args:
         payload: the flat buffer; its first ``layout.nbytes`` bytes are read.
@@ -86,4 +87,4 @@ def _empty(entry: Entry) -> Tensor:
     if dtype is None:
         raise ProtocolError(f"'{entry.name}' has the dtype {entry.dtype}, which this version of torch lacks.")
     # Allocated as bytes, because torch warns when it allocates some dtypes.
-    return on_cpu(entry.nbytes).view(dtype).view(entry.shape)
+    return shaped(on_cpu(entry.nbytes).view(dtype), entry)

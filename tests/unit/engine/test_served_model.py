@@ -115,7 +115,7 @@ def test_g2_a_loader_that_takes_a_models_or_a_loaders_place_serves_nothing(pair:
 def test_g2_where_the_model_before_cannot_be_read_the_next_one_serves_nothing(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def digest(self: Target) -> bytes:
+    def digest(self: Target, layout: object) -> bytes:
         raise error("it is gone")
 
     pair = Pair(partial(MultiProcessWeightSyncScheme, verify="layout"))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from weightsync.weights.extra_state import encode_extras
+from weightsync.weights.layout import Entry
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.tensors import DTYPES
@@ -41,6 +42,12 @@ def sample(dtype: str, shape: tuple[int, ...], seed: int, arrangement: str = "co
     start = (array.__array_interface__["data"][0] - bits.ctypes.data) // size if array.size else 0
     steps = tuple(step // size for step in array.strides)
     return torch.as_strided(base, shape, steps, start), array.tobytes()
+
+
+def in_order(elements: bytes, entry: Entry) -> bytes:
+    """The bytes of an entry's elements, which are given in row-major order, as they lie in a payload."""
+    array = numpy.frombuffer(elements, f"V{DTYPES[entry.dtype].itemsize}").reshape(entry.shape)
+    return array.transpose(entry.order).tobytes() if entry.order else elements
 
 
 names = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3).map(".".join)

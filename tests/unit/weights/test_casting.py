@@ -14,7 +14,8 @@ from weightsync import ConfigurationError, Layout, LayoutError, WireDtype
 from weightsync.engine.packer import Packer
 from weightsync.weights import packing
 from weightsync.weights.casting import sent_layout, wire_dtype_of
-from weightsync.weights.packing import digest_of_weights, views
+from weightsync.weights.packing import digest_of, views
+from weightsync.weights.reading import read_weights
 from weightsync.weights.tensors import owning
 
 HALF, BRAIN, SINGLE = WireDtype.FLOAT16, WireDtype.BFLOAT16, WireDtype.FLOAT32
@@ -76,7 +77,7 @@ def test_wider_floats_are_cast_as_torch_casts_them_and_all_else_travels_as_it_is
     found = {entry.name: tensor for entry, tensor in zip(packed.layout.entries, sent, strict=True)}
     assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in wanted.items()}
     assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in wanted.items()}
-    assert packed.digest == digest_of_weights(wanted)
+    assert packed.digest == digest_of(read_weights(wanted), packed.layout, b"")
     assert packed.layout == packer.layout_of(weights)
     assert packed.wire_dtype is wire_dtype
     packer.close()

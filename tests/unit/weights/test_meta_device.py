@@ -67,3 +67,17 @@ def test_a_tensor_that_a_tensordict_shares_with_a_layer_stays_one_tensor() -> No
     assert model.held["weight"] is model.layer.weight
     assert model.layer.weight.isnan().all()
     assert model.layer.weight.requires_grad
+
+
+def test_memory_is_given_in_the_order_that_a_tensor_had_so_that_a_worker_can_map_it() -> None:
+    source = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
+    model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last).to("meta")
+
+    assert fill_in(model)
+
+    assert model.weight.stride() == source.weight.stride()
+    assert model.weight.isnan().all()
+    target = Target(model, Mode.MAP)
+    target.apply(source)
+    assert torch.equal(model.weight, source.weight)
+    assert len(target._plan.mappable) == 2

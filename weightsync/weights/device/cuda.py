@@ -227,7 +227,8 @@ class CudaDevice:
     def _send_large(self, piece: Piece) -> None:
         """Queue the copy of a piece that is one tensor, larger than the staging area."""
         (target,), (source,) = piece.tensors, piece.among(piece.host)
-        if target.is_contiguous() and target.dtype is source.dtype and not is_lazily_changed(target):
+        plain = target.is_contiguous() and source.is_contiguous() and not is_lazily_changed(target)
+        if plain and target.dtype is source.dtype:
             self._send(target.view(-1).view(torch.uint8), piece.host)
             return
         with torch.cuda.stream(self._beside):

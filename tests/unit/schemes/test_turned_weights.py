@@ -1,0 +1,167 @@
+"""Over a scheme, weights arrive whatever the orders of the trainer's and the worker's tensors in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Crew, Pair, WorkerSetup
+from torch import nn
+
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+
+
+def rows(fill: float) -> nn.Module:
+    """Weights as torch makes them, and large enough for a slot."""
+    made = nn.Sequential(nn.Conv2d(64, 32, 3), nn.Linear(200, 300), nn.BatchNorm2d(4))
+    torch.manual_seed(int(fill))
+    for parameter in made.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape))
+    return made
+
+
+def turned(fill: float) -> nn.Module:
+    """The same weights, of which the large ones lie in other orders."""
+    made = rows(fill).to(memory_format=torch.channels_last)
+    made[1].weight.data = made[1].weight.data.t().contiguous().t()
+    return made
+
+
+def both(trainers: Callable[[float], nn.Module], workers: Callable[[float], nn.Module]) -> Callable[[float], nn.Module]:
+    """A model for a `Pair`, whose trainer has the 1.0."""
+    return lambda fill: (trainers if fill else workers)(fill)
+
+
+kinds = pytest.mark.parametrize(
+    "kind", [both(turned, turned), both(turned, rows), both(rows, turned)], ids=["same", "trainer's", "worker's"]
+)
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    there = other.state_dict()
+    return all(torch.equal(value, there[name]) for name, value in one.state_dict().items())
+
+
+def step(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+@kinds
+@pytest.mark.parametrize("options", [{}, {"verify": "digest"}, {"wire_dtype": "bfloat16"}])
+def test_versions_arrive_and_have_the_trainers_digest(scheme_class: Any, kind: Any, options: dict[str, Any]) -> None:
+    def model(fill: float) -> nn.Module:
+        return kind(fill) if fill or "wire_dtype" not in options else kind(fill).to(torch.bfloat16)
+
+    pair = Pair(lambda: scheme_class(**options), model=model)
+    strides = [parameter.stride() for parameter in pair.model.parameters()]
+    for _ in range(3):
+        assert pair.sync().ok
+        wanted = pair.source.to(torch.bfloat16) if "wire_dtype" in options else pair.source
+        assert equal(wanted, pair.model)
+        assert pair.receiver.digest() == pair.sender.digest()
+        pair.source.float()
+        step(pair.source)
+    assert [parameter.stride() for parameter in pair.model.parameters()] == strides
+    pair.close()
+
+
+def little_rows(fill: float) -> nn.Module:
+    made = nn.Linear(30, 40)
+    nn.init.constant_(made.weight, fill)
+    return made
+
+
+def little_turned(fill: float) -> nn.Module:
+    made = little_rows(fill)
+    made.weight.data = made.weight.data.t().contiguous().t()
+    return made
+
+
+@pytest.mark.parametrize("trainers", [little_rows, little_turned])
+@pytest.mark.parametrize("workers", [little_rows, little_turned])
+def test_deltas_arrive(trainers: Callable[[float], nn.Module], workers: Callable[[float], nn.Module]) -> None:
+    pair = Pair(lambda: MultiProcessWeightSyncScheme(delta=True), model=both(trainers, workers))
+    for version in range(4):
+        report = pair.sync()
+        assert (report.payload_nbytes[0] < report.nbytes) == (version > 0)
+        assert equal(pair.source, pair.model)
+        with torch.no_grad():
+            pair.source.weight[:, 3].mul_(2)
+    assert pair.receiver.digest() == pair.sender.digest()
+    pair.close()
+
+
+@kinds
+def test_g2_a_model_in_the_place_of_one_with_the_same_weights_serves_their_version(
+    scheme_class: Any, kind: Any
+) -> None:
+    pair = Pair(scheme_class, model=kind)
+    assert pair.sync().ok
+    for make in (rows, turned):
+        pair.receiver.register_model(make(1.0))
+        assert pair.receiver.version == 1
+
+    pair.receiver.register_model(rows(2.0))
+    assert pair.receiver.version is None
+    pair.close()
+
+
+@kinds
+@pytest.mark.parametrize("given", [rows, turned])
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_pending_weights_are_known_when_they_are_given_by_hand(
+    scheme_class: Any, kind: Any, given: Callable[[float], nn.Module], taken: bool
+) -> None:
+    pair = Pair(scheme_class, model=kind)
+    pair.sender.send_async()
+    weights = pair.receiver.take_update(PATIENCE) if taken else given(1.0).state_dict()
+
+    pair.receiver.apply_weights(weights)
+
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+    assert (pair.receiver.version, equal(pair.source, pair.model)) == (1, True)
+    pair.close()
+
+
+@pytest.mark.parametrize("given", [rows, turned])
+def test_weights_of_another_order_than_the_registered_ones_are_sent(
+    scheme_class: Any, given: Callable[[float], nn.Module]
+) -> None:
+    pair = Pair(scheme_class, model=both(turned, turned))
+    for fill in (1.0, 2.0, 3.0):
+        assert pair.sync(given(fill)).ok
+        assert equal(given(fill), pair.model)
+    pair.close()
+
+
+def join(setup: WorkerSetup) -> None:
+    setup.model = turned(0.0)
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+
+
+def received(setup: WorkerSetup) -> tuple[list[tuple[int, ...]], bool, dict[str, Any]]:
+    """Receive; the strides, whether all large weights view one slot, and the weights."""
+    assert setup.receiver.receive(timeout=PATIENCE)
+    large = [setup.model[at].weight for at in (0, 1)]
+    slots = {weight.untyped_storage().data_ptr() for weight in large}
+    return [each.stride() for each in large], len(slots) == 1, setup.model.state_dict()
+
+
+def test_a_worker_maps_weights_that_lie_in_the_trainers_order(crew: Crew) -> None:
+    (worker,), source = crew.start(SharedMemWeightSyncScheme()), turned(1.0)
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=source)
+        worker.do(join)
+        for _ in range(4):
+            worker.tell(received)
+            assert scheme.get_sender().send().ok
+            strides, mapped, found = worker.answer()
+            assert strides == [source[at].weight.stride() for at in (0, 1)]
+            assert mapped
+            assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+            step(source)
