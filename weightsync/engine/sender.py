@@ -42,7 +42,7 @@ class WeightSender(Participant):
     def _begin(self) -> None:
         self._driver = sender_driver(self._model_id)
         self._packer = self._scheme.packer
-        self._workers = Workers(self._scheme, self._driver, self._packer, self._known_layout)
+        self._workers = Workers(self._scheme, self._driver, self._packer)
         self._outgoing = OutgoingWeights(self._scheme, self._driver, self._packer, self._context)
         self._reporter = Reporter(self._driver)
         #: The least number of workers that a send needs; None means one.
@@ -68,7 +68,7 @@ class WeightSender(Participant):
             StateError: the sender is closed.
             ConfigurationError: no link can be made over ``pipe_or_context``, or ``process`` is not a process.
         """
-        self._workers.add(worker_id, pipe_or_context, process)
+        self._workers.add(worker_id, pipe_or_context, process, self._known_layout)
 
     def remove_worker(self, worker_id: int) -> None:
         """Remove a worker and close its link; if it owed an answer, its outcome is LOST.

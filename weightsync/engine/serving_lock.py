@@ -40,8 +40,7 @@ PATIENCE: Final = 1.0
 #: long `serving` block would slow down each forward in other threads.
 _PERIOD: Final = 10.0
 
-#: Seconds that a fork waits for swaps to end. Without this bound, a swap whose hook waits for a fork in another thread
-#: would never end.
+#: Seconds that a fork waits for swaps to end; a swap whose hook waits for a fork in another thread never would.
 FORK_PATIENCE: Final = 10.0
 
 
@@ -344,8 +343,7 @@ class ServedModel:
         except Exception as error:  # noqa: BLE001 - the device may be full, or have failed: it is closed all the same
             logger.warning(
                 "model %r stays in a slot that other workers read, so nothing may be written into it: %r",
-                self._driver.model_id,
-                error,
+                *(self._driver.model_id, error),
             )
 
     def leave_host_slot(self) -> None:
@@ -365,8 +363,7 @@ class ServedModel:
         logger.warning(
             "model %r: the process forks while a version goes live, which took longer than %g seconds. In the child, "
             "the model may hold parts of two versions: load its weights again there before you use it.",
-            self._driver.model_id,
-            FORK_PATIENCE,
+            *(self._driver.model_id, FORK_PATIENCE),
         )
 
     def _guard(self, model: Any) -> None:
@@ -384,7 +381,7 @@ class ServedModel:
         """The digest of the version served; empty if it is unknown, or none is served."""
         if not self._driver.data.served:
             return b""
-        # It came without a digest: then it is what the model before holds, which was served until now.
+        # If it came without a digest, it is what the model before holds.
         if self.applied or self.target is None:
             return self.applied
         with contextlib.suppress(ConfigurationError, LayoutError):  # the model before cannot be read any more

@@ -39,32 +39,26 @@ class Workers:
     """The workers of one sender.
 
     The methods are those of `WeightSender` by the same names, which documents them.
-
-    Args:
-        known_layout: the layout of what a send without weights would send now; None: unknown.
     """
 
-    def __init__(
-        self,
-        services: SchemeServices,
-        driver: SenderDriver,
-        packer: Packer,
-        known_layout: Callable[[], Layout | None],
-    ) -> None:
+    def __init__(self, services: SchemeServices, driver: SenderDriver, packer: Packer) -> None:
         self._services = services
         self._driver = driver
         self._packer = packer
-        self._known_layout = known_layout
         #: How each worker is reached, by its id: what `SchemeServices.create_link` was given.
         self.endpoints: dict[int, Any] = {}
         driver.kept.append(self.endpoints)
 
-    def add(self, worker_id: int, endpoint: Any, process: Any) -> None:
-        """See `WeightSender.add_worker`."""
+    def add(self, worker_id: int, endpoint: Any, process: Any, known_layout: Callable[[], Layout | None]) -> None:
+        """See `WeightSender.add_worker`.
+
+        Args:
+            known_layout: the layout of what a send without weights would send now; None: unknown.
+        """
         self._driver.require_open("add_worker")
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
-        self._renew_layout(worker_id)
+        self._renew_layout(worker_id, known_layout)
         link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
         with Shield(self._driver.waker.fire), self._driver.lock:
             try:
@@ -80,7 +74,7 @@ class Workers:
         if self._driver.data.version:
             self._driver.layout = None
 
-    def _renew_layout(self, worker_id: int) -> None:
+    def _renew_layout(self, worker_id: int, known_layout: Callable[[], Layout | None]) -> None:
         """If this worker has refused the handshake, have the next one carry the layout of the weights of now.
 
         If the trainer has no model, it is unknown: the worker then answers for the version that follows.
@@ -88,7 +82,7 @@ class Workers:
         entry = self._driver.data.workers.get(worker_id)
         if entry is None or entry.link_state is not LinkState.REFUSED:
             return
-        layout = self._known_layout()
+        layout = known_layout()
         if layout is not None or self._driver.data.version:
             self._driver.layout = layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 from dataclasses import replace
@@ -80,6 +81,8 @@ def examined(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return [SecondVerdict(each, left_out="nobody looks") for each in verdicts]
 
     monkeypatch.setattr(users, "find_toolchain", lambda: None)
+    for module in (users, check):
+        monkeypatch.setattr(module, "archived", lambda found, _runs: contextlib.nullcontext(found))
     monkeypatch.setattr(users, "Suite", First)
     monkeypatch.setattr(check, "SecondSuite", Second)
     return asked
