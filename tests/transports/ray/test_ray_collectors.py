@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from ray_fleet import ray
 from torchrl.collectors import MultiSyncCollector
 
 from weightsync import Evidence, RayWeightSyncScheme, RayWeightUpdater
+from weightsync.clock import Deadline
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of TorchRL's own updaters, of which it imports all
@@ -49,10 +51,21 @@ def collector(cluster: Any) -> Iterator[Callable[..., Any]]:
         actors = list(each.remote_collectors)
         each.shutdown()
         for actor in actors:
-            with pytest.raises(ray.exceptions.RayActorError):
-                ray.get(actor.stats.remote(), timeout=60)
+            await_death(actor)
     made.clear()
     gc.collect()
+
+
+def await_death(actor: Any) -> None:
+    """Wait until the actor has ended: it may still answer for a moment."""
+    waited = Deadline(60.0)
+    while not waited.passed:
+        try:
+            ray.get(actor.stats.remote(), timeout=60)
+        except ray.exceptions.RayActorError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{actor} still answers")
 
 
 def acted(batches: Iterator[Any]) -> list[set[int]]:

@@ -122,30 +122,41 @@ def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:
 def test_a_rank_that_nobody_takes_is_named_with_what_to_look_at(store: Any) -> None:
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
-        report = scheme.get_sender().send(timeout=1, on_failure="report")
+        sender = scheme.get_sender()
+        sender.send_async()
+        await_remark(sender, "no process has taken the link")
+        report = sender.wait_async(timeout=0, on_failure="report")
     assert "no process has taken the link at rank 1 of this store: is its process running" in report[0].reason
     assert "init_on_worker(..., rank=1)" in report[0].reason
 
 
 def test_a_worker_that_joins_model_after_model_is_not_told_that_it_lacks_one(
-    store: Any, caplog: pytest.LogCaptureFixture
+    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("WARNING", "weightsync")
+    monkeypatch.setattr(heartbeat, "REMARK_BEATS", 100)
     models = "actor", "critic"
-    with contextlib.ExitStack() as stack, contextlib.closing(Client(store)) as client:
+    with contextlib.ExitStack() as stack:
         ours, theirs = ([stack.enter_context(DistributedWeightSyncScheme()) for _ in models] for _ in range(2))
         for model, scheme in zip(models, ours, strict=True):
             scheme.init_on_sender(model, store=store, num_workers=1, model=nn.Linear(2, 2))
         sender = ours[1].get_sender()
         sender.send_async()
         theirs[0].init_on_worker("actor", store=store, rank=1, model=nn.Linear(2, 2))
-        await_beats(client, 4)
-        assert "none of 'critic' so far" in sender._driver.remark(0)
+        await_remark(sender, "none of 'critic' so far")
         theirs[1].init_on_worker("critic", store=store, rank=1, model=nn.Linear(2, 2))
         assert theirs[1].get_receiver().receive(timeout=PATIENCE)
         sender.wait_async(timeout=PATIENCE)
 
     assert "so far" not in caplog.text
+
+
+def await_remark(sender: Any, text: str) -> None:
+    """Wait until this is said of worker 0."""
+    waited = Deadline(PATIENCE)
+    while text not in sender._driver.remark(0) and not waited.passed:
+        time.sleep(0.05)
+    assert text in sender._driver.remark(0)
 
 
 def await_beats(client: Client, count: int) -> None:
