@@ -241,10 +241,10 @@ BuffersAreKept == \A w \in Workers, v \in Versions : health[w] # "dead" /\ MayAs
 
 \* Each worker that works gets the version, or a newer one, whatever its parent does.
 EveryWorkerIsServed ==
-  \A w \in Workers, v \in Versions : version >= v ~> served[w].v >= v \/ ~Up(w)
+  [](\A w \in Workers, v \in Versions : version >= v => <>(served[w].v >= v \/ ~Up(w)))
 
 \* A buffer is kept for nobody in the end, but for a worker that does not work.
-BuffersAreReleased == \A v \in Versions : keeps[v] # {} ~> \A w \in keeps[v] : health[w] = "stopped"
+BuffersAreReleased == [](\A v \in Versions : keeps[v] # {} => <>(\A w \in keeps[v] : health[w] = "stopped"))
 
 -----------------------------------------------------------------------------
 (* Canaries *)

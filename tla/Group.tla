@@ -229,7 +229,7 @@ EverySendEnds == awaits ~> ~awaits
 TheNewestArrives == owed # {} ~> owed = {}
 
 \* A worker that waits for a newer version gets it, also when the trainer sends nothing more.
-NobodyWaitsForEver == \A w \in Workers : pc[w] = "between" ~> pc[w] # "between"
+NobodyWaitsForEver == [](\A w \in Workers : pc[w] = "between" => <>(pc[w] # "between"))
 
 -----------------------------------------------------------------------------
 (* Canaries *)

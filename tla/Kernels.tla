@@ -214,7 +214,7 @@ NeverRewritten ==
 SlotIsFree == ~Losses /\ Ready /\ version < MaxVersion => Free # {}
 
 \* The waits for kernels cannot block a send for ever.
-EverySendEnds == \A v \in Versions : version = v ~> Ready
+EverySendEnds == version \in Versions ~> Ready
 
 -----------------------------------------------------------------------------
 (* Canaries *)

@@ -183,7 +183,7 @@ Ack == INSTANCE AckProtocol WITH
   Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
   Without <- {}, Unfair <- {}
 
-RefinesAckProtocol == Ack!Safe
+RefinesAckProtocol == Ack!Refined
 
 -----------------------------------------------------------------------------
 (* Canaries: situations that TLC must reach, or the proof would hold vacuously *)

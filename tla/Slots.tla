@@ -264,7 +264,7 @@ Ack == INSTANCE AckProtocol WITH
   rdata <- [w \in Workers |-> [rdata[w] EXCEPT !.pending = Whole(@), !.served = Whole(@),
                                                !.live = <<Half(rdata[w].served, 1), Half(rdata[w].served, 2)>>]]
 
-RefinesAckProtocol == Ack!Safe
+RefinesAckProtocol == Ack!Refined
 
 -----------------------------------------------------------------------------
 (* Canaries: situations that TLC must reach, or the proof would hold vacuously *)

@@ -203,7 +203,7 @@ Ack == INSTANCE AckProtocol WITH
   Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
   Without <- {}, Unfair <- {}
 
-RefinesAckProtocol == Ack!Safe
+RefinesAckProtocol == Ack!Refined
 
 -----------------------------------------------------------------------------
 (* Canaries: situations that must be found; otherwise the proof would be vacuous *)

@@ -175,11 +175,19 @@ Guarantees == {
 }
 
 \* Is there a row, and where does it lead? SenderNext is defined only where SenderMay holds.
-SenderMay(s, i) == \E row \in SenderRows : row[1] = s /\ row[2] = i
-SenderNext(s, i) == (CHOOSE row \in SenderRows : row[1] = s /\ row[2] = i)[3]
+\* TLC makes the function once; it would search the rows at each call.
+SenderLeads ==
+  [key \in {<<row[1], row[2]>> : row \in SenderRows} |->
+    (CHOOSE row \in SenderRows : <<row[1], row[2]>> = key)[3]]
+SenderMay(s, i) == <<s, i>> \in DOMAIN SenderLeads
+SenderNext(s, i) == SenderLeads[<<s, i>>]
 
 \* Is there a row, and where does it lead? ReceiverNext is defined only where ReceiverMay holds.
-ReceiverMay(s, i) == \E row \in ReceiverRows : row[1] = s /\ row[2] = i
-ReceiverNext(s, i) == (CHOOSE row \in ReceiverRows : row[1] = s /\ row[2] = i)[3]
+\* TLC makes the function once; it would search the rows at each call.
+ReceiverLeads ==
+  [key \in {<<row[1], row[2]>> : row \in ReceiverRows} |->
+    (CHOOSE row \in ReceiverRows : <<row[1], row[2]>> = key)[3]]
+ReceiverMay(s, i) == <<s, i>> \in DOMAIN ReceiverLeads
+ReceiverNext(s, i) == ReceiverLeads[<<s, i>>]
 
 =============================================================================

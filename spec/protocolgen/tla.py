@@ -65,11 +65,14 @@ def _rows(role: Role) -> str:
 
 def _operators(role: Role) -> str:
     who = role.name.capitalize()
-    match = f"row \\in {who}Rows : row[1] = s /\\ row[2] = i"
     return (
         f"\\* Is there a row, and where does it lead? {who}Next is defined only where {who}May holds.\n"
-        f"{who}May(s, i) == \\E {match}\n"
-        f"{who}Next(s, i) == (CHOOSE {match})[3]\n"
+        "\\* TLC makes the function once; it would search the rows at each call.\n"
+        f"{who}Leads ==\n"
+        f"  [key \\in {{<<row[1], row[2]>> : row \\in {who}Rows}} |->\n"
+        f"    (CHOOSE row \\in {who}Rows : <<row[1], row[2]>> = key)[3]]\n"
+        f"{who}May(s, i) == <<s, i>> \\in DOMAIN {who}Leads\n"
+        f"{who}Next(s, i) == {who}Leads[<<s, i>>]\n"
     )
 
 
