@@ -322,7 +322,8 @@ class Background:
         return self._next is not None
 
     def _relay_and_ack(self) -> None:
-        relay, self._next = self._next, None
+        # None: the version went live before this was made, and the reader before did not get to pass it on.
+        relay, self._next = self._next or self._relay(), None
         nested = relay() if relay is not None else None
         driver = self._receiver.driver
         driver.take(receiving.SendAck(nested))
