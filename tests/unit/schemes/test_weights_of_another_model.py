@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State, TransportError
-from weightsync.weights.reading import transient_buffers
+from weightsync.weights.reading import layout_of, read_weights, transient_buffers
 
 
 @pytest.fixture
@@ -228,6 +228,16 @@ def test_before_the_first_version_a_worker_is_asked_about_the_model_that_the_tra
         assert all(each.receive(timeout=PATIENCE) for each in (one.receiver, other.get_receiver()))
         assert one.sender.wait_async().of(OutcomeKind.APPLIED) == (0, 1)
         assert other.get_receiver().driver.greeting.layout
+
+
+def test_a_model_that_is_set_before_connect_does_not_stand_in_for_the_weights_that_connect_is_given() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        scheme.model = nn.Linear(2, 2)
+        sender = scheme.get_sender()
+        sender.connect(weights=small())
+
+        assert sender._driver.layout == layout_of(read_weights(small()))
 
 
 def test_without_a_registered_model_such_a_worker_is_not_asked_but_takes_the_next_weights_that_fit() -> None:
