@@ -80,14 +80,14 @@ class EngineServer:
         self.calls.append(route)
         self.bodies[route].append(body)
         planned = self.plan[route].pop(0) if self.plan[route] else None
+        if isinstance(planned, str) and planned.endswith(" after"):
+            self._tried(route, body)
+            planned = planned.removesuffix(" after")
         if planned in ("stall", "stall and die"):
             self._stall(handler.connection)
         if planned == "stall and die":
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
-        if isinstance(planned, str) and planned.endswith(" after"):
-            self._tried(route, body)
-            planned = planned.removesuffix(" after")
         if planned == "die":
             handler.connection.shutdown(socket.SHUT_RDWR)
             return

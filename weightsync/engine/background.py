@@ -210,11 +210,22 @@ class Background:
                     JOIN_SECONDS,
                 )
         self._receiver.set_background_reader(None)
+        self._pass_on_what_is_left(thread)
         with self._news:
             self._stopped = True
             self._news.notify_all()
         self._guard.clear()
         atexit.unregister(self.stop)
+
+    def _pass_on_what_is_left(self, thread: threading.Thread | None) -> None:
+        """Pass on and ack a version that a forward made live once the thread had ended.
+
+        Until its ack is sent, nothing more is read.
+        """
+        with self._receiver.driver.lock:  # such a forward has it until the version is live
+            left = self._receiver.driver.deferring
+        if left and (thread is None or not thread.is_alive()):
+            self._relay_and_ack()
 
     def forget(self) -> None:
         """In a forked child: there is no thread."""

@@ -50,10 +50,6 @@ class SentUpdate(Struct, frozen=True):
     named: bytes
 
 
-def _carries_deltas(link: Link) -> bool:
-    return isinstance(link, CarriesDeltas) and link.carries_deltas
-
-
 class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]):
     """One sender's machine, data and links.
 
@@ -81,6 +77,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._gathering: Gathering | None = None
         #: The ending and the reason in this sender's goodbyes; here: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
+        #: The newest version that is not of the trainer's present model; 0: all are.
+        self.last_of_former_model = 0
         #: The level at which a worker's goodbye is logged.
         self.goodbye_level = logging.WARNING
 
@@ -203,7 +201,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             sent = self._last_sent = self._message_of(version, packed, layout_known, shared)
         self._named.setdefault(version, {}).setdefault(worker, set()).add(sent.named)
         update, payload = sent.update, packed.buffer
-        if packed.travelling is not None and _carries_deltas(lane.link):
+        if packed.travelling is not None and isinstance(lane.link, CarriesDeltas) and lane.link.carries_deltas:
             update, payload = packed.travelling.to(worker, link, self.data.workers[worker].served, update, payload)
         self._write(worker, link, update, payload)
         lane.known_layout = packed.layout.digest
@@ -387,8 +385,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     self._verify(worker, message)
                 packed, stale = self._packed.get(message.version), self.data.stale
                 take(pure.Answer(worker, number, message))
+                current = message.version > self.last_of_former_model and self.data.stale == stale
                 # Handshakes carry a layout that a worker has accepted, not one that was only sent.
-                if isinstance(message, Ack) and packed is not None and self.data.stale == stale:
+                if isinstance(message, Ack) and packed is not None and current:
                     self.layout = packed.layout
                 lane = self._links.get(number)
                 if lane is not None and message.incarnation == self.data.incarnation:

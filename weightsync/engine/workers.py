@@ -69,10 +69,17 @@ class Workers:
             self.endpoints[worker_id] = endpoint
             self._driver.join(worker_id, link, awaited)
 
-    def forget_layout(self) -> None:
-        """The trainer has another model: handshakes carry no layout until a version of that was applied."""
-        if self._driver.data.version:
-            self._driver.layout = None
+    def model_replaced(self, known_layout: Callable[[], Layout | None]) -> None:
+        """The trainer has another model: handshakes carry no layout until a version of that was applied.
+
+        If no version was sent yet, those that carry a layout carry that of the new model, if it is known.
+        """
+        driver = self._driver
+        layout = None if driver.data.version or driver.layout is None else known_layout()
+        with driver.lock:
+            driver.last_of_former_model = driver.data.version
+            if layout is not None or driver.data.version:
+                driver.layout = layout
 
     def _renew_layout(self, worker_id: int, known_layout: Callable[[], Layout | None]) -> None:
         """If this worker has refused the handshake, have the next one carry the layout of the weights of now.

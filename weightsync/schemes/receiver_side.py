@@ -82,9 +82,12 @@ class ReceiverSide:
             return receiver.version is not None or background.decided or sender_has_none()
 
         if not background.wait_until(met, deadline):
+            why = "the sender has not connected, or has not sent"
+            if driver.data.decided is not None and receiver.last_refusal:
+                why = f"the last one was refused ({receiver.last_refusal.rstrip('.')}), and the sender sends none again"
             raise AckTimeoutError(
-                f"no first version of {receiver.model_id!r} arrived in time: the sender has not connected, or has not "
-                "sent. The model is unchanged; connect() may be called again."
+                f"no first version of {receiver.model_id!r} arrived in time: {why}. The model is unchanged; have the "
+                "trainer send, and call connect() again."
             )
         background.seen()
         if receiver.version is None and background.decided:

@@ -160,7 +160,7 @@ class SenderSide:
         """Have a send without weights send this from now on; None: what is found elsewhere."""
         self.given = {**self.given, "model": model, SET_MODEL: model}
         if self.sender is not None:
-            self.sender._workers.forget_layout()
+            self.sender._workers.model_replaced(self.sender._known_layout)
 
     def begin_sends(self) -> SequentialSends:
         """What sends for the scheme's own `send` from now on."""

@@ -53,8 +53,8 @@ class SharedMemWeightSyncScheme(PipeScheme):
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         map_on_device: whether parameters of a module on the trainer's GPU become views of the slot there. If not, they
             are copied out of it. A worker that writes into such parameters writes into those of every worker on that
-            GPU. Modules that torch has compiled are copied into in any case, and so is every module of a worker that
-            captures a CUDA graph: a graph keeps the addresses of its capture.
+            GPU. Modules that torch has compiled, or with an RNN, are copied into in any case, and so is every module of
+            a worker that captures a CUDA graph: a graph keeps the addresses of its capture.
         delta: refused, since no payload is sent that a delta could make smaller.
 
     Raises:

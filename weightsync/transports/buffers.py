@@ -20,6 +20,7 @@ import mmap
 import os
 from collections.abc import Callable, Hashable
 from enum import Enum
+from io import FileIO
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
@@ -138,6 +139,8 @@ class Segment:
 
     def __init__(self, nbytes: int) -> None:
         self.fd = -1
+        #: Closes the descriptor when it is freed, also where Ctrl-C comes just before `__del__` does so.
+        self._file: FileIO | None = None
         self.number = next(NUMBERS)
         self.nbytes = nbytes
         self._view: memoryview | None = None
@@ -154,7 +157,8 @@ class Segment:
 
     def _allocate(self) -> None:
         _require_memory(self.nbytes)
-        self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = FileIO(os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        self.fd = self._file.fileno()
         # The kernel lets every process read it that may read this process's descriptors.
         os.fchmod(self.fd, 0o600)
         os.ftruncate(self.fd, self.nbytes + SEAL_NBYTES)
@@ -222,9 +226,9 @@ class Segment:
         self._close()
 
     def _close(self) -> None:
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1  # first: after an interrupt its number may be another file's
-            os.close(fd)
+        file, self._file, self.fd = self._file, None, -1
+        if file is not None:
+            file.close()
 
     def __del__(self) -> None:
         self._close()

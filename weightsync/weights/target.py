@@ -21,7 +21,7 @@ from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.weights import destination_checks as checks
 from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory, Waits
-from weightsync.weights.device.captures import CAPTURED, is_compiled
+from weightsync.weights.device.captures import CAPTURED, must_not_move
 from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.device.transfer import scatter_onto
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
@@ -128,8 +128,8 @@ class Mode(Enum):
     #: than they were sent in, with gaps, or overlap. A payload that is read-only or not aligned is copied first. A view
     #: of a parameter that is kept outside the module keeps the old weights.
     MAP = "map"
-    #: As MAP, and parameters on a device become views of a slot on that device. A model that torch has compiled is
-    #: copied into; so is every model once the process captures a graph (`torch.cuda.graph`), which keeps addresses.
+    #: As MAP, and parameters on a device become views of a slot on that device. A model that torch has compiled, or
+    #: with an RNN, is copied into; so is every model once the process captures a graph, which keeps addresses.
     MAP_ON_DEVICE = "map_on_device"
 
 
@@ -438,7 +438,7 @@ class Target:
         place = plan.tensors[next(iter(plan.mappable))].device
         if not isinstance(payload, DeviceMemory):
             return not plan.devices and place.type == "cpu"  # a kind of device that torch cannot wait for is in no plan
-        if place != payload.flat.device or self.mode is not Mode.MAP_ON_DEVICE or is_compiled(self.destination):
+        if place != payload.flat.device or self.mode is not Mode.MAP_ON_DEVICE or must_not_move(self.destination):
             return False
         if self._movable is None:
             self._movable = not payload.device.watch_captures(self)

@@ -25,6 +25,7 @@ from weightsync import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     OutcomeKind,
+    RefusedError,
     SharedMemWeightSyncScheme,
     State,
     StateError,
@@ -217,6 +218,29 @@ def test_a_rendezvous_of_a_sender_that_is_closed_meanwhile_ends(scheme_class: An
     with pytest.raises(StateError), beside(lambda: scheme.connect(timeout=PATIENCE)):
         scheme.close()
     theirs.close()
+
+
+def test_a_worker_that_has_refused_the_first_version_is_not_told_that_the_trainer_sent_none(scheme_class: Any) -> None:
+    duo = Duo(scheme_class)
+    duo.arrive()
+    receiver = duo.receiving.get_receiver()
+    assert not receiver.receive(timeout=0)  # the handshake, which fits
+    receiver.register_model(nn.Linear(2, 2))
+
+    def trainer() -> None:
+        with pytest.raises(RefusedError):
+            duo.sending.connect(timeout=PATIENCE)
+
+    with beside(trainer), pytest.raises(WeightSyncError, match="the first version of 'policy' was refused"):
+        duo.receiving.connect(timeout=PATIENCE)
+    receiver.register_model(duo.model)
+
+    with pytest.raises(AckTimeoutError, match=r"the last one was refused .*missing 'bias'.*have the trainer send"):
+        duo.receiving.connect(timeout=0.01)
+    with beside(lambda: duo.sending.get_sender().send(timeout=PATIENCE)):
+        duo.receiving.connect(timeout=PATIENCE)
+    assert constants(duo.model) == {1.0}
+    duo.end()
 
 
 def test_nobody_comes_in_time_and_connect_may_be_called_again(scheme_class: Any) -> None:

@@ -46,7 +46,7 @@ from weightsync.protocol.messages import Hello, SlotRef, Update
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.device.base import DeviceError
-from weightsync.weights.device.captures import is_compiled
+from weightsync.weights.device.captures import must_not_move
 from weightsync.weights.device.registry import device_of
 
 #: The most calls of Python functions that a small send takes, trainer and worker.
@@ -229,6 +229,17 @@ def test_a_compiled_module_keeps_its_addresses() -> None:
             filled(pair.source, fill)
             pair.sync()
         assert (pair.model.weight.data_ptr(), constants(pair.model)) == (before, {3.0})
+
+
+@pytest.mark.usefixtures("device")
+def test_the_parameters_of_an_rnn_stay_in_the_one_chunk_in_which_its_kernels_need_them() -> None:
+    with paired(model=lambda fill=0.0: filled(nn.LSTM(8, 8), fill)) as pair:
+        before = [parameter.data_ptr() for parameter in pair.model.parameters()]
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        assert [parameter.data_ptr() for parameter in pair.model.parameters()] == before
+        assert constants(pair.model) == {3.0}
 
 
 @pytest.mark.usefixtures("device")
@@ -420,7 +431,7 @@ def test_compiled_modules_are_looked_for_at_each_swap_without_calls_for_each_mod
     deep.register_module("absent", None)
     deep[0].register_module("itself", deep)
 
-    assert calls(lambda: is_compiled(deep)) == 2
+    assert calls(lambda: must_not_move(deep)) == 2
 
 
 def test_on_the_host_nobody_is_asked_about_devices() -> None:

@@ -154,6 +154,26 @@ def test_a_close_amid_a_version_logs_what_the_engine_is_left_with(
     assert "still runs, it may hold parts of two versions, and stays paused." in caplog.text
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_close_while_an_engine_is_being_paused_has_it_resume(
+    world: World, answers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a pause waits for long requests, and the trainer is interrupted."""
+    world.start()
+    resume = "resume" if world.update == "update_weights" else "continue_generation"
+    world.server.plan[world.pause] = ["stall after"]
+    world.server.plan[resume] = ["serve" if answers else 500]
+    world.sender.send_async()
+    assert world.server.stalled.wait(PATIENCE)
+    assert world.server.paused
+    world.scheme.close()
+
+    assert (world.server.calls, world.server.weights) == ([*world.server.calls[:-2], world.pause, resume], {})
+    assert world.server.paused is not answers
+    left = "has resumed" if answers else "may be paused"
+    assert f"still runs, it has the weights that it had, and {left}." in caplog.text
+
+
 def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> None:
     with serving() as other:
         world.start(world.make(world.server.url), world.make(other.url))

@@ -250,6 +250,19 @@ def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
     assert fleet.driver.layout is LAYOUT
 
 
+def test_the_layout_that_handshakes_tell_is_of_no_version_of_a_former_model() -> None:
+    fleet = both()
+    fleet.sends()
+    fleet.driver.last_of_former_model = 1
+    fleet.receives(0, ack(1))
+    fleet.receives(1, ack(1))
+    assert fleet.driver.layout is None
+
+    fleet.sends()
+    fleet.receives(0, ack(2))
+    assert fleet.driver.layout is LAYOUT
+
+
 def test_a_worker_that_sends_an_update_loses_its_link_alone() -> None:
     fleet = both()
     fleet.receives(1, Update(model_id="policy", incarnation=EPOCH, version=1, layout_digest=b""))

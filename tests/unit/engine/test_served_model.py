@@ -99,6 +99,36 @@ def test_g2_a_worker_whose_model_is_replaced_before_it_passed_its_version_on_get
     assert (constants(model), passed_on) == ({1.0}, [{1.0}])
 
 
+def test_a_version_that_a_forward_makes_live_while_the_reader_is_stopped_is_passed_on_and_acked(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if `connect` failed."""
+    passed_on: list[int | None] = []
+    reader = Background(pair.receiver, lambda: lambda: passed_on.append(pair.receiver.version))
+    forwards_wait = contextlib.ExitStack()
+    forwards_wait.enter_context(pair.receiver.serving())
+    reader.start()
+    thread = reader._thread
+    assert thread is not None
+    pair.sender.send_async()
+    assert reader.wait_until(lambda: pair.receiver._served.staged is not None, Deadline(PATIENCE))
+    shipped = thread.join
+
+    def join(timeout: float) -> None:
+        shipped(timeout)
+        forwards_wait.close()
+        pair.model(torch.ones(2, 4))
+        assert (pair.receiver.version, pair.receiver.driver.deferring) == (1, True)
+
+    monkeypatch.setattr(thread, "join", join)
+    reader.stop()
+
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+    assert passed_on == [1]
+    assert pair.sync().ok
+    assert pair.receiver.version == 2
+
+
 @pytest.mark.parametrize("before", [small(1.0), Loader(lambda weights, version: list(weights))])
 def test_g2_a_loader_that_takes_a_models_or_a_loaders_place_serves_nothing(pair: Pair, before: Any) -> None:
     pair.receiver.register_model(before)

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State, TransportError
-from weightsync.weights.reading import transient_buffers
+from weightsync.weights.reading import layout_of, read_weights, transient_buffers
 
 
 @pytest.fixture
@@ -191,6 +191,53 @@ def test_a_worker_that_is_added_again_once_both_models_have_changed_takes_the_ne
     assert not one.receiver.receive(timeout=PATIENCE)  # the version before
     assert one.sync().ok
     assert one.sender._driver.layout == one.receiver.driver.layout
+
+
+def joined(sender: Any, model: nn.Module) -> MultiProcessWeightSyncScheme:
+    """The scheme of a worker that has just been added as worker 1."""
+    ours, theirs = multiprocessing.Pipe()
+    sender.add_worker(1, ours)
+    scheme = MultiProcessWeightSyncScheme()
+    scheme.init_on_worker("policy", pipe=theirs, model=model)
+    return scheme
+
+
+def test_an_ack_that_comes_after_the_trainer_got_another_model_turns_no_worker_of_that_away(one: Pair) -> None:
+    one.sender.send_async()
+    one.scheme.model = nn.Linear(2, 2)
+    assert one.receiver.receive(timeout=PATIENCE)
+    assert one.sender.wait_async().ok
+
+    with pytest.raises(LayoutError, match="are not those of the model that is registered"):
+        one.sender.send_async(state())
+    with joined(one.sender, nn.Linear(2, 2)) as other:
+        assert not other.get_receiver().receive(timeout=PATIENCE)  # the version before
+        one.receiver.register_model(nn.Linear(2, 2))
+        one.sender.send_async()
+        assert all(each.receive(timeout=PATIENCE) for each in (one.receiver, other.get_receiver()))
+        assert one.sender.wait_async().of(OutcomeKind.APPLIED) == (0, 1)
+
+
+def test_before_the_first_version_a_worker_is_asked_about_the_model_that_the_trainer_has_now(one: Pair) -> None:
+    assert not one.receiver.receive(timeout=0)  # the handshake alone
+    one.scheme.model = nn.Linear(2, 2)
+    one.receiver.register_model(nn.Linear(2, 2))
+
+    with joined(one.sender, nn.Linear(2, 2)) as other:
+        one.sender.send_async()
+        assert all(each.receive(timeout=PATIENCE) for each in (one.receiver, other.get_receiver()))
+        assert one.sender.wait_async().of(OutcomeKind.APPLIED) == (0, 1)
+        assert other.get_receiver().driver.greeting.layout
+
+
+def test_a_model_that_is_set_before_connect_does_not_stand_in_for_the_weights_that_connect_is_given() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        scheme.model = nn.Linear(2, 2)
+        sender = scheme.get_sender()
+        sender.connect(weights=small())
+
+        assert sender._driver.layout == layout_of(read_weights(small()))
 
 
 def test_without_a_registered_model_such_a_worker_is_not_asked_but_takes_the_next_weights_that_fit() -> None:

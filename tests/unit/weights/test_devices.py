@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from weightsync.weights import packing
-from weightsync.weights.device.captures import is_compiled
+from weightsync.weights.device.captures import must_not_move
 from weightsync.weights.device.registry import backends
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
@@ -75,14 +75,15 @@ def test_a_target_names_the_devices_whose_slots_it_can_be_served_from(monkeypatc
         assert target.devices == b"a" * 16 + b"b" * 16
 
 
-def test_a_module_is_compiled_if_it_or_one_in_it_is() -> None:
+def test_a_module_that_is_compiled_or_an_rnn_or_that_has_one_in_it_must_not_move() -> None:
     optimized = type("OptimizedModule", (nn.Module,), {"__module__": "torch._dynamo.eval_frame"})
     compiled = nn.Linear(2, 1)
     compiled.compile(backend="eager")
-    for plain in ({"a": torch.ones(1)}, nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))):
-        assert not is_compiled(plain)
-    for each in (optimized(), nn.Sequential(optimized()), compiled, nn.Sequential(compiled)):
-        assert is_compiled(each)
+    for plain in ({"a": torch.ones(1)}, nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)), nn.LSTMCell(2, 2)):
+        assert not must_not_move(plain)
+    for each in (optimized(), compiled, nn.LSTM(2, 2), nn.GRU(2, 2), nn.RNN(2, 2)):
+        assert must_not_move(each)
+        assert must_not_move(nn.Sequential(nn.Linear(2, 1), each))
 
 
 def test_parameters_on_a_device_that_cannot_share_memory_stay_there() -> None:

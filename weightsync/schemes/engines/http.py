@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import re
 import socket
 import threading
@@ -28,6 +29,8 @@ _LONGEST: Final = 2**22
 #: The names and values of headers that can be sent.
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE: Final = re.compile(r"[^\r\n\u0100-\U0010ffff]*")
+
+logger = logging.getLogger("weightsync")
 
 
 class UnreachedError(TransportError):
@@ -58,6 +61,8 @@ class HttpCalls:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
+        #: Seconds to wait for an answer; None: for ever.
+        self._patience: float | None = None
         #: The call that has not been answered yet, for messages; empty: none.
         self.awaited = ""
 
@@ -109,6 +114,19 @@ class HttpCalls:
             )
         return answer
 
+    def command_if_aborted(self, route: str) -> bool:
+        """If the calls were aborted, make one more, and wait for `CONNECT_SECONDS`. Whether the engine has done it."""
+        if not self._aborted:
+            return False
+        calls = HttpCalls(self.url, self._headers)
+        calls._patience = CONNECT_SECONDS
+        try:
+            calls.command(route)
+        except (EngineError, TransportError) as error:
+            logger.debug("after the link was closed: %s", error)
+            return False
+        return True
+
     def _connect(self, connection: http.client.HTTPConnection, route: str) -> None:
         try:
             connection.connect()
@@ -140,7 +158,7 @@ class HttpCalls:
             if held is not None and self._aborted:
                 raise ConnectionAbortedError("the link was closed")
         if held is not None:
-            held.settimeout(None)
+            held.settimeout(self._patience)
 
 
 def _parsed(url: str) -> SplitResult:

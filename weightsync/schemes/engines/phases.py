@@ -38,6 +38,10 @@ class Phases(abc.ABC):
         """Resume the engine, if it was paused."""
 
     @abc.abstractmethod
+    def resume_if_closed(self) -> bool:
+        """If the link was closed, resume the engine all the same, if it was paused; whether it confirmed that."""
+
+    @abc.abstractmethod
     def done(self) -> None:
         """Free the resources of the version's calls."""
 
@@ -51,6 +55,8 @@ class _Stage(enum.Enum):
     BEGINNING = enum.auto()
     CHANGING = enum.auto()
     LOADED = enum.auto()
+    #: The link was closed while the engine was being paused, and the engine has resumed.
+    RESUMED = enum.auto()
 
 
 class Loading:
@@ -84,6 +90,8 @@ class Loading:
             phases.settle()
             phases.resume()
         except (TransportError, PartlyLoadedError) as error:
+            if self._stage is _Stage.PAUSING and phases.resume_if_closed():
+                self._stage = _Stage.RESUMED
             raise self._left(error) from error
         except Exception as error:
             if not self._is_as_before(error):
@@ -137,4 +145,6 @@ class Loading:
             return f"{'has the weights that it had' if unreached else 'may hold parts of two versions'}, and {paused}"
         if self._stage is _Stage.PAUSING and not unreached:
             return "has the weights that it had, and may be paused"
+        if self._stage is _Stage.RESUMED:
+            return "has the weights that it had, and has resumed"
         return "has the weights that it had"

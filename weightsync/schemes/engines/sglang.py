@@ -178,6 +178,9 @@ class _Version(Phases):
         if self.pauses:
             self._calls.command("continue_generation")
 
+    def resume_if_closed(self) -> bool:
+        return self.pauses and self._calls.command_if_aborted("continue_generation")
+
     def done(self) -> None:
         if self._carrier is not None:
             self._carrier.done()

@@ -72,6 +72,9 @@ class _HttpControl:
         if self._pause is not None:
             self._calls.command("resume")
 
+    def resume_if_closed(self) -> bool:
+        return self._pause is not None and self._calls.command_if_aborted("resume")
+
     def open(self) -> None:
         self._calls.open()
 
@@ -145,6 +148,10 @@ class _HandleControl:
 
     def resume(self) -> None:
         """Like `pause`."""
+
+    def resume_if_closed(self) -> bool:
+        """It was not paused."""
+        return False
 
     def open(self) -> None:
         self._aborted = threading.Event()
@@ -287,6 +294,9 @@ class _Version(Phases):
 
     def resume(self) -> None:
         self._control.resume()
+
+    def resume_if_closed(self) -> bool:
+        return self._control.resume_if_closed()
 
     def done(self) -> None:
         self._carrier.done()

@@ -128,8 +128,12 @@ def _tracked() -> list[Any]:
         gc.freeze()
 
 
-def is_compiled(destination: object) -> bool:
-    """Whether torch has compiled a module of the destination: its graphs may keep the addresses of parameters."""
+def must_not_move(destination: object) -> bool:
+    """Whether a module of the destination needs its parameters where they are.
+
+    That is one that torch has compiled, since its graphs may keep addresses; or an RNN: cuDNN needs its parameters in
+    one chunk, in cuDNN's own order, or copies them into one at each forward.
+    """
     # Asked at each swap: to go through `destination.modules()` takes more than twice as long.
     left: list[nn.Module | None] = [destination] if isinstance(destination, nn.Module) else []
     seen: set[nn.Module | None] = {None}
@@ -137,6 +141,8 @@ def is_compiled(destination: object) -> bool:
         if each is None or each in seen:
             continue
         if each._compiled_call_impl is not None or type(each).__module__ == "torch._dynamo.eval_frame":
+            return True
+        if isinstance(each, nn.RNNBase):
             return True
         seen.add(each)
         left += each._modules.values()
