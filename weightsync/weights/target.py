@@ -489,12 +489,11 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], piec
             payload.device.copy([into[index] for index in chosen], [found[index] for index in chosen])
         else:
             payload.device.copy(into, found, plan.form)
-        payload.device.finish()
+        for device in {payload.device, *plan.devices}:
+            device.finish()
     elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):
         scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload)
     else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
         for device in plan.devices:
             device.synchronize()  # threads that help to copy launch kernels in streams of their own
-    for device in plan.devices:
-        device.finish()
