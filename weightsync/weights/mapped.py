@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weightsync.weights.aliasing import Sharing, copies_together
-from weightsync.weights.device.base import DeviceMemory
+from weightsync.weights.device.base import DeviceMemory, Waits
 from weightsync.weights.layout import ALIGNMENT, Group, Layout
 from weightsync.weights.moving import LEAST_NBYTES
 from weightsync.weights.packing import views
@@ -56,6 +56,8 @@ class MappedPayload:
         #: The tensors that are copied beside the mapped ones, and whether they are small enough to need no plan.
         self.copied: Sequence[int] = ()
         self.copies_little = True
+        #: The devices whose kernels read it through parameters, which may be elsewhere by now.
+        self.devices: tuple[Waits, ...] = ()
         self._form: Form | None = None
         #: Its storages, and their addresses. On the host there is one for each dtype.
         self._storages = list(dict.fromkeys(views[group.first].untyped_storage() for group in layout.groups))
@@ -73,9 +75,11 @@ class MappedPayload:
         """Whether torch has moved a part: it does if a tensor is passed to a process, or shared (`share_memory_`)."""
         return list(map(_address, self._storages)) != self._addresses
 
-    def prepare(self, family: object, sources: Iterable[int], copied: Sequence[int]) -> None:
+    def prepare(
+        self, family: object, sources: Iterable[int], copied: Sequence[int], devices: tuple[Waits, ...]
+    ) -> None:
         """Choose the parameters' memory: the views with these indices."""
-        self.family, self._form = family, None
+        self.family, self.devices, self._form = family, devices, None
         self.memory = [self.views[source] for source in sources]
         self.copied = copied
         self.copies_little = sum(self.views[index].nbytes for index in copied) < LEAST_NBYTES

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from weightsync.errors import LayoutError
+from weightsync.weights.device.registry import devices_of
 
 
 def fill_in(module: nn.Module) -> bool:
@@ -103,6 +104,8 @@ def unshare(tensors: Iterable[Tensor]) -> bool:
             shared = tensor.untyped_storage()
             if shared.data_ptr() not in copies:
                 copies[shared.data_ptr()] = shared.clone()  # type: ignore[no-untyped-call]
+                for device in devices_of((tensor,)):
+                    device.finish()  # torch unmaps a GPU's memory with its last tensor, also amid a copy of it
             with torch.inference_mode(tensor.is_inference()):
                 moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 moved.set_(copies[shared.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -259,7 +259,7 @@ class Target:
                 undo.set(module, plan.weights.slots[module], value)
             if staged.extras:
                 plan = self._revalidated(staged)
-            for device in plan.devices:
+            for device in {*plan.devices, *(self._held.devices if self._held else ())}:
                 device.synchronize()
             mapped = self._map(plan, staged, undo)
             if self._held is not None and (mapped is None or plan.mapped is None):
@@ -313,12 +313,15 @@ class Target:
     def leave(self) -> None:
         """Give mapped parameters memory of their own: slots are written again, and this target no longer follows."""
         with self._moving:
+            for device in self._held.devices if self._held else ():
+                device.synchronize()
             self._leave()
 
     def leave_device(self) -> None:
         """As `leave`, but only on a device, where other processes see what is written into a slot."""
         if self._plan.devices:
-            self.leave()
+            with self._moving:
+                self._leave()
 
     def leave_slot(self) -> None:
         """As `leave`, if parameters view a slot on the host. Others keep the memory, which nobody else writes to."""
@@ -389,7 +392,7 @@ class Target:
         mapped = self._mapped.of(plan.layout, staged.payload, staged.in_slot)
         if mapped.family is not plan.family:
             copied = [index for index in plan.copied() if index not in plan.mappable]
-            mapped.prepare(plan.family, plan.mappable.values(), copied)
+            mapped.prepare(plan.family, plan.mappable.values(), copied, plan.devices)
         undo.remember(plan.parameters, plan.mapped.memory if plan.mapped else None)
         set_data(zip(plan.parameters, mapped.memory, strict=True))
         torch.autograd.graph.increment_version(plan.parameters)
@@ -481,20 +484,17 @@ class _Undo:
 def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None) -> None:
     """Copy the chosen entries of a payload into the destination, and wait for the copy."""
     payload = staged.payload
-    if not chosen:
-        return
     if isinstance(payload, DeviceMemory):
         found, into = payload.views(plan.layout), plan.tensors
         if len(chosen) < len(into):
             payload.device.copy([into[index] for index in chosen], [found[index] for index in chosen])
         else:
             payload.device.copy(into, found, plan.form)
-        payload.device.finish()
+        for device in {payload.device, *plan.devices}:
+            device.finish()
     elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):
         scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload)
     else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
         for device in plan.devices:
             device.synchronize()  # threads that help to copy launch kernels in streams of their own
-    for device in plan.devices:
-        device.finish()

@@ -20,6 +20,7 @@ from weightsync.engine import packer
 from weightsync.engine.packer import Packer
 from weightsync.weights import target
 from weightsync.weights.device.base import DeviceMemory
+from weightsync.weights.meta_device import unshare
 from weightsync.weights.target import Mode
 
 
@@ -281,6 +282,59 @@ def test_g3_a_device_that_cannot_share_its_memory_is_waited_for_before_and_after
     assert (seen, constants(model)) == ({1.0}, {2.0})
     assert {place.type for place, _ in waits} == {"cpu"}
     assert (waits[0][1], waits[-1][1]) == ({1.0}, {2.0})
+
+
+def test_g3_a_model_that_leaves_its_slot_waits_for_the_kernels_that_read_it(device: FakeDevice) -> None:
+    def register() -> None:
+        with on_lane("worker"):
+            bench.pair.receiver.register_model(policy(0.0))
+
+    with contextlib.closing(Bench(device, mapped)) as bench:
+        bench.serve(1.0, 2.0)
+        bench.forward("another")
+        registering = bench.begin(register)
+        assert bench.waits(registering)
+        bench.gate.set()
+        registering.result(PATIENCE)
+        bench.serve(3.0, 4.0)
+        assert bench.seen == [{2.0}]
+
+
+def test_g3_a_model_that_was_moved_off_the_device_waits_for_the_kernels_that_read_its_slot(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Bench(device, mapped)) as bench:
+        bench.serve(1.0, 2.0)
+        bench.forward("another")
+        monkeypatch.setattr(target, "devices_of", lambda tensors: ())
+        for parameter in bench.pair.model.parameters():
+            parameter.data = parameter.data.clone()
+        bench.send(3.0)
+        receiving = bench.begin(bench.receive)
+        assert bench.waits(receiving)
+        bench.gate.set()
+        assert receiving.result(PATIENCE)
+        assert (bench.seen, bench.values()) == ([{2.0}], {3.0})
+
+
+def test_memory_that_was_passed_to_a_worker_is_let_go_once_it_is_copied(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch unmaps a GPU's memory that came from another process with its last tensor, whatever still reads it."""
+
+    def clone(shared: torch.UntypedStorage) -> torch.UntypedStorage:
+        def kernel() -> None:
+            time.sleep(0.2)
+            copy.copy_(shared)
+
+        copy = torch.UntypedStorage(shared.nbytes())
+        device.launch(kernel)
+        return copy
+
+    model = policy(3.0).share_memory()
+    monkeypatch.setattr(torch.UntypedStorage, "clone", clone)
+    assert unshare([*model.parameters(), *model.buffers()])
+    assert constants(model) == {3.0}
 
 
 def test_a_swap_is_whole_before_the_next_forward_whatever_its_stream(device: FakeDevice) -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from weightsync.weights import packing
+from weightsync.weights.aliasing import same_bits
 from weightsync.weights.device.captures import must_not_move
 from weightsync.weights.device.registry import backends
 from weightsync.weights.packing import digest_of
@@ -124,3 +125,16 @@ def test_a_policy_stays_on_a_gpu_whose_memory_cannot_be_shared(mode: Mode, monke
 
     assert snapshot(destination) == snapshot(source)
     assert all(parameter.is_cuda for parameter in destination.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
+def test_tied_weights_are_compared_on_a_gpu_without_as_much_memory_again() -> None:
+    one, other = (torch.zeros(160 << 20, dtype=torch.uint8, device="cuda").view(torch.bfloat16) for _ in range(2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    assert same_bits(one, other)
+    assert torch.cuda.max_memory_allocated() - before <= one.nbytes // 2
+    other[-1] = 1.0
+    assert not same_bits(one, other)

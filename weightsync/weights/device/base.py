@@ -150,8 +150,10 @@ class DeviceMemory:
         return bytes(self._sealed.tolist())
 
     def seal_with(self, seal: bytes) -> None:
-        """Write the seal, and wait for that copy."""
-        self._sealed.copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+        """Write the seal, and wait until everything in the current stream has ended."""
+        source = torch.frombuffer(bytearray(seal), dtype=torch.uint8)
+        self._sealed.copy_(source, non_blocking=True)
+        self.device.finish()
 
     def unseal(self) -> None:
         """Remove the seal, in order with the current stream."""
@@ -173,7 +175,7 @@ class DeviceMemory:
         return self._views[1]
 
     def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:
-        """Copy weights of a layout into it, in order with the current stream, and wait for the copy.
+        """Queue a copy of weights of a layout into it in the current stream. `seal_with` waits for it.
 
         Gaps between entries are 0, as in a payload on the host.
 
@@ -184,7 +186,6 @@ class DeviceMemory:
         if self._views is not before:
             self.flat.zero_()
         self.device.copy(into, ordered(weights, layout), known)
-        self.device.finish()
 
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host. What writes it must have ended."""
