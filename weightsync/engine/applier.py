@@ -324,9 +324,10 @@ class Applier:
         """
         self.last_refusal = reason
         self._served.staged = None
-        logger.warning("model %r refused version %d: %s", self._driver.model_id, pending.update.version, reason)
         self._driver.take(pure.Refused(self.refusal(pending, reason, remote_traceback)))
         self._decided()
+        # Last: where the user's log handler raises, the sender has its answer.
+        logger.warning("model %r refused version %d: %s", self._driver.model_id, pending.update.version, reason)
 
     def refusal(
         self, pending: Pending, reason: str, remote_traceback: str, evidence: Evidence = Evidence.ANSWER

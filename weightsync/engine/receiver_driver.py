@@ -156,10 +156,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.Greet(link):
                 self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
-                logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended, self.ended_as = f"its handshake was refused: {reason}", TransportError
                 self.handshake_refusal = reason
                 self._write(link, self._refusal((incarnation, 0), kind, reason))
+                logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
             case pure.Disown(link, incarnation, kind, reason, trace):
                 said = self._refusal((incarnation, 0), kind, reason)
                 self._say_last(link, replace(said, remote_traceback=trace))

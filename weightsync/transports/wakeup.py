@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.transports.base import Waker
-from weightsync.transports.process import ProcessWatch, forget_after_fork, started_at, watching
+from weightsync.transports.process import ProcessWatch, started_at, watching
 
 _Process = BaseProcess | subprocess.Popen[Any] | int
 
@@ -57,7 +57,10 @@ class AwaitedProcess:
 
 
 class WakeableLink:
-    """The part of a link that does not depend on how its messages are sent. Its driver never writes anything."""
+    """The part of a link that does not depend on how its messages are sent. Its driver never writes anything.
+
+    A subclass calls `forget_after_fork` at the end of its constructor: another thread may fork in the middle of it.
+    """
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
@@ -66,7 +69,6 @@ class WakeableLink:
         #: How the peer's process has ended; empty: not yet, as far as is known.
         self._ending = ""
         self._closed = False
-        forget_after_fork(self)
 
     @property
     def peer(self) -> str:

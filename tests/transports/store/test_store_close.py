@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch.distributed as dist
@@ -91,6 +93,21 @@ def test_what_the_store_takes_leaves_with_its_goodbye(ends: Ends) -> None:
 
     assert not any(buffer.pinned for buffer in ends.buffers[1:])
     assert ends.heard() == ["Hello", *range(1, 9), "Bye"]
+
+
+def test_a_payload_that_was_written_is_let_go_though_nothing_is_written_after_it(ends: Ends) -> None:
+    """It keeps its sender too, which may have been dropped, and that sender's shared memory."""
+    ends.update(1, GROUPED)
+    arrived, waited = [], Deadline(PATIENCE)
+    while not any(isinstance(each, Update) for each in arrived) and not waited.passed:
+        wait(Waker(), [ends.accepted[0]], 0.5)
+        arrived += [received.message for received in ends.accepted[0].receive()]
+    assert isinstance(arrived[-1], Update)
+    payload = ref(ends.buffers.pop())
+    while payload() is not None and not waited.passed:
+        gc.collect()
+
+    assert payload() is None
 
 
 def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:

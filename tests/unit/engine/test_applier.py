@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +89,47 @@ def test_an_update_that_a_hook_of_the_model_refuses_is_refused_with_its_words_an
     pair.source.mood = 14
     assert pair.sync()[0].apply_s > 0
     assert (pair.receiver.version, pair.model.mood) == (3, 14)
+
+
+class Raises(logging.Handler):
+    """A handler of the user's that fails, as pytest's and Sentry's may."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError(f"the log is full: {record.getMessage()}")
+
+
+@pytest.fixture
+def log_that_raises() -> Iterator[None]:
+    handler = Raises(level=logging.WARNING)
+    logger = logging.getLogger("weightsync")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("log_that_raises")
+def test_g11_a_refusal_reaches_the_sender_although_the_log_handler_of_the_worker_raises(pair: Pair) -> None:
+    pair.model.another = nn.Linear(1, 1)
+    pair.sender.send_async()
+    with pytest.raises(OSError, match="the log is full: model 'policy' refused version 1"):
+        pair.receiver.receive(timeout=0)
+
+    assert pair.receiver.receive(timeout=0) is False
+    with pytest.raises(RefusedError, match=r"another\.weight"):
+        pair.sender.wait_async(timeout=PATIENCE)
+
+
+@pytest.mark.usefixtures("log_that_raises")
+def test_g11_a_refused_handshake_reaches_the_sender_although_the_log_handler_of_the_worker_raises() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with MultiProcessWeightSyncScheme() as sending, MultiProcessWeightSyncScheme() as receiving:
+        sending.init_on_sender("policy", pipes=[ours], model=moody())
+        receiving.init_on_worker("policy", pipe=theirs, model=nn.Linear(3, 3))
+        with pytest.raises(OSError, match="the log is full"):
+            receiving.get_receiver().receive(timeout=0)
+
+        with pytest.raises(RefusedError, match="it refused the handshake: The weights do not fit"):
+            sending.get_sender().await_workers(timeout=PATIENCE)
 
 
 def test_an_update_that_does_not_fit_is_refused_with_what_differs_and_where(pair: Pair) -> None:

@@ -9,6 +9,8 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -16,11 +18,13 @@ import torch
 from fleet import PATIENCE, SCHEMES, Pair, constants, filled, large, small
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, TransportError
 from weightsync.engine import copies, serving_lock
 from weightsync.transports import process, sealing
+from weightsync.transports.calls import client, server_link
 from weightsync.transports.pipe import connection
 from weightsync.transports.process import PerProcess
+from weightsync.transports.store import link as store_link
 
 
 class Holder:
@@ -71,6 +75,43 @@ def test_it_is_the_child_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     _, status = os.waitpid(child, 0)
 
     assert (os.waitstatus_to_exitcode(status), holder.forgotten) == (1, 0)
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise TransportError("no descriptor is left")
+
+
+#: Makes a link, up to the call of what is named.
+UNFINISHED: dict[str, tuple[object, str, Callable[[], object]]] = {
+    "over a store": (
+        store_link,
+        "LinkThreads",
+        lambda: store_link.StoreLink(STORE, "0", WORKER, GUARD),
+    ),
+    "of calls": (client, "Place", lambda: client.CallLink(CALLS, "worker 0")),
+    "of a call server": (server_link, "MappedPlaces", lambda: server_link.CallServerLink("the trainer")),
+}
+STORE: Any = SimpleNamespace(rank=1, hints=None, backend="gloo")
+WORKER: Any = SimpleNamespace(peer="worker 0")
+CALLS: Any = None
+GUARD: Any = None
+
+
+@pytest.mark.parametrize(("module", "name", "make"), UNFINISHED.values(), ids=UNFINISHED)
+def test_a_child_forgets_everything_else_although_a_link_was_not_finished_at_the_fork(
+    module: object, name: str, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread was making it, or it could not be made and the error is kept."""
+    monkeypatch.setattr(process, "_inherited", WeakSet())
+    monkeypatch.setattr(module, name, _fails)
+    holders = [Holder(again=False) for _ in range(8)]
+    with pytest.raises(TransportError) as caught:
+        make()
+
+    process._forget_all()
+
+    assert caught.traceback  # its frames hold the link
+    assert [holder.forgotten for holder in holders] == [1] * len(holders)
 
 
 @pytest.mark.parametrize(

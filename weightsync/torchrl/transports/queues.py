@@ -15,6 +15,7 @@ from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.pipe.mailbox import MAX_KEPT_NBYTES, MAX_UNCLAIMED, MAX_USER_MESSAGES
+from weightsync.transports.process import forget_after_fork
 from weightsync.transports.wakeup import WakeableLink
 
 #: Messages of one model that are kept until its link reads them.
@@ -190,6 +191,7 @@ class QueueLink(WakeableLink):
         self._channel = channel
         self._model_id = model_id
         channel.enroll(model_id, self._waker)
+        forget_after_fork(self)
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Put a message in the queue, with a copy of its payload: see `Link.send`."""

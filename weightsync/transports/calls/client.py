@@ -13,6 +13,7 @@ from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.base import Received, Remarks, SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.succession import Place, when_all_answered
+from weightsync.transports.process import forget_after_fork
 from weightsync.transports.wakeup import WakeableLink
 
 logger = logging.getLogger("weightsync")
@@ -75,6 +76,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._failed: TransportError | ProtocolError | None = None
         #: The error that says that the other end has closed the link; None: it has not.
         self._given_up: GivenUp | None = None
+        forget_after_fork(self)
 
     @property
     def remark(self) -> str:

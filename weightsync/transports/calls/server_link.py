@@ -16,6 +16,7 @@ from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import GivenUp
 from weightsync.transports.calls.same_host import MappedPlaces, Place
+from weightsync.transports.process import forget_after_fork
 from weightsync.transports.wakeup import WakeableLink
 
 #: Frames of answers, each encoded by `codec.encode`.
@@ -70,6 +71,7 @@ class CallServerLink(WakeableLink):
         self._unsaid: Frames = []
         self._hung_up = False
         self._places = MappedPlaces()
+        forget_after_fork(self)
 
     def located(self, brought: Received | ProtocolError, place: Place) -> Received | ProtocolError:
         """A call's content with the payload that lies there. An error is returned, as by `opened`."""

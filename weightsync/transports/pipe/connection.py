@@ -229,11 +229,11 @@ class Channel:
     def _answer_unmet(self) -> None:
         """Answer senders of models that are not registered here, once each."""
         for refusal in self._sorter.answers_to_unmet():
+            with contextlib.suppress(OSError):  # the next write reports it
+                self.outlet.write(Outgoing(framed(refusal)))
             logger.warning(
                 "model %r: a sender's handshake arrived and was not accepted: %s", refusal.model_id, refusal.reason
             )
-            with contextlib.suppress(OSError):  # the next write reports it
-                self.outlet.write(Outgoing(framed(refusal)))
 
     def user_waker(self) -> Waker:
         """Fired when another reader of the connection has read one of the user's messages."""

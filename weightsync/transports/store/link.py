@@ -15,6 +15,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Part, Refusal, Update
 from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Received, Remarks, TakesParts
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.process import forget_after_fork
 from weightsync.transports.sealing import sent_digest, sent_part_digest
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.link_threads import LinkThreads
@@ -57,6 +58,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         except BaseException:
             self._waker.close()
             raise
+        forget_after_fork(self)
 
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
         """Call one of the two, from any thread, once it is known whether the peer is authentic."""

@@ -210,6 +210,7 @@ class LinkThreads:
                 if awaited:
                     self._waker.fire()
                 self._hint(store_message, client)
+                del store_message  # it keeps its payload, and all that the payload's sender has
         except TransportError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
