@@ -13,7 +13,7 @@ from torch import distributed
 from weightsync.bench.call_schemes import RayCluster, RpcWorld
 from weightsync.bench.contenders import Backend, Contender, Situation
 from weightsync.bench.floors import cpu_floors, cuda_floors
-from weightsync.bench.models import Source, compare_digests
+from weightsync.bench.models import Source, compare_digests, find_factory
 from weightsync.bench.processes import environment
 from weightsync.bench.results import Case, Label, Measured, Results, available_memory, describe, installed
 from weightsync.bench.schemes import default_verify, process_schemes, variants
@@ -59,6 +59,9 @@ def run(settings: Settings, progress: Progress, note: str = "") -> Results:
         raise ConfigurationError(f"--device {settings.device.value}: torch finds no CUDA device here.")
     if all(name.value in left_out for name in settings.schemes):
         raise ConfigurationError(f"nothing can be measured: {'; '.join(left_out.values())}.")
+    for payload in settings.payloads:
+        if payload.factory:
+            find_factory(payload.factory)  # before a minute of starting processes
     cases = [(payload, workers) for payload in settings.payloads for workers in settings.workers]
     progress.began(len(cases))
     threads = torch.get_num_threads()
