@@ -150,7 +150,7 @@ def test_the_contender_whose_worker_is_killed_while_it_is_measured_is_named(monk
 
     monkeypatch.setattr(FloorWorkers, "copy_out", killing)
 
-    with pytest.raises(BenchError, match=r"memcpy \+ copy-out: a worker has ended, or failed: \w+"):
+    with pytest.raises(BenchError, match=r"memcpy \+ copy-out: a worker has ended: floors: worker 0 \(process"):
         measure(SchemeName.PROCESS, verify=("layout",))
 
 
