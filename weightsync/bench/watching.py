@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -77,7 +77,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Do something that needs the workers. All are killed if it fails or is interrupted: some may be stopped.
+        """Do something that needs the workers. If it fails or is interrupted, those that are stopped are killed.
 
         Args:
             what: names it in errors.
@@ -94,7 +94,7 @@ class Watchdog:
         except BaseException as error:
             self._step = None
             failure = _failure(step, error)
-            _kill_all()
+            _kill(_in_state("Tt"))  # they would answer nobody who ends them
             if failure:
                 raise BenchError(f"{what}: {failure}") from error
             raise
@@ -113,7 +113,7 @@ class Watchdog:
             if seen is not None and ticks * TICK >= NOTICE_TIMEOUT:
                 seen.fault = seen.fault or _ended() or (_late() if ticks * TICK >= STEP_TIMEOUT else "")
                 if seen.fault:
-                    _kill_all()
+                    _kill(_watched)
                     self._wake()
 
     def _wake(self) -> None:
@@ -142,17 +142,22 @@ def _ended(patience: float = 0.0) -> str:
     until = time.monotonic() + patience
     while not (ended := _in_state("ZX")) and time.monotonic() < until:
         time.sleep(0.01)
-    return f"a worker has ended: {', '.join(ended)}" if ended else ""
+    return f"a worker has ended: {_names(ended)}" if ended else ""
 
 
 def _late() -> str:
-    stopped = _in_state("Tt")
-    return f"no end within {STEP_TIMEOUT:g} s" + (f"; a worker is stopped: {', '.join(stopped)}" if stopped else "")
+    stopped = _names(_in_state("Tt"))
+    return f"no end within {STEP_TIMEOUT:g} s" + (f"; a worker is stopped: {stopped}" if stopped else "")
 
 
-def _in_state(letters: str) -> list[str]:
+def _names(pids: Iterable[int]) -> str:
+    return ", ".join(f"{_watched.get(pid, 'a worker')} (process {pid})" for pid in pids)
+
+
+def _in_state(letters: str) -> list[int]:
     """The workers whose processes are in one of the states of proc(5). A process that is gone is in state X."""
-    return [f"{name} (process {pid})" for pid, name in sorted(_watched.items()) if _state(pid) in letters]
+    # The main thread forgets a worker before it ends it, maybe while this looks.
+    return [pid for pid in sorted(_watched) if _state(pid) in letters and pid in _watched]
 
 
 def _state(pid: int) -> str:
@@ -162,7 +167,7 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def _kill_all() -> None:
-    for pid in list(_watched):
+def _kill(pids: Iterable[int]) -> None:
+    for pid in list(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -47,6 +47,11 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def stop(worker: subprocess.Popen[bytes]) -> None:
+    worker.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+
+
 def test_a_step_that_waits_for_ever_for_a_worker_that_was_killed_ends_and_names_it(
     worker: subprocess.Popen[bytes],
 ) -> None:
@@ -61,8 +66,7 @@ def test_a_step_that_takes_too_long_ends_and_names_the_worker_that_is_stopped(
     worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = rf"^a scheme: no end within 0 s; a worker is stopped: a scheme: worker 0 \(process {worker.pid}\)$"
-    worker.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+    stop(worker)
     monkeypatch.setattr(watching, "STEP_TIMEOUT", 0)
     with Watchdog() as watchdog, pytest.raises(BenchError, match=said), watchdog.step("a scheme"):
         queue.Queue[None]().get()
@@ -87,7 +91,8 @@ def test_an_error_of_a_scheme_is_said_with_the_contender_and_an_error_of_the_ben
             raise ZeroDivisionError
 
 
-def test_all_workers_are_killed_if_a_step_is_interrupted(worker: subprocess.Popen[bytes]) -> None:
+def test_a_worker_that_is_stopped_is_killed_when_a_step_is_interrupted(worker: subprocess.Popen[bytes]) -> None:
+    stop(worker)
     with Watchdog() as watchdog, pytest.raises(KeyboardInterrupt), watchdog.step("a scheme"):
         raise KeyboardInterrupt
 
