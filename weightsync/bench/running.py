@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -104,10 +105,10 @@ def _backends(settings: Settings, left_out: Mapping[str, str], watchdog: Watchdo
     most = max(settings.workers)
     with contextlib.ExitStack() as cleanup:
         found: list[Backend] = []
-        for name, backend in ((SchemeName.RPC, RpcWorld), (SchemeName.RAY, RayCluster)):
+        makers: Mapping[SchemeName, Callable[[int], Backend]] = {SchemeName.RPC: RpcWorld, SchemeName.RAY: RayCluster}
+        for name, make in makers.items():
             if name in chosen:
-                with watchdog.step(name.value):
-                    made = backend(most)
+                made = watchdog.do(name.value, partial(make, most))
                 cleanup.callback(made.close)
                 found.append(made)
         yield found
@@ -141,22 +142,18 @@ class _Cases:
             else:
                 contenders = self._set_up(situation)
                 measured = _measure(settings, contenders, source, self._progress, self._watchdog)
-                with self._watchdog.step("the end of a case"):
-                    cleanup.close()
+                self._watchdog.do("the end of a case", cleanup.close)
         counts = (source.nbytes, source.tensors, workers, settings.device.value, settings.threads)
         case = Case(payload.name, *counts, default_verify(), settings.command, measured, left_out)
         self._progress.ended(case)
         return case
 
     def _set_up(self, situation: Situation) -> list[Contender]:
-        made = _contenders(situation, self._backends)
+        following = partial(next, _contenders(situation, self._backends), None)
         found: list[Contender] = []
-        while True:
-            with self._watchdog.step("the next contender's start"):
-                contender = next(made, None)
-            if contender is None:
-                return found
+        while contender := self._watchdog.do("the next contender's start", following):
             found.append(contender)
+        return found
 
 
 def _too_large(situation: Situation) -> str:
@@ -197,8 +194,7 @@ def _measure(
 ) -> tuple[Measured, ...]:
     """Prove every contender, time all of them in turns, and prove them again while their calls are counted."""
     for contender in contenders:
-        with watchdog.step(str(contender.label)):
-            _prove(contender, source)
+        watchdog.do(str(contender.label), partial(_prove, contender, source))
     samples: dict[Label, list[float]] = {contender.label: [] for contender in contenders}
     began = time.monotonic()
     for done in range(settings.rounds):
@@ -208,13 +204,11 @@ def _measure(
         source.change()
         for index in range(len(contenders)):  # each round begins with another one
             contender = contenders[(index + done) % len(contenders)]
-            with watchdog.step(str(contender.label)):
-                samples[contender.label].append(_time(contender))
+            samples[contender.label].append(watchdog.do(str(contender.label), partial(_time, contender)))
         progress.measured(samples, min(1.0, share))
     calls = {}
     for contender in contenders:
-        with watchdog.step(str(contender.label)):
-            calls[contender.label] = _prove(contender, source)
+        calls[contender.label] = watchdog.do(str(contender.label), partial(_prove, contender, source))
     found = []
     for label, times in samples.items():
         trainer, worker = calls[label]

@@ -10,13 +10,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 from weightsync.bench.settings import BenchError
 from weightsync.errors import SyncError, TransportError, WeightSyncError, with_type
 
+Result = TypeVar("Result")
 #: How many seconds a step may take: one contender's set-up, one send, one proof. Longer than timeouts inside of it,
 #: which say more.
 STEP_TIMEOUT = 300.0
@@ -75,22 +77,21 @@ class Watchdog:
         if self._owner is threading.main_thread():
             signal.signal(signal.SIGUSR2, self._before)
 
-    @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[None]:
+    def do(self, what: str, action: Callable[[], Result]) -> Result:
         """Do something that needs the workers. If it fails or is interrupted, those that are stopped are killed.
 
         Args:
             what: names it in errors.
+            action: a call of it. No `with` statement instead: `_interrupt` may raise between the end of its block and
+                the code that would look at the error.
 
         Raises:
             BenchError: a worker has ended, or it took too long.
         """
         step = self._step = _Step(what)
         try:
-            try:
-                yield
-            finally:
-                self._step = None  # from here on `_interrupt` raises nothing
+            found = action()
+            self._step = None  # from here on `_interrupt` raises nothing
         except BaseException as error:
             self._step = None
             failure = _failure(step, error)
@@ -100,6 +101,7 @@ class Watchdog:
             raise
         if step.fault:
             raise BenchError(f"{what}: {step.fault}")
+        return found
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         if self._step is not None and self._step.fault:
@@ -124,16 +126,16 @@ class Watchdog:
 
 def _failure(step: _Step, error: BaseException) -> str:
     """What is said of an error in a step. Nothing: the error says it itself."""
-    if isinstance(error, _Interrupted):
-        return step.fault
+    if step.fault and isinstance(error, (_Interrupted, Exception)):
+        return step.fault  # the watchdog killed the workers: the error only follows
     if isinstance(error, (SyncError, TransportError)):
         return str(error)
     if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
         return ""
-    if ended := step.fault or _ended(patience=1.0):
+    if ended := _ended(patience=1.0):
         return ended
     if isinstance(error, (EOFError, OSError, RuntimeError)):
-        return f"a worker has ended, or failed: {with_type(error)}"
+        return with_type(error)
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,63 +54,94 @@ def stop(worker: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
 
 
+def fail(error: BaseException) -> None:
+    raise error
+
+
 def test_a_step_that_waits_for_ever_for_a_worker_that_was_killed_ends_and_names_it(
     worker: subprocess.Popen[bytes],
 ) -> None:
-    said = rf"^a scheme: a worker has ended: a scheme: worker 0 \(process {worker.pid}\)$"
     answers = multiprocessing.get_context("spawn").Queue()
     worker.kill()
-    with Watchdog() as watchdog, pytest.raises(BenchError, match=said), watchdog.step("a scheme"):
-        answers.get()
+    said = rf"^a scheme: a worker has ended: a scheme: worker 0 \(process {worker.pid}\)$"
+    with Watchdog() as watchdog, pytest.raises(BenchError, match=said):
+        watchdog.do("a scheme", answers.get)
 
 
 def test_a_step_that_takes_too_long_ends_and_names_the_worker_that_is_stopped(
     worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = rf"^a scheme: no end within 0 s; a worker is stopped: a scheme: worker 0 \(process {worker.pid}\)$"
     stop(worker)
     monkeypatch.setattr(watching, "STEP_TIMEOUT", 0)
-    with Watchdog() as watchdog, pytest.raises(BenchError, match=said), watchdog.step("a scheme"):
-        queue.Queue[None]().get()
+    said = rf"^a scheme: no end within 0 s; a worker is stopped: a scheme: worker 0 \(process {worker.pid}\)$"
+    with Watchdog() as watchdog, pytest.raises(BenchError, match=said):
+        watchdog.do("a scheme", queue.Queue[None]().get)
 
     assert worker.wait() == -signal.SIGKILL
+
+
+def test_what_a_scheme_says_of_the_workers_that_the_watchdog_killed_does_not_hide_why(
+    worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send() -> None:
+        with contextlib.suppress(watching._Interrupted):
+            queue.Queue[None]().get()
+        raise TransportError("the worker is lost")
+
+    monkeypatch.setattr(watching, "STEP_TIMEOUT", 0)
+    with Watchdog() as watchdog, pytest.raises(BenchError, match=r"^a scheme: no end within 0 s$"):
+        watchdog.do("a scheme", send)
 
 
 @pytest.mark.parametrize("error", [EOFError("the pipe"), KeyError("the actor")])
 def test_an_error_of_a_step_names_the_worker_that_has_ended(error: Exception, worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
-    with Watchdog() as watchdog, pytest.raises(BenchError) as raised, watchdog.step("ping"):
-        raise error
+    with Watchdog() as watchdog, pytest.raises(BenchError) as raised:
+        watchdog.do("ping", lambda: fail(error))
 
     assert str(raised.value) == f"ping: a worker has ended: a scheme: worker 0 (process {worker.pid})"
 
 
-def test_an_error_of_a_scheme_is_said_with_the_contender_and_an_error_of_the_bench_stays() -> None:
-    with Watchdog() as watchdog:
-        with pytest.raises(BenchError, match=r"^shared, auto: no answer$"), watchdog.step("shared, auto"):
-            raise TransportError("no answer")
-        with pytest.raises(ZeroDivisionError), watchdog.step("shared, auto"):
-            raise ZeroDivisionError
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TransportError("no answer"), "a step: no answer"),
+        (OSError("too many files"), "a step: OSError: too many files"),
+        (BenchError("worker 0 failed"), "worker 0 failed"),
+    ],
+)
+def test_other_errors_of_a_step_are_said_with_its_name_unless_they_are_the_benchs_own(
+    error: Exception, said: str
+) -> None:
+    with Watchdog() as watchdog, pytest.raises(BenchError) as raised:
+        watchdog.do("a step", lambda: fail(error))
+
+    assert str(raised.value) == said
+
+
+def test_a_defect_in_a_step_stays_what_it_is() -> None:
+    with Watchdog() as watchdog, pytest.raises(ZeroDivisionError):
+        watchdog.do("a step", lambda: fail(ZeroDivisionError()))
 
 
 def test_a_worker_that_is_stopped_is_killed_when_a_step_is_interrupted(worker: subprocess.Popen[bytes]) -> None:
     stop(worker)
-    with Watchdog() as watchdog, pytest.raises(KeyboardInterrupt), watchdog.step("a scheme"):
-        raise KeyboardInterrupt
+    with Watchdog() as watchdog, pytest.raises(KeyboardInterrupt):
+        watchdog.do("a step", lambda: fail(KeyboardInterrupt()))
 
     assert worker.wait() == -signal.SIGKILL
 
 
-def test_what_has_ended_between_two_steps_disturbs_neither(worker: subprocess.Popen[bytes]) -> None:
+def test_a_worker_that_may_end_and_a_signal_of_another_program_disturb_no_step(
+    worker: subprocess.Popen[bytes],
+) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with Watchdog() as watchdog:
-        with watchdog.step("one"):
-            pass
+        assert watchdog.do("one", lambda: 1) == 1
         forget(worker.pid)
         worker.kill()
         worker.wait()
-        with watchdog.step("two"):
-            signal.raise_signal(signal.SIGUSR2)  # another program's
+        watchdog.do("two", lambda: signal.raise_signal(signal.SIGUSR2))
 
     assert signal.getsignal(signal.SIGUSR2) is before
 
@@ -124,6 +157,8 @@ def test_a_run_ends_when_a_floors_worker_is_stopped(monkeypatch: pytest.MonkeyPa
         for process in floors.workers.processes:
             os.kill(process.pid, signal.SIGSTOP)
             stopped.append(process.pid)
+            while watching._state(process.pid) != "T":
+                time.sleep(0.01)
         monkeypatch.setattr(watching, "STEP_TIMEOUT", 0)
         honest(floors)
 
