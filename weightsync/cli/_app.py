@@ -146,9 +146,10 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(number, end)
     try:
         yield
-    except SystemExit:
-        if received:
-            sys.exit(128 + received[0])  # a call of Ray that is interrupted makes 1 of it
+    except SystemExit as error:
+        # An interrupted call of Ray makes 1 of it; Ray's own handler, while Ray starts, the signal's number.
+        if received or error.code == signal.SIGTERM:
+            sys.exit(128 + (received[0] if received else signal.SIGTERM))
         raise
     finally:
         for number in unhandled if not received else ():  # else libraries still have their own to end at exit

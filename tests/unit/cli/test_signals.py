@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -63,3 +64,11 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     with ended_by_signals():
         for number in NUMBERS:
             signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(signal.SIGTERM, 143), (1, 1), (0, 0)])
+def test_rays_handler_of_sigterm_gives_the_exit_code_of_sigterm(code: int, exit_code: int) -> None:
+    with pytest.raises(SystemExit) as error, ended_by_signals():
+        sys.exit(code)  # as Ray's handler does while Ray starts
+
+    assert error.value.code == exit_code
