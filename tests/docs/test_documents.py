@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import pkgutil
@@ -310,6 +311,16 @@ def test_every_command_in_a_document_is_one_that_the_command_line_takes() -> Non
 
     assert len(found) > 20
     assert [f"{command}: {said}" for command in found if (said := refusal(command))] == []
+
+
+def test_the_page_about_performance_has_every_option_of_the_bench_and_no_other() -> None:
+    table = re.findall(r"^\| (`--.*?) \|", (DOCS / "performance.md").read_text(encoding="utf-8"), re.MULTILINE)
+    bench = vars(importlib.import_module("weightsync.cli.bench"))["bench"]
+    declared = typer.Typer(add_completion=False)
+    declared.command()(bench)
+    options = {name for each in typer.main.get_command(declared).params for name in each.opts}
+
+    assert set(re.findall(r"--[\w-]+", "".join(table))) == options - {"--help", "-h"}
 
 
 def refusal(command: str) -> str:
