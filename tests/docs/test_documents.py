@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import pkgutil
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from fleet import free_port
 from ray_cluster import ENVIRONMENT
 
-from weightsync.cli._app import COMMANDS
+from weightsync.cli._app import COMMANDS, build, with_file_of_json
 from weightsync.names import FORMER_HOMES
 
 ROOT = Path(__file__).parents[2]
@@ -294,6 +296,45 @@ def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
         )
         missing = [code for code in re.findall(r"\b(\d+):? ?", codes) if not re.search(rf"\b{code}\b", described)]
         assert (described != "", missing) == (True, []), name
+
+
+def commands(path: Path) -> list[str]:
+    """The commands of `weightsync` in a document: in its blocks, and between backticks."""
+    text = path.read_text(encoding="utf-8")
+    shells = "".join(block for language in ("sh", "console") for block in blocks(text, language))
+    alone = re.findall(r"^(?:\$ )?(weightsync [a-z][^#\n]*)", shells, re.MULTILINE)
+    return alone + re.findall(r"`(weightsync [a-z][^`\n]*)`", text)
+
+
+def test_every_command_in_a_document_is_one_that_the_command_line_takes() -> None:
+    found = sorted({command for path in documents() for command in commands(path)})
+
+    assert len(found) > 20
+    assert [f"{command}: {said}" for command in found if (said := refusal(command))] == []
+
+
+def test_the_page_about_performance_has_every_option_of_the_bench_and_no_other() -> None:
+    table = re.findall(r"^\| (`--.*?) \|", (DOCS / "performance.md").read_text(encoding="utf-8"), re.MULTILINE)
+    bench = vars(importlib.import_module("weightsync.cli.bench"))["bench"]
+    declared = typer.Typer(add_completion=False)
+    declared.command()(bench)
+    options = {name for each in typer.main.get_command(declared).params for name in each.opts}
+
+    assert set(re.findall(r"--[\w-]+", "".join(table))) == options - {"--help", "-h"}
+
+
+def refusal(command: str) -> str:
+    """What the command line has against the command and its options. Values are not looked at, and may be missing."""
+    found: Any = typer.main.get_command(build())
+    words = command.split()[1:]
+    words += ["value", "value"] if words[-1].startswith("-") else []
+    try:
+        while hasattr(found, "resolve_command") and words:
+            _, found, words = found.resolve_command(typer.Context(found), words)
+        found.make_parser(typer.Context(found)).parse_args(with_file_of_json(words))
+    except Exception as error:  # noqa: BLE001 - typer's own; in an older typer they are click's
+        return str(error)
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------- identifiers

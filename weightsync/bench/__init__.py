@@ -4,8 +4,8 @@
     results    records, and their JSON         floors         memcpy, ping, TCP, gloo, copies of a GPU
     judging    ratios, targets, noise          schemes        weightsync's schemes between processes
     reporting  tables, also for the docs       call_schemes   weightsync over torch's RPC and Ray, and their floors
-    plotting   a picture                       torchrl_schemes, models, processes, machine
-    running    the run
+    running    the run                         torchrl_schemes, models, processes
+                                               watching       ends what waits for a worker for ever
 
 The first column needs no torch, `running` apart. The bench uses only the public API, as a user's program would.
 """

@@ -6,6 +6,7 @@ The world, and the workers in it, stay for the whole run; each case has models o
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
@@ -24,6 +25,7 @@ from weightsync.bench.models import digest_of, digest_of_model, make_model
 from weightsync.bench.processes import Ask, Workers
 from weightsync.bench.schemes import Sending, make_scheme, serve_requests, variants
 from weightsync.bench.settings import START_TIMEOUT, BenchError, Payload, SchemeName
+from weightsync.bench.watching import forget, watch
 from weightsync.local_workers import Failure, failures_sent, join_rpc, joined_rpc, rpc_address, rpc_name, running_ray
 
 
@@ -167,16 +169,27 @@ class RayCluster:
             self._actors: list[Any] = [actor.remote() for _ in range(workers)]
             for each in self._actors:
                 self._cleanup.callback(ray.kill, each)
-            ray.get([each.drop.remote() for each in self._actors], timeout=START_TIMEOUT)
+            self._watch(ray.get([each.place.remote() for each in self._actors], timeout=START_TIMEOUT))
             self._cleanup = self._cleanup.pop_all()
 
     def contenders(self, situation: Situation) -> Iterator[Contender]:
         """The scheme with each verification, and its floor."""
         actors = self._actors[: situation.workers]
-        situation.cleanup.callback(lambda: self._ray.get([each.drop.remote() for each in actors]))
+        situation.cleanup.callback(self._drop, actors)
         yield RayFloor(self._ray, situation, actors)
         for verify in variants(situation):
             yield RayScheme(self._ray, verify, situation, actors)
+
+    def _watch(self, places: list[tuple[str, int]]) -> None:
+        here = self._ray.get_runtime_context().get_node_id()
+        for index, (node, pid) in enumerate(places):
+            if node == here:
+                watch(pid, f"ray: worker {index}")
+                self._cleanup.callback(forget, pid)
+
+    def _drop(self, actors: list[Any]) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):  # that actor has ended
+            self._ray.get([each.drop.remote() for each in actors])
 
     def close(self) -> None:
         """End the actors, and Ray if it was started here."""
@@ -189,6 +202,12 @@ class RayWorker(WeightSyncActor):
     def __init__(self) -> None:
         self._models: dict[str, nn.Module] = {}
         self._own = np.zeros(0, np.uint8)
+
+    def place(self) -> tuple[str, int]:
+        """The node and the id of this process."""
+        import ray  # noqa: PLC0415 - an extra
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def make(self, model_id: str, payload: Payload, device: str) -> None:
         """Make a model to receive into."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from weightsync.bench.settings import BenchError, Payload
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, with_type
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,24 +32,39 @@ class PayloadModel(nn.Module):
 def make_model(payload: Payload, device: str) -> nn.Module:
     """Make a payload's model on a device. Its values are arbitrary.
 
-    Raises ConfigurationError: the user's factory cannot be imported, or makes no module.
+    Raises ConfigurationError: the user's factory is not found, or makes no module.
     """
-    model = _user_model(payload.factory) if payload.factory else PayloadModel(payload)
-    return model.to(device)
+    if not payload.factory:
+        return PayloadModel(payload).to(device)
+    function = find_factory(payload.factory)
+    with refused_as_factory(payload.factory):
+        made = function()
+        if not isinstance(made, nn.Module):
+            raise TypeError(f"it returned a {type(made).__name__}")
+        return made.to(device)
 
 
-def _user_model(factory: str) -> nn.Module:
+def find_factory(factory: str) -> Callable[[], object]:
+    """Import the user's ``module:function``. Raises ConfigurationError: it is not found."""
     module, _, name = factory.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: the user's module may be in the current directory
-    try:
+    with refused_as_factory(factory):
         function: Callable[[], object] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"--model {factory}: the factory is not found: {error}.") from error
-    made = function()
-    if not isinstance(made, nn.Module):
-        raise ConfigurationError(f"--model {factory}: the factory returned a {type(made).__name__}, not a module.")
-    return made
+        return function
+
+
+@contextlib.contextmanager
+def refused_as_factory(factory: str) -> Iterator[None]:
+    """Raise ConfigurationError for whatever the user's own code raises; a script raises SystemExit."""
+    module, _, name = factory.partition(":")
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            f"--model {factory}: {with_type(error)}. Name a function that takes no arguments and returns an nn.Module; "
+            f'try it with: python -c "from {module} import {name}; print({name}())"'
+        ) from error
 
 
 def tensors_of(model: nn.Module) -> Mapping[str, Tensor]:
@@ -76,10 +92,17 @@ def digest_of_model(model: nn.Module) -> str:
 
 
 class Source:
-    """The trainer's weights: as a model, and as the same number of bytes in one flat tensor for the floors."""
+    """The trainer's weights: as a model, and as the same number of bytes in one flat tensor for the floors.
+
+    Raises ConfigurationError: of the user's own model, if its weights cannot be changed.
+    """
 
     def __init__(self, payload: Payload, device: str) -> None:
         self.model = make_model(payload, device)
+        with refused_as_factory(payload.factory) if payload.factory else contextlib.nullcontext():
+            self._prepare(device)
+
+    def _prepare(self, device: str) -> None:
         weights = tensors_of(self.model)
         self.tensors = len(weights)
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
@@ -87,7 +110,7 @@ class Source:
         # Each once, tied ones too: to change them twice would leave them as they were.
         self._floats = list({tensor.data_ptr(): tensor for tensor in floats}.values())
         if not self._floats:
-            raise ConfigurationError(f"the payload {payload.name} has no floating-point weights to change.")
+            raise ValueError("it has no floating-point weights to change")
         self.flat = torch.randint(0, 256, (self.nbytes,), dtype=torch.uint8, device=device)
         for tensor in self._floats:
             tensor.copy_(torch.randn(tensor.shape))

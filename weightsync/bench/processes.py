@@ -14,6 +14,7 @@ from typing import Any
 import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to pickle tensors
 
 from weightsync.bench.settings import START_TIMEOUT, BenchError
+from weightsync.bench.watching import forget, watch
 from weightsync.local_workers import LocalWorker, LocalWorkerError, stop
 
 
@@ -51,6 +52,7 @@ class Workers:
         """Start the processes. They have not said that they are ready yet."""
         for worker in self._workers:
             worker.start()
+            watch(worker.pid, worker.name)
 
     def gather(self) -> dict[int, Any]:
         """The next answer of each worker. Raises BenchError: one failed, ended, or did not answer."""
@@ -76,6 +78,8 @@ class Workers:
 
     def close(self) -> None:
         """Ask all workers to stop, and kill those that do not."""
+        for worker in self._workers:
+            forget(worker.process.pid)
         stop(self._workers)
 
 

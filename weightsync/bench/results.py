@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -69,7 +69,7 @@ class Measured:
 
     label: Label
     count: int
-    median: float
+    median: Annotated[float, msgspec.Meta(gt=0)]
     low: float
     high: float
     trainer_calls: int | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,13 +14,14 @@ from torch import distributed
 from weightsync.bench.call_schemes import RayCluster, RpcWorld
 from weightsync.bench.contenders import Backend, Contender, Situation
 from weightsync.bench.floors import cpu_floors, cuda_floors
-from weightsync.bench.models import Source, compare_digests
+from weightsync.bench.models import Source, compare_digests, find_factory
 from weightsync.bench.processes import environment
 from weightsync.bench.results import Case, Label, Measured, Results, available_memory, describe, installed
 from weightsync.bench.schemes import default_verify, process_schemes, variants
-from weightsync.bench.settings import BenchError, Device, Payload, SchemeName, Settings
+from weightsync.bench.settings import Device, Payload, SchemeName, Settings
 from weightsync.bench.torchrl_schemes import torchrl_schemes
-from weightsync.errors import ConfigurationError, SyncError, TransportError, WeightSyncError, with_type
+from weightsync.bench.watching import Watchdog
+from weightsync.errors import ConfigurationError
 from weightsync.local_workers import start_forkserver
 
 #: The share of the free memory that a case may take, by its estimate.
@@ -59,17 +61,18 @@ def run(settings: Settings, progress: Progress, note: str = "") -> Results:
         raise ConfigurationError(f"--device {settings.device.value}: torch finds no CUDA device here.")
     if all(name.value in left_out for name in settings.schemes):
         raise ConfigurationError(f"nothing can be measured: {'; '.join(left_out.values())}.")
+    for payload in settings.payloads:
+        if payload.factory:
+            find_factory(payload.factory)  # before a minute of starting processes
     cases = [(payload, workers) for payload in settings.payloads for workers in settings.workers]
     progress.began(len(cases))
     threads = torch.get_num_threads()
     facts = dict(describe(settings.device.value))
-    with environment(_ENVIRONMENT), _backends(settings, left_out) as backends:
+    with environment(_ENVIRONMENT), Watchdog() as watchdog, _backends(settings, left_out, watchdog) as backends:
         torch.set_num_threads(settings.threads)
         try:
-            run_case = _Cases(settings, backends, left_out, progress).run
+            run_case = _Cases(settings, backends, left_out, progress, watchdog).run
             done = [run_case(number, *case) for number, case in enumerate(cases)]
-        except (SyncError, TransportError) as error:
-            raise BenchError(f"a send failed: {error}") from error
         finally:
             torch.set_num_threads(threads)
     return Results(facts | ({"note": note} if note else {}), settings.noise_limit, tuple(done))
@@ -94,7 +97,7 @@ def missing(settings: Settings) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _backends(settings: Settings, left_out: Mapping[str, str]) -> Iterator[list[Backend]]:
+def _backends(settings: Settings, left_out: Mapping[str, str], watchdog: Watchdog) -> Iterator[list[Backend]]:
     """What lasts for the whole run: the process that workers are forked from, the RPC world, Ray."""
     chosen = {name for name in settings.schemes if name.value not in left_out}
     torchrl = ["torchrl.weight_update"] if any(name.is_torchrl for name in chosen) else []
@@ -102,9 +105,10 @@ def _backends(settings: Settings, left_out: Mapping[str, str]) -> Iterator[list[
     most = max(settings.workers)
     with contextlib.ExitStack() as cleanup:
         found: list[Backend] = []
-        for name, backend in ((SchemeName.RPC, RpcWorld), (SchemeName.RAY, RayCluster)):
+        makers: Mapping[SchemeName, Callable[[int], Backend]] = {SchemeName.RPC: RpcWorld, SchemeName.RAY: RayCluster}
+        for name, make in makers.items():
             if name in chosen:
-                made = backend(most)
+                made = watchdog.do(name.value, partial(make, most))
                 cleanup.callback(made.close)
                 found.append(made)
         yield found
@@ -114,9 +118,15 @@ class _Cases:
     """Runs one case after another."""
 
     def __init__(
-        self, settings: Settings, backends: Sequence[Backend], left_out: Mapping[str, str], progress: Progress
+        self,
+        settings: Settings,
+        backends: Sequence[Backend],
+        left_out: Mapping[str, str],
+        progress: Progress,
+        watchdog: Watchdog,
     ) -> None:
         self._settings, self._backends, self._left_out, self._progress = settings, backends, left_out, progress
+        self._watchdog = watchdog
 
     def run(self, number: int, payload: Payload, workers: int) -> Case:
         """Set the contenders of a case up, measure them, and end them."""
@@ -130,12 +140,20 @@ class _Cases:
             if too_large := _too_large(situation):
                 left_out["all"] = too_large
             else:
-                contenders = list(_contenders(situation, self._backends))
-                measured = _measure(settings, contenders, source, self._progress)
+                contenders = self._set_up(situation)
+                measured = _measure(settings, contenders, source, self._progress, self._watchdog)
+                self._watchdog.do("the end of a case", cleanup.close)
         counts = (source.nbytes, source.tensors, workers, settings.device.value, settings.threads)
         case = Case(payload.name, *counts, default_verify(), settings.command, measured, left_out)
         self._progress.ended(case)
         return case
+
+    def _set_up(self, situation: Situation) -> list[Contender]:
+        following = partial(next, _contenders(situation, self._backends), None)
+        found: list[Contender] = []
+        while contender := self._watchdog.do("the next contender's start", following):
+            found.append(contender)
+        return found
 
 
 def _too_large(situation: Situation) -> str:
@@ -172,12 +190,11 @@ def _contenders(situation: Situation, backends: Sequence[Backend]) -> Iterator[C
 
 
 def _measure(
-    settings: Settings, contenders: Sequence[Contender], source: Source, progress: Progress
+    settings: Settings, contenders: Sequence[Contender], source: Source, progress: Progress, watchdog: Watchdog
 ) -> tuple[Measured, ...]:
     """Prove every contender, time all of them in turns, and prove them again while their calls are counted."""
     for contender in contenders:
-        with _named(contender):
-            _prove(contender, source)
+        watchdog.do(str(contender.label), partial(_prove, contender, source))
     samples: dict[Label, list[float]] = {contender.label: [] for contender in contenders}
     began = time.monotonic()
     for done in range(settings.rounds):
@@ -187,30 +204,17 @@ def _measure(
         source.change()
         for index in range(len(contenders)):  # each round begins with another one
             contender = contenders[(index + done) % len(contenders)]
-            with _named(contender):
-                samples[contender.label].append(_time(contender))
+            samples[contender.label].append(watchdog.do(str(contender.label), partial(_time, contender)))
         progress.measured(samples, min(1.0, share))
     calls = {}
     for contender in contenders:
-        with _named(contender):
-            calls[contender.label] = _prove(contender, source)
+        calls[contender.label] = watchdog.do(str(contender.label), partial(_prove, contender, source))
     found = []
     for label, times in samples.items():
         trainer, worker = calls[label]
         once = Measured.of(label, times)
         found.append(Measured(label, once.count, once.median, once.low, once.high, trainer, worker))
     return tuple(found)
-
-
-@contextlib.contextmanager
-def _named(contender: Contender) -> Iterator[None]:
-    """Name the contender in what the plainest calls raise when a worker has ended: they name nobody."""
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except (EOFError, OSError, RuntimeError) as error:
-        raise BenchError(f"{contender.label}: a worker has ended, or failed: {with_type(error)}") from error
 
 
 def _time(contender: Contender) -> float:

@@ -14,6 +14,8 @@ from weightsync.options import Verify
 KIB, MIB = 2**10, 2**20
 #: How many seconds workers have to start, and how many one send may take.
 START_TIMEOUT, SEND_TIMEOUT = 120.0, 120.0
+#: More workers, or threads, than any machine has cores for. torch aborts the process where it cannot start a thread.
+MOST = 1000
 
 
 class BenchError(WeightSyncError):
@@ -111,7 +113,8 @@ class Settings:
         noise_limit: the relative interquartile range of a floor above which a ratio to it says nothing.
 
     Raises:
-        ConfigurationError: a number is too small, there is nothing to measure, or a value of `verify` is unknown.
+        ConfigurationError: a number is too small or too large, there is nothing to measure, or a value of `verify` is
+            unknown.
     """
 
     payloads: tuple[Payload, ...] = USUAL_PAYLOADS
@@ -129,6 +132,8 @@ class Settings:
             raise ConfigurationError("the bench needs at least one payload, scheme, number of workers and verify=.")
         if min(self.workers) < 1 or self.threads < 1 or self.rounds < 1:
             raise ConfigurationError("the bench needs at least 1 worker, 1 thread and 1 round.")
+        if max(*self.workers, self.threads) > MOST:
+            raise ConfigurationError(f"the bench takes at most {MOST} workers, and {MOST} threads.")
         if not self.seconds > 0 or not self.noise_limit > 0:
             raise ConfigurationError("the bench needs more than 0 seconds, and a noise limit above 0.")
         for word in self.verify:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -121,26 +121,39 @@ def is_printed(report: Path | None) -> bool:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the command like an interrupt, so that no process is left. Keep nohup's SIGHUP."""
+    """Make SIGTERM and SIGHUP end the command like an interrupt, so that no process is left. Keep nohup's SIGHUP.
 
+    After the first signal the others say only that: one more Ctrl-C would leave processes behind.
+    """
     received: list[int] = []
 
-    def end(number: int, _frame: FrameType | None) -> NoReturn:
+    def end(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        sys.exit(128 + number)
+        if len(received) > 1:
+            os.write(_STDERR, b"weightsync: all processes are being ended.\n")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
 
-    unhandled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    unhandled = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
     for number in unhandled:
         signal.signal(number, end)
     try:
         yield
-    except SystemExit:
-        if received:
-            sys.exit(128 + received[0])  # a call of Ray that is interrupted makes 1 of it
+    except SystemExit as error:
+        # An interrupted call of Ray makes 1 of it; Ray's own handler, while Ray starts, the signal's number.
+        if received or error.code == signal.SIGTERM:
+            sys.exit(128 + (received[0] if received else signal.SIGTERM))
         raise
     finally:
-        for number in unhandled:
-            signal.signal(number, signal.SIG_DFL)
+        for number in unhandled if not received else ():  # else libraries still have their own to end at exit
+            signal.signal(number, usual[number])
 
 
 def with_file_of_json(arguments: Sequence[str]) -> list[str]:

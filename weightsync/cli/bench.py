@@ -71,8 +71,8 @@ def bench(  # noqa: PLR0917
     that it has the trainer's weights. What is not installed is left out, and named.
 
     The exit code is 0 if everything was measured or compared, even if a target was missed or the machine was too noisy
-    to tell; 1 if a worker ended, weights did not arrive, or an option or a file is wrong; 2 for a usage error; and 130
-    after Ctrl-C. In every case all processes have ended.
+    to tell; 1 if a worker ended or did not answer, weights did not arrive, or an option or a file is wrong; 2 for a
+    usage error; and 130 after Ctrl-C. In every case all processes have ended.
     """
     screen = console(report)
     if compare is not None:

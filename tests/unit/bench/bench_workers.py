@@ -60,3 +60,26 @@ def no_module() -> str:
 
 def lacks_an_attribute() -> nn.Module:
     return nn.planted
+
+
+def wants_a_width(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def exits() -> nn.Module:
+    raise SystemExit(0)
+
+
+def without_memory() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+def one_number_everywhere() -> nn.Module:
+    return nn.ParameterList([torch.zeros(1).expand(5)])
+
+
+def without_weights() -> nn.Module:
+    return nn.ReLU()
+
+
+TINY = 3

@@ -99,6 +99,18 @@ def test_results_whose_numbers_are_none_are_refused_when_they_are_read(tmp_path:
         Results.read(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize("median", [0, -1.0, float("nan")])
+def test_results_with_a_time_that_none_can_be_compared_with_are_refused_when_they_are_read(
+    median: float, tmp_path: Path
+) -> None:
+    record = results(case(took(SHARED, 90))).record()
+    record["cases"][0]["measured"][0]["median"] = median
+    (tmp_path / "a.json").write_text(json.dumps(record))
+
+    with pytest.raises(ConfigurationError, match=r"holds no results .*Expected `float` > 0.0 .*median"):
+        Results.read(tmp_path / "a.json")
+
+
 def test_a_later_run_of_a_case_takes_the_place_of_the_earlier_one_and_other_cases_stay() -> None:
     slow, quick = case(took(SHARED, 90)), case(took(SHARED, 50))
     others = case(took(PIPE, 70)), case(took(SHARED, 60), workers=4)
@@ -309,6 +321,8 @@ def test_what_does_not_fit_on_the_gpu_is_not_begun(monkeypatch: pytest.MonkeyPat
         (lambda: numbers("1,two"), "not a list of whole numbers"),
         (lambda: payloads(None, "model"), "not of the form module:factory"),
         (lambda: Settings(workers=(0,)), "at least 1 worker"),
+        (lambda: Settings(workers=(1, 10**9)), "at most 1000 workers"),
+        (lambda: Settings(threads=10**5), "at most 1000 .* 1000 threads"),
         (lambda: Settings(seconds=float("nan")), "more than 0 seconds"),
         (lambda: Settings(payloads=()), "at least one payload"),
         (lambda: Settings(verify=("md5",)), "'md5' is not a value of --verify of the bench: choose from default, auto"),

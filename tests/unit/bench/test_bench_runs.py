@@ -22,7 +22,7 @@ from weightsync import ConfigurationError
 from weightsync.bench import BenchError, Case, Floor, Kind, Label, Payload, Results, SchemeName, Settings
 from weightsync.bench import running as bench_running
 from weightsync.bench.floors import FloorWorkers
-from weightsync.bench.models import Source, digest_of_model, make_model
+from weightsync.bench.models import Source, digest_of_model
 from weightsync.bench.running import missing, run
 from weightsync.bench.settings import PAYLOADS, payloads
 from weightsync.cli._app import build
@@ -150,7 +150,7 @@ def test_the_contender_whose_worker_is_killed_while_it_is_measured_is_named(monk
 
     monkeypatch.setattr(FloorWorkers, "copy_out", killing)
 
-    with pytest.raises(BenchError, match=r"memcpy \+ copy-out: a worker has ended, or failed: \w+"):
+    with pytest.raises(BenchError, match=r"memcpy \+ copy-out: a worker has ended: floors: worker 0 \(process"):
         measure(SchemeName.PROCESS, verify=("layout",))
 
 
@@ -220,21 +220,33 @@ def test_a_users_own_model_is_measured() -> None:
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("no_such_module:model", "the factory is not found: No module named 'no_such_module'"),
-        ("bench_workers:no_such_factory", "the factory is not found"),
-        ("bench_workers:no_module", "the factory returned a str, not a module"),
+        ("no_such_module:model", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("bench_workers:no_such_factory", "AttributeError: module 'bench_workers' has no attribute 'no_such_factory'"),
+        ("./bench_workers:two_layers", "TypeError: .* relative import"),
+        ("bench_workers:TINY", "TypeError: 'int' object is not callable"),
+        ("bench_workers:no_module", "TypeError: it returned a str"),
+        ("bench_workers:wants_a_width", "TypeError: .* missing 1 required positional argument: 'width'"),
+        ("bench_workers:lacks_an_attribute", "AttributeError: module 'torch.nn' has no attribute 'planted'"),
+        ("bench_workers:exits", "SystemExit: 0"),
+        ("bench_workers:without_memory", "NotImplementedError: Cannot copy out of meta tensor"),
+        ("bench_workers:one_number_everywhere", "RuntimeError: .* more than one element"),
+        ("bench_workers:without_weights", "ValueError: it has no floating-point weights to change"),
     ],
 )
-def test_a_factory_that_gives_no_model_is_refused(factory: str, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        make_model(Payload(factory, 0, 0, factory), "cpu")
+def test_a_factory_that_gives_no_model_is_refused_with_the_command_that_tries_it(factory: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        Source(Payload(factory, 0, 0, factory), "cpu")
+
+    module, _, name = factory.partition(":")
+    assert f"--model {factory}: " in str(refused.value)
+    assert f'python -c "from {module} import {name}; print({name}())"' in str(refused.value)
 
 
-def test_what_a_factory_itself_raises_is_not_called_a_factory_that_is_not_found() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'planted'") as raised:
-        make_model(Payload("own", 0, 0, "bench_workers:lacks_an_attribute"), "cpu")
+def test_a_factory_that_is_not_found_is_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_running, "start_forkserver", lambda *_: pytest.fail("it starts"))
 
-    assert not isinstance(raised.value, ConfigurationError)
+    with pytest.raises(ConfigurationError, match="No module named 'no_such_module'"):
+        measure(SchemeName.PROCESS, payloads=payloads(None, "no_such_module:model"))
 
 
 # ---------------------------------------------------------------------------------------------- the command

@@ -1,0 +1,74 @@
+"""Signals end a command once: those that come while it ends its processes do not disturb that."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from weightsync.cli._app import ended_by_signals
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    for number in NUMBERS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("first", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)]
+)
+def test_the_signals_after_the_first_do_not_disturb_the_end_and_say_so(
+    first: signal.Signals, raised: type[BaseException], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = []
+
+    def interrupted() -> None:
+        with ended_by_signals():
+            try:
+                signal.raise_signal(first)
+            finally:
+                for number in NUMBERS:
+                    signal.raise_signal(number)
+                ended.append("every process")
+
+    with pytest.raises(raised) as error:
+        interrupted()
+    signal.raise_signal(signal.SIGINT)  # while libraries end their own processes at exit
+
+    assert ended == ["every process"]
+    assert capfd.readouterr().err == "weightsync: all processes are being ended.\n" * 4
+    if isinstance(error.value, SystemExit):
+        assert error.value.code == 128 + first
+
+
+def test_a_command_that_no_signal_ended_leaves_the_handlers_as_they_were() -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    with ended_by_signals():
+        assert [signal.getsignal(number) for number in NUMBERS] != before
+
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
+    with ended_by_signals():
+        for number in NUMBERS:
+            signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(signal.SIGTERM, 143), (1, 1), (0, 0)])
+def test_rays_handler_of_sigterm_gives_the_exit_code_of_sigterm(code: int, exit_code: int) -> None:
+    with pytest.raises(SystemExit) as error, ended_by_signals():
+        sys.exit(code)  # as Ray's handler does while Ray starts
+
+    assert error.value.code == exit_code
