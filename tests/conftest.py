@@ -141,6 +141,18 @@ _LONG = (
     "tests/transports/conformance/test_example_in_docs.py",
     "tests/protocol/traces/test_corrupted.py",
     "tests/unit/cli/test_soak.py",
+    "tests/transports/store/test_store_fanout_strikes.py",
+    "tests/transports/store/test_store_faults.py",
+    "tests/transports/strikes/test_cuts.py, store",
+    "tests/transports/strikes/test_strikes.py, store",
+    "tests/transports/strikes/test_strikes.py, inline",
+    "tests/torchrl/generation_b/test_torchrl_collectors.py",
+    "tests/unit/demo/test_demo_runs.py",
+    "tests/unit/demo/test_demo_rpc.py",
+    "tests/unit/schemes/test_start_methods.py",
+    "tests/unit/weights/test_set_data.py",
+    "tests/protocol/mutation/test_mutation.py",
+    "tests/model/spec/test_charts.py",
 )
 
 

@@ -167,15 +167,18 @@ TUTORIALS = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in TUTORIALS.items()])
 @pytest.mark.parametrize("method", ["fork", pytest.param("", marks=pytest.mark.slow)])
 def test_a_tutorials_program_runs_and_prints_what_its_page_says(
-    name: str, method: str, tmp_path: Path, forkserver: Any
+    name: str, method: str, tmp_path: Path, forkserver: Any, request: pytest.FixtureRequest
 ) -> None:
+    """By day the processes are forked, and the one with Ray joins the cluster of the tests: the page of Ray's scheme
+    starts one. At night each program runs as it stands."""
     document = (DOCS / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
     (program,), (text,) = blocks(document, "python"), blocks(document, "text")
     path = tmp_path / f"tutorial_{name}.py"  # "ray.py" would be found in place of Ray
     path.write_text(program, encoding="utf-8")
 
     ranks = 2 if name == "torchrun" else 1
-    code, output, errors = run(path, forkserver, ranks, method)
+    joined = request.getfixturevalue("cluster").address if (name, method) == ("ray", "fork") else ""
+    code, output, errors = run(path, forkserver, ranks, method, joined)
 
     assert code == 0, errors
     for line in text.splitlines():
@@ -194,17 +197,18 @@ def promised(line: str, output: str) -> bool:
     return re.search(".*".join(map(re.escape, line.strip().split("..."))), output) is not None
 
 
-def run(path: Path, context: Any, ranks: int = 1, method: str = "") -> tuple[int, str, str]:
+def run(path: Path, context: Any, ranks: int = 1, method: str = "", joined: str = "") -> tuple[int, str, str]:
     """Run a program as ``python path`` would, with torch imported already; nothing that it started outlives it.
 
     With several ranks, as torchrun would. With a method, all its processes are started so, which is cheap if they fork.
+    With the address of a Ray cluster it joins that one.
     """
     said = path.with_suffix(".out"), path.with_suffix(".err")
     environments: list[dict[str, str]] = [{}]
     if ranks > 1:
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port() - 1), "WORLD_SIZE": str(ranks)}
         environments = [world | {"RANK": str(rank)} for rank in range(ranks)]
-    processes = [context.Process(target=as_main, args=(path, *said, each, method)) for each in environments]
+    processes = [context.Process(target=as_main, args=(path, *said, each, method, joined)) for each in environments]
     for process in processes:
         process.start()
     for process in processes:
@@ -219,7 +223,9 @@ def run(path: Path, context: Any, ranks: int = 1, method: str = "") -> tuple[int
     return max(abs(process.exitcode) for process in processes), output, errors
 
 
-def as_main(path: Path, output: Path, errors: Path, environment: dict[str, str], method: str) -> None:
+def as_main(  # noqa: PLR0917 - sent to a process, by position
+    path: Path, output: Path, errors: Path, environment: dict[str, str], method: str, joined: str
+) -> None:
     """In the process of the program."""
     os.setsid()
     for stream, file in ((1, output), (2, errors)):
@@ -230,6 +236,10 @@ def as_main(path: Path, output: Path, errors: Path, environment: dict[str, str],
     if method:
         context = multiprocessing.get_context(method)
         multiprocessing.get_context = lambda *_: context
+    if joined:
+        ray = importlib.import_module("ray")
+        started = ray.init
+        ray.init = lambda **_: started(address=joined, log_to_driver=False, logging_level="error")
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:

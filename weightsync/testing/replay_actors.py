@@ -337,11 +337,11 @@ class ReplayActors:
         return step_gate.find(lambda message: isinstance(message, Bye)) if or_goodbye else None
 
     def _wait(self, step_gate: StepGate, other: StepGate | None) -> None:
-        step_gate.fetch()
-        self.link_setup.watch.check()
         if other is not None and not other.dead:
             other.write()
         self.link_setup.readable(step_gate, 0.005)
+        step_gate.fetch()
+        self.link_setup.watch.check()
 
 
 def update_or_hello(version: int) -> Callable[[Message], bool]:

@@ -160,8 +160,11 @@ class ProcessWatch:
         return self._dies_within(0)
 
     def dies(self) -> bool:
-        """Whether the process is dead, or is within 100 ms: it closes its descriptors some milliseconds before."""
-        return self._dies_within(_DYING_MS)
+        """Whether the process is dead, or is within 100 ms: it closes its descriptors some milliseconds before.
+
+        This process itself is not waited for: it is alive.
+        """
+        return self.dead if self.pid == os.getpid() else self._dies_within(_DYING_MS)
 
     def _dies_within(self, milliseconds: int) -> bool:
         if not self.found_dead and self.fd >= 0:

@@ -8,7 +8,10 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,9 @@ _PROPERTIES = (
 #: Checks the wrapper, not the runs. It costs more than all other properties, so only the first batch has it, with about
 #: one run per action.
 _OF_FOLLOWING = "OnlyTheModels"
-#: How many events one JVM follows.
+#: How many events one JVM follows, and how many JVMs run at once: each uses one core, and up to 2 GB.
 _BATCH = 4000
+_AT_ONCE = 2
 
 
 class TlcFailedError(WeightSyncError):
@@ -93,9 +97,11 @@ def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) 
             ways.setdefault(trace.text, []).append(trace)
     if ways:
         every_action, others = _with_every_action(ways)
-        _judge(tools, every_action, (_OF_FOLLOWING,), followed)
-        for batch in _batches(others):
-            _judge(tools, batch, (), followed)
+        batches = [every_action, *_batches(others)]
+        checked = [(_OF_FOLLOWING,), *repeat((), len(batches) - 1)]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for batch, accepted in zip(batches, pool.map(partial(_accepted, tools), batches, checked), strict=True):
+                _count(tools, batch, accepted, followed)
     return followed
 
 
@@ -125,8 +131,11 @@ def _batches(ways: Sequence[list[Modelled]]) -> Iterator[list[list[Modelled]]]:
         yield batch
 
 
-def _judge(tools: Toolchain, batch: Sequence[Sequence[Modelled]], more: Sequence[str], followed: Followed) -> None:
-    accepted = accepted_of(tools, [alike[0] for alike in batch], more)
+def _accepted(tools: Toolchain, batch: Sequence[Sequence[Modelled]], more: Sequence[str]) -> set[int]:
+    return accepted_of(tools, [alike[0] for alike in batch], more)
+
+
+def _count(tools: Toolchain, batch: Sequence[Sequence[Modelled]], accepted: set[int], followed: Followed) -> None:
     followed.accepted += sum(len(alike) for number, alike in enumerate(batch, 1) if number in accepted)
     followed.ways += len(accepted)
     followed.events += sum(len(alike[0].acts) for alike in batch)

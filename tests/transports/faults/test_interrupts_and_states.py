@@ -81,7 +81,10 @@ def test_g11_a_failure_that_an_interrupted_send_did_not_report_is_raised_by_the_
         three.sender.send_async(on_pending="wait", timeout=PATIENCE)
 
 
-def test_an_interrupt_that_does_not_end_the_poll_ends_the_wait(three: Pair, signum: int) -> None:
+def test_an_interrupt_that_does_not_end_the_poll_ends_the_wait(
+    three: Pair, signum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.transports.base.SLICE", 0.05)  # a poll ends after as much by itself
     waiting = threading.Event()
 
     def strike() -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,16 @@ def test_g3_a_descriptor_whose_close_is_interrupted_is_not_closed_again_when_ano
     finally:
         for fd in {other, number}:
             os.close(fd)
+
+
+@pytest.mark.parametrize(("pid", "milliseconds"), [(os.getpid(), 0), (os.getppid(), 100)])
+def test_another_process_may_be_about_to_die_and_this_one_is_not_waited_for(pid: int, milliseconds: int) -> None:
+    asked: list[int] = []
+    watch = ProcessWatch(pid, 0)
+    watch._poller = SimpleNamespace(poll=asked.append)  # type: ignore[assignment]
+
+    assert not watch.dies()
+    assert asked == [milliseconds]
 
 
 def test_a_process_that_is_gone_is_dead():

@@ -233,7 +233,10 @@ class Parent:
     ],
     ids=["nothing", "a part", "more", "other bytes"],
 )
-def test_a_parent_that_is_silent_or_sends_something_else_is_given_up(sent: bytes, why: Why) -> None:
+def test_a_parent_that_is_silent_or_sends_something_else_is_given_up(
+    sent: bytes, why: Why, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "SILENCE", 0.1 if why is Why.SILENT else PATIENCE)
     parent = Parent(lambda sock: sock.sendall(sent))
     try:
         assert why_not(routed(parent.address)) is why
