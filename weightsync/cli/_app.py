@@ -130,7 +130,7 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         if len(received) > 1:
-            os.write(_STDERR, b"weightsync: all processes are being ended.\n")
+            os.write(_STDERR, b"weightsync: all processes are being ended. Ctrl-\\ does not wait for them.\n")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
