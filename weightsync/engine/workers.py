@@ -16,6 +16,7 @@ from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError,
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
+from weightsync.transports.base import Withdraws
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
@@ -105,6 +106,11 @@ class Workers:
         return {
             w: endpoint for w, endpoint in endpoints.items() if (entry := workers.get(w)) is not None and entry.open
         }
+
+    def withdraw(self) -> None:
+        """The sender could not be initialised: close its links, and leave open the connections that the user gave."""
+        for link in self._driver.links():
+            link.withdraw() if isinstance(link, Withdraws) else close(link)
 
     def wait(self, timeout: float | Timeout | None, asked: str = "await_workers") -> None:
         """See `WeightSender.await_workers`; ``asked`` is the method that the user called."""

@@ -143,10 +143,14 @@ class SenderSide:
         scheme.per_worker_weights = scheme.per_worker_weights or has_factories(context)
         self.given, self.worker_set = given, setup.worker_set
         sender.set_context(context, setup.model_id)
-        for worker_id, endpoint in setup.endpoints.items():
-            sender.add_worker(worker_id, endpoint, process=setup.processes.get(worker_id))
-        if not scheme._creates_links_at_connect(given, context):
-            sender.connect(fence=given.get("fence"))
+        try:
+            for worker_id, endpoint in setup.endpoints.items():
+                sender.add_worker(worker_id, endpoint, process=setup.processes.get(worker_id))
+            if not scheme._creates_links_at_connect(given, context):
+                sender.connect(fence=given.get("fence"))
+        except BaseException:
+            sender._workers.withdraw()
+            raise
         sender.expected_workers = setup.expected_workers
         self.sender = sender
 

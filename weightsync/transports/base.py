@@ -203,6 +203,14 @@ class Steady(ABC):
     outlet: Outlet
 
 
+class Withdraws(ABC):
+    """A link over a connection of the user's, which can be given again if nothing has gone over the link."""
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """Close the link, and leave the connection open."""
+
+
 class Remarks(ABC):
     """A link that can explain why its worker does not answer although nothing has failed."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exhausted import descriptors_left
-from fleet import Pair, small
+from fleet import PATIENCE, Pair, small
 
 from weightsync import ConfigurationError, TransportError, WeightSyncError
 from weightsync.engine import recorder
@@ -37,6 +38,29 @@ def test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed(s
         _create_link(scheme, ours)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["", "with events"])
+@pytest.mark.parametrize("left", [2, 3, 4])
+def test_pipes_can_be_given_again_while_the_error_of_an_initialisation_without_descriptors_is_handled(
+    scheme_class: Any, left: int, watched: bool
+) -> None:
+    ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(3)), strict=True)
+    with contextlib.ExitStack() as stack:
+        scheme, *workers = [stack.enter_context(scheme_class()) for _ in range(4)]
+        if watched:
+            scheme.on_event(print)
+        with pytest.raises(TransportError, match="Too many open files") as caught, descriptors_left(left):
+            scheme.init_on_sender("policy", pipes=ours, model=small(1.0))
+        scheme.init_on_sender("policy", pipes=ours, model=small(1.0))
+        for worker, pipe in zip(workers, theirs, strict=True):
+            worker.init_on_worker("policy", pipe=pipe, model=small())
+        scheme.get_sender().send_async()
+        for worker in workers:
+            assert worker.get_receiver().receive(timeout=PATIENCE)
+
+        assert scheme.get_sender().wait_async(timeout=PATIENCE).ok
+        assert caught.traceback
 
 
 def _create_link(scheme: Any, pipe: Any) -> None:

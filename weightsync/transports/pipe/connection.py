@@ -147,6 +147,11 @@ class Channel:
             if self._sorter.leave(box) and not self._sorter:
                 self._close()
 
+    def withdraw(self, box: Mailbox) -> None:
+        """Drop a mailbox, and leave the connection open."""
+        with self._lock:
+            self._sorter.leave(box)
+
     def write(self, peer: str, frame: Outgoing | None = None) -> bool:
         """Queue a frame, if one is given, and write what fits; True once nothing is left.
 

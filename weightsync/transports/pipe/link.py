@@ -29,6 +29,7 @@ from weightsync.transports.base import (
     Steady,
     TakesParts,
     TellsWhatIsRead,
+    Withdraws,
 )
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pins, Segment
 from weightsync.transports.device import CarriesDevices, DeviceBuffer, DeviceSlot, OnDevice, Opener, ReachableDevices
@@ -41,7 +42,7 @@ from weightsync.transports.pipe.user_messages import UserMessages
 logger = logging.getLogger("weightsync")
 
 
-class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDeltas, TakesParts, Steady):
+class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDeltas, TakesParts, Steady, Withdraws):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object, which is closed with the last of them. Until then only
@@ -289,6 +290,11 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
             self._pins.retire()
         self._mapped.clear()
         self._channel.leave(self._box)
+
+    def withdraw(self) -> None:
+        """Close the link, and leave the connection open: see `Withdraws.withdraw`."""
+        self._closed = True
+        self._channel.withdraw(self._box)
 
     def _no_longer(self) -> TransportError:
         return TransportError(f"The link to {self._peer} is closed.")
