@@ -138,7 +138,6 @@ class Segment:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.fd = -1
         #: Closes the descriptor when it is freed, also where Ctrl-C comes just before `__del__` does so.
         self._file: FileIO | None = None
         self.number = next(NUMBERS)
