@@ -82,7 +82,7 @@ def ends(store: Any) -> Iterator[Ends]:
     made = Ends(store)
     yield made
     made.stop()
-    for link in (made.sender, *made.accepted):
+    for link in (*([made.sender] if "sender" in vars(made) else []), *made.accepted):
         link.close()
 
 
@@ -108,6 +108,15 @@ def test_a_payload_that_was_written_is_let_go_though_nothing_is_written_after_it
         gc.collect()
 
     assert payload() is None
+
+
+def test_a_link_that_is_dropped_ends_and_its_peer_is_told(ends: Ends) -> None:
+    threads = ends.sender._threads
+    del ends.sender
+    gc.collect()
+
+    assert ends.heard() == ["Hello"]
+    assert threads._read_all.wait(PATIENCE)
 
 
 def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final
+from weakref import ref
 
 from msgspec import structs
 
@@ -58,6 +59,8 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         except BaseException:
             self._waker.close()
             raise
+        # A link that is dropped is closed by its threads: a finalizer may run anywhere, and must not take their locks.
+        self._threads.owner = ref(self)
         forget_after_fork(self)
 
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:

@@ -41,6 +41,7 @@ class LinkThreads:
         TransportError: no more threads can be started.
     """
 
+    owner: Callable[[], object] = object  #: Gives the link, and None once that was dropped.
     #: Called once the peer is known to be authentic, or lost before that.
     _admitted: Callable[[], None] | None = None
     #: Called once the reading thread has ended; None if it has, or if no callback is needed.
@@ -77,9 +78,8 @@ class LinkThreads:
         self.branch = None if fanout is None else Branch(fanout, self.post, side.peer, guard.keyed)
         self._arrivals = arrivals_of(self, side, guard, self._group, self.branch)
         self._remark = heartbeat.Remark()
-        self._heartbeat_member = heartbeat.join(
-            rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store, self._look)
-        )
+        callbacks = heartbeat.Callbacks(self._lose, self._lose_store, self._look)
+        self._heartbeat_member = heartbeat.join(rendezvous.store, callbacks)
         try:
             start(self, self._write, self._read)
         except TransportError as error:
@@ -237,7 +237,9 @@ class LinkThreads:
         """The next message to write, or None."""
         while True:
             with self._condition:
-                self._condition.wait_for(self._has_work)
+                self._condition.wait_for(
+                    lambda: self._closed or self._failed or self._ending or (self._outgoing and self._stream)
+                )
                 if self._outgoing and self._closed and not self._connected.is_set():
                     self._condition.wait_for(lambda: self._connected.is_set() or self._failed, _LINGER)
                 if self._outgoing and self._stream is not None and self._failed is None:
@@ -248,9 +250,6 @@ class LinkThreads:
             self._end_inbox(client)
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or self._failed)
-
-    def _has_work(self) -> bool:
-        return bool(self._closed or self._failed or self._ending or (self._outgoing and self._stream))
 
     def _post(self, store_message: StoreMessage, client: Client) -> None:
         assert self._stream is not None
@@ -466,6 +465,8 @@ class LinkThreads:
 
     def _look(self, client: Client) -> None:
         """Called by the heartbeat with each beat."""
+        if self.owner() is None:
+            self.close()
         if self._stream is None and self._remark.is_due(self._side.remark(client)):
             logger.warning("%s did not accept this link: %s", self._side.peer, self._remark.text)
 
