@@ -60,10 +60,10 @@ def test_g3_a_descriptor_whose_close_is_interrupted_is_not_closed_again_when_ano
             os.close(fd)
 
 
-@pytest.mark.parametrize(("pid", "milliseconds"), [(os.getpid(), 0), (os.getppid(), 100)])
-def test_another_process_may_be_about_to_die_and_this_one_is_not_waited_for(pid: int, milliseconds: int) -> None:
+@pytest.mark.parametrize(("process", "milliseconds"), [(os.getpid, 0), (os.getppid, 100)])
+def test_another_process_may_be_about_to_die_and_this_one_is_not_waited_for(process: Any, milliseconds: int) -> None:
     asked: list[int] = []
-    watch = ProcessWatch(pid, 0)
+    watch = ProcessWatch(process(), 0)
     watch._poller = SimpleNamespace(poll=asked.append)  # type: ignore[assignment]
 
     assert not watch.dies()
