@@ -36,7 +36,7 @@ help:
 	@echo 'make test-matrix  tests on each Python, with the two newest torch and tensordict, and the lowest: hours (TESTS=: which)'
 	@echo 'make smoke      the wheel and the sdist in an empty environment: 2 minutes'
 	@echo 'make fuzz       atheris and Hypothesis at each decoder, FUZZ_SECONDS=60 each: 6 minutes'
-	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 20 minutes'
+	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 14 minutes'
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
 	@echo 'make bench      the schemes against the floors of this machine, a short set: 10 minutes'
