@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """Let this process open no more than ``count`` descriptors inside the block."""
+    """Let this process open no more than ``count`` descriptors inside the block: no garbage is collected there."""
+    gc.collect()
+    gc.disable()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY)]
     # All numbers below the limit are taken: those that are free below the highest one too.
@@ -24,6 +27,7 @@ def descriptors_left(count: int) -> Iterator[None]:
             os.close(held.pop())
         yield
     finally:
+        gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in held:
             os.close(descriptor)
