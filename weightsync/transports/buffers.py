@@ -20,7 +20,6 @@ import mmap
 import os
 from collections.abc import Callable, Hashable
 from enum import Enum
-from io import FileIO
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
@@ -138,8 +137,7 @@ class Segment:
     """
 
     def __init__(self, nbytes: int) -> None:
-        #: Closes the descriptor when it is freed, also where Ctrl-C comes just before `__del__` does so.
-        self._file: FileIO | None = None
+        self.fd = -1
         self.number = next(NUMBERS)
         self.nbytes = nbytes
         self._view: memoryview | None = None
@@ -156,8 +154,7 @@ class Segment:
 
     def _allocate(self) -> None:
         _require_memory(self.nbytes)
-        self._file = FileIO(os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        self.fd = self._file.fileno()
+        self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # The kernel lets every process read it that may read this process's descriptors.
         os.fchmod(self.fd, 0o600)
         os.ftruncate(self.fd, self.nbytes + SEAL_NBYTES)
@@ -225,9 +222,9 @@ class Segment:
         self._close()
 
     def _close(self) -> None:
-        file, self._file, self.fd = self._file, None, -1
-        if file is not None:
-            file.close()
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1  # first: after an interrupt its number may be another file's
+            os.close(fd)
 
     def __del__(self) -> None:
         self._close()

@@ -9,8 +9,6 @@ import gc
 import mmap
 import os
 import stat
-import sys
-from types import FrameType
 
 import pytest
 import torch
@@ -53,28 +51,6 @@ def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED, incarnation: 
 
 
 # ---------------------------------------------------------------------------------------------- segments
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_segment_that_is_freed_as_ctrl_c_comes_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    ignored: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_type))
-
-    def interrupt(frame: FrameType, event: str, _: object) -> None:
-        if (event, frame.f_code) == ("call", Segment.__del__.__code__):
-            raise KeyboardInterrupt
-
-    segment = Segment(LARGE)
-    descriptor, before = segment.fd, sys.gettrace()
-    sys.settrace(interrupt)
-    try:
-        del segment
-    finally:
-        sys.settrace(before)
-
-    assert ignored[0] is KeyboardInterrupt
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
 
 
 def test_a_segment_has_no_name_and_no_permission_to_change():

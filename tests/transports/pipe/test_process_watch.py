@@ -16,6 +16,7 @@ from transport_workers import in_a_fork
 from weightsync.errors import TransportError
 from weightsync.transports import process as processes
 from weightsync.transports.base import Waker
+from weightsync.transports.buffers import Segment
 from weightsync.transports.process import ProcessWatch, own_host, own_identity, own_network, started_at, watching
 
 FORK = multiprocessing.get_context("fork")
@@ -35,7 +36,7 @@ def test_a_living_process_is_alive_and_another_of_its_number_is_not():
     assert [watch.dead for watch in (living, reused, unknown)] == [False, True, False]
 
 
-@pytest.mark.parametrize("make", [lambda: ProcessWatch(os.getpid(), 0), Waker])
+@pytest.mark.parametrize("make", [lambda: ProcessWatch(os.getpid(), 0), lambda: Segment(10), Waker])
 def test_g3_a_descriptor_whose_close_is_interrupted_is_not_closed_again_when_another_file_has_its_number(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +45,7 @@ def test_g3_a_descriptor_whose_close_is_interrupted_is_not_closed_again_when_ano
         raise KeyboardInterrupt
 
     owner, close = make(), os.close
-    number, end = owner.fd, owner.close
+    number, end = owner.fd, owner.forget if isinstance(owner, Segment) else owner.close
     with monkeypatch.context() as patched:
         patched.setattr(os, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
