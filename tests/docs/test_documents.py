@@ -22,6 +22,7 @@ import pytest
 import typer
 from fleet import free_port
 from ray_cluster import ENVIRONMENT
+from typer.core import TyperGroup
 
 from weightsync.cli._app import COMMANDS, build, with_file_of_json
 from weightsync.names import FORMER_HOMES
@@ -339,11 +340,11 @@ def refusal(command: str) -> str:
     words = command.split()[1:]
     words += ["value", "value"] if words[-1].startswith("-") else []
     try:
-        while hasattr(found, "resolve_command") and words:
+        while isinstance(found, TyperGroup) and words:
             _, found, words = found.resolve_command(typer.Context(found), words)
         found.make_parser(typer.Context(found)).parse_args(with_file_of_json(words))
     except Exception as error:  # noqa: BLE001 - typer's own; in an older typer they are click's
-        return str(error)
+        return repr(error)
     return ""
 
 
