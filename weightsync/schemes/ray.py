@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weightsync.clock import Deadline
+from weightsync.clock import Deadline, Timeout
 from weightsync.engine.background import Background
 from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.receiver import WeightReceiver
@@ -154,6 +154,21 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if is_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
         return actor_server_of(model_id).open(accept, SharedKey.given(self._key))
+
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float | Timeout | None = Timeout.START,
+    ) -> None:
+        """Connect this side: see `WeightSyncScheme.connect`.
+
+        In an actor of a `RayCollector` it may be called again: the collector connects all of its actors again if the
+        trainer's side failed to connect in its first update.
+        """
+        if not (self.synchronized_on_receiver and is_torchrls(self.context)):
+            super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
         """Return at once: the first weights arrive in a call, which a waiting actor could not run."""

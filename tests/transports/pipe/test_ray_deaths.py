@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +13,17 @@ from missing import not_tested
 from msgspec.structs import replace
 from torch import nn
 
-from weightsync import RayWeightSyncScheme, State, TransportError, WeightSyncActor
+from weightsync import RayWeightSyncScheme, State, StateError, TransportError, WeightSyncActor
 from weightsync.protocol.codec import encode
-from weightsync.protocol.messages import Hello, Refusal, Update
+from weightsync.protocol.messages import Bye, Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink
+from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink, GivenUp
 from weightsync.transports.calls.forwarding import ForwardingClient
 from weightsync.transports.calls.without_receiver import ack
 from weightsync.transports.ray import client as module
-from weightsync.transports.ray import session
+from weightsync.transports.ray import server, session
 
 try:
     import ray
@@ -386,6 +387,66 @@ def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
     real.watch(other, "worker 1")
     assert other.result(timeout=60.0) == 1
     assert "a call to an actor could not be repeated" in caplog.text
+
+
+@pytest.mark.parametrize("scheme_is_there", [True, False])
+def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_there: bool) -> None:
+    """Ray would end the process of one of TorchRL's collectors if a method raised in it."""
+    scheme = RayWeightSyncScheme()
+    if scheme_is_there:
+        scheme.init_on_worker("m", model=nn.Linear(2, 2))
+    try:
+        frames = server.call(None, "m", "a link", 1, b"a frame", None)
+    finally:
+        scheme.close()
+        ray_server._servers.pop("m", None)
+    actor = Actor()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(UPDATE, Buffer(3))
+
+    actor.calls[0].set_result(frames)
+
+    with pytest.raises(TransportError, match="was restarted" if scheme_is_there else "no receiver of model"):
+        link.receive()
+    link.close()
+
+
+def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
+    scheme, calls = RayWeightSyncScheme(), count()
+    scheme.init_on_worker("m", model=nn.Linear(2, 2))
+    try:
+        for message in (Hello(model_id="m", incarnation=1), Bye(model_id="m", incarnation=1)):
+            frames = server.call(None, "m", "a link", next(calls), encode(message), None)
+    finally:
+        scheme.close()
+        ray_server._servers.pop("m", None)
+    actor = Actor()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(UPDATE, Buffer(3))
+
+    actor.calls[0].set_result(frames)
+
+    with pytest.raises(GivenUp, match="closed this link"):
+        link.receive()
+    link.close()
+
+
+def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connect() -> None:
+    """A `RayCollector` has all of its actors connect again in the update after a first one that failed."""
+    collector = SimpleNamespace(_weight_sync_schemes=None)
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_receiver(model_id="m", context=collector, model=nn.Linear(2, 2), worker_idx=0)
+    try:
+        scheme.connect()
+        scheme.connect()
+
+        assert scheme.synchronized_on_receiver
+        scheme.context = SimpleNamespace()
+        with pytest.raises(StateError, match="connected"):
+            scheme.connect()
+    finally:
+        scheme.close()
+        ray_server._servers.pop("m")
 
 
 def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_actors_own_scheme() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from collecting import MARKS, cartpole, choose, chosen, policy, random_policy, tensordict
 from ray_fleet import ray
+from torch import nn
 from torchrl.collectors import MultiSyncCollector
 
-from weightsync import Evidence, RayWeightSyncScheme, RayWeightUpdater
+from weightsync import Evidence, LayoutError, RayWeightSyncScheme, RayWeightUpdater
 from weightsync.clock import Deadline
 
 with warnings.catch_warnings():
@@ -143,6 +144,20 @@ def test_a_workers_own_workers_act_by_what_was_sent(collector: Callable[..., Any
     running.update_policy_weights_(policy(1))
 
     assert acted(batches) == [{1}]
+
+
+def test_actors_outlive_a_first_update_that_failed_and_goodbyes(collector: Callable[..., Any]) -> None:
+    """If anything raises in one of TorchRL's collectors, Ray ends its process."""
+    scheme = RayWeightSyncScheme()
+    running = collector(policy=policy(0), weight_sync_schemes={"policy": scheme})
+    with pytest.raises(LayoutError):
+        running.update_policy_weights_(nn.Linear(1, 1))
+
+    running.update_policy_weights_(policy(1))
+    scheme.get_sender().remove_worker(1)
+    scheme.close()
+
+    assert acted(iter(running)) == [{1}, {1}]
 
 
 def test_our_updater_pushes_to_a_collectors_actors(collector: Callable[..., Any]) -> None:

@@ -35,6 +35,10 @@ PATIENCE_FOR_ORDER: Final = 60.0
 EARLY: Final = b"WSYE"
 #: The same, from a worker that does not know the call's link: it comes before the handshake, or after a restart.
 UNKNOWN: Final = b"WSYU"
+#: The same, and not to be repeated: the call has failed in the worker.
+FAILED: Final = b"WSYF"
+#: The same: the worker has closed the link, so that each of its calls ends: see `GivenUp`.
+ENDED: Final = b"WSYG"
 
 
 class CallClient(Protocol):

@@ -16,7 +16,7 @@ from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, UNKNOWN, Answers, GivenUp
+from weightsync.transports.calls.client import EARLY, ENDED, FAILED, PATIENCE_FOR_ORDER, UNKNOWN, Answers, GivenUp
 from weightsync.transports.calls.forwarding import CallsInTurn
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
@@ -49,6 +49,10 @@ class _Restarting(TransportError):
     def __init__(self, handshake: Answers | None, error: TransportError) -> None:
         super().__init__(str(error))
         self.handshake = handshake
+
+
+#: What a frame in place of answers means.
+_NOT_ANSWERED: Final = {EARLY: _OutOfOrderCall, UNKNOWN: _OutOfOrderCall, FAILED: TransportError, ENDED: GivenUp}
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +284,10 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         error = over.exception()
         if error is None:
             frames = self._shared.without_mark(over.result())
-            if isinstance(frames, list) and frames and frames[0].startswith((EARLY, UNKNOWN)):
+            mark = frames[0][: len(EARLY)] if isinstance(frames, list) and frames else b""
+            if mark in _NOT_ANSWERED:
                 # Once the actor has answered the handshake, only a restart can make it forget the link.
-                forgotten = met and frames[0].startswith(UNKNOWN)
-                error_type = TransportError if forgotten else _OutOfOrderCall
+                error_type = TransportError if met and mark == UNKNOWN else _NOT_ANSWERED[mark]
                 raise error_type(f"{self._peer} ended its link: {frames[0][len(EARLY) :].decode()}")
             messages = self._seal.brought(frames)
             self._shared.heard(messages)

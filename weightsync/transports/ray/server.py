@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, reason_of
+from weightsync.transports.calls.client import ENDED, FAILED, GivenUp
 from weightsync.transports.calls.server import Frames
 from weightsync.transports.calls.without_receiver import another_model
 
@@ -46,10 +47,17 @@ def call(  # noqa: PLR0917 - Ray transmits positional arguments at less cost
 ) -> Frames:
     """Process a call. Called in an actor, with the actor.
 
-    Raises TransportError: calls for this model are no longer accepted.
+    Raises nothing: an error is the call's answer. Ray takes the ``bool()`` of an actor whose method raised. That of a
+    TorchRL collector raises too, since its length is infinite, and Ray then ends the actor's process.
     """
     with _lock:
         take = _taking.get(model_id)
-    if take is None:
-        raise TransportError(f"no receiver of model {model_id!r} listens in this actor any more.")
-    return take(link, number, frame, payload, lost)
+    try:
+        if take is None:
+            raise TransportError(f"no receiver of model {model_id!r} listens in this actor any more.")
+        return take(link, number, frame, payload, lost)
+    except GivenUp as error:
+        return [ENDED + reason_of(error).encode()]
+    except Exception as error:  # whatever it is, the sender is told the reason
+        logger.debug("model %r: a call failed: %s", model_id, reason_of(error), exc_info=True)
+        return [FAILED + reason_of(error).encode()]
