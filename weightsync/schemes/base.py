@@ -29,6 +29,7 @@ from weightsync.schemes.receiver_side import ReceiverSide
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sender_side import SenderSide
 from weightsync.schemes.sources import (
+    SET_MODEL,
     checked,
     given_or_found,
     is_weightless,
@@ -176,6 +177,8 @@ class WeightSyncScheme(Configured):
             StateError: initialised already.
             ConfigurationError: something is missing, unknown or contradictory. The scheme is not initialised, and this
                 may be called again. Weights that cannot be sent are refused by `connect` or the first send, not here.
+            ModelPathError: (an AttributeError) the context is a TorchRL collector of processes that does not have the
+                model. This may be called again.
         """
         side = self._sender_side
         side.require_uninitialized()
@@ -713,7 +716,7 @@ class WeightSyncScheme(Configured):
         sender, receiver = self._participants
         if receiver is not None:
             return _resolve_model(self.context, receiver.model) if isinstance(receiver.model, str) else receiver.model
-        return None if sender is None else self._found(sender.model_id, self.context)
+        return self._sender_side.given.get(SET_MODEL) if sender is None else self._found(sender.model_id, self.context)
 
     @model.setter
     def model(self, model: Any) -> None:

@@ -73,7 +73,7 @@ def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, Calla
 
     The collector starts them after `init_on_sender`, before `connect`.
     """
-    if not _has_processes(context):
+    if not has_processes(context):
         return {}
     collector = weakref.ref(context)
     return {worker: partial(_started, collector, worker) for worker in workers}
@@ -87,7 +87,7 @@ def _started(collector: weakref.ref[Any], worker: int) -> Any:
 
 def note_worker_errors(error: WorkerLostError, context: Any) -> None:
     """Add to an error what the lost workers of a TorchRL collector raised: the collector will not read it any more."""
-    pipes = optional(context, "pipes") if _has_processes(context) else None
+    pipes = optional(context, "pipes") if has_processes(context) else None
     if not isinstance(pipes, list):
         return
     for worker in error.lost:
@@ -104,5 +104,6 @@ def _said(pipe: Any) -> Any:
         return None
 
 
-def _has_processes(context: Any) -> bool:
+def has_processes(context: Any) -> bool:
+    """Whether this is a TorchRL collector whose workers are processes of this host."""
     return is_torchrls(context) and _kind_of(context) is WorkerKind.PROCESSES

@@ -19,9 +19,9 @@ from weightsync.options import OnFailure, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, refuse_out_of_reach
+from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, has_processes, refuse_out_of_reach
 from weightsync.schemes.rendezvous import Rendezvous
-from weightsync.schemes.sources import SET_MODEL, checked, processes_of, refuse_shards
+from weightsync.schemes.sources import SET_MODEL, checked, processes_of, refuse_shards, registered
 from weightsync.schemes.worker_set import (
     Groups,
     WorkerSet,
@@ -44,6 +44,8 @@ _ALWAYS: Final = (
     *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
     *("weights", "params_map", "devices", "device_map_fn", "ctx", "names", "check_finite"),
 )
+#: Those that say what a send without weights sends.
+_SAYING_WHAT: Final = frozenset({"model", "source_model", "cached_weights", "weights", "params_map"})
 
 
 class Sending(Protocol):
@@ -129,13 +131,22 @@ class SenderSide:
             require_fence(given["fence"], "the incarnation to rise above, from WorkerLostError.fence")
         expected = expected_number(given.get("expected_workers"))
         workers = worker_set_of(given, context, scheme.strategy)
-        given = workers.counted(given)
+        given = self._with_set_model(workers.counted(given))
+        if has_processes(context):
+            registered(given, context, model_id)  # an error must come before the collector starts its workers
         endpoints = scheme._endpoints(given, context, model_id)
         refuse_repeated(endpoints)
         processes = processes_of(given.get("processes"), endpoints) or collector_processes(context, endpoints)
         self.selection = Selection(given["names"]) if "names" in given else None
         self.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
         return SenderSetup(model_id, context, given, workers, endpoints, processes, expected)
+
+    def _with_set_model(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The keywords given, with the model that was set before, unless they say what to send."""
+        model = self.given.get(SET_MODEL)
+        if model is None or given.keys() & _SAYING_WHAT:
+            return given
+        return {**given, "model": model, SET_MODEL: model}
 
     def begin(self, sender: WeightSender, setup: SenderSetup) -> None:
         """Add the workers to a new sender, and create the links unless `connect` is to create them."""

@@ -171,7 +171,8 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
             return MISSING
         raise ModelPathError(
             f"a {type(context).__name__} has no model {model_id!r} ({error}): a key of weight_sync_schemes= is "
-            "'policy', or the path from the collector to another model, such as 'policy.critic'.",
+            "'policy', or the path from the collector to another model, such as 'policy.critic'. For a model that only "
+            "the workers' collectors have, such as 'env.transform[0]', set scheme.model = ... before.",
             model_id,
         ) from error
 

@@ -215,15 +215,44 @@ def test_a_model_that_the_collector_does_not_have_is_refused_before_anybody_wait
         multi({path: scheme}, policy=WithCritic())
 
 
-def test_a_model_that_only_the_workers_have_is_given_to_the_scheme() -> None:
+def lacks(path: str) -> Any:
+    raise AttributeError(f"no {path}")
+
+
+def test_it_is_refused_before_the_collector_starts_its_workers(scheme: Any) -> None:
+    """Otherwise they would wait for the scheme's handshake until the collector terminates them."""
+    collector = SimpleNamespace(_weight_sync_schemes={}, num_workers=2, get_model=lacks)
+
+    with pytest.raises(ModelPathError, match=r"set scheme\.model = "):
+        scheme.init_on_sender("env.transform[0]", collector)
+    assert not scheme.initialized_on_sender
+
+
+@pytest.mark.parametrize("how", ["by init_on_sender", "before"])
+def test_a_model_that_only_the_workers_have_is_given_to_the_scheme(how: str) -> None:
     """As a transform of the environment is, which the trainer's collector does not have."""
     collector = Collector(cartpole, policy(0), frames_per_batch=8, total_frames=8)
     collector._weight_sync_schemes = {}
     ours, theirs = Pipe()
+    made = nn.Linear(1, 1)
     with theirs, SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender("env.nowhere", collector, model=nn.Linear(1, 1), pipes=[ours])
+        if how == "before":
+            scheme.model = made
+        scheme.init_on_sender("env.nowhere", collector, model=None if how == "before" else made, pipes=[ours])
 
+        assert scheme.model is made
         assert scheme.get_sender().send_async().version == 1
+
+
+def test_a_model_given_to_init_on_sender_takes_the_place_of_one_that_was_set_before(scheme: Any) -> None:
+    earlier, later = nn.Linear(1, 1), nn.Linear(1, 1)
+    ours, theirs = Pipe()
+    with theirs, scheme:
+        scheme.model = earlier
+        assert scheme.model is earlier
+        scheme.init_on_sender("policy", model=later, pipes=[ours])
+
+        assert scheme.model is later
 
 
 # ------------------------------------------------------------------------------------------------- collectors' options
