@@ -244,7 +244,11 @@ class Background:
                 return
             name = f"weightsync receiver of {self._receiver.model_id!r}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                raise TransportError(f"The thread for the {name} cannot be started: {error}.") from error
 
     def model_set(self, model: Any) -> None:
         """Guard this model from now on, and no longer the previous one."""

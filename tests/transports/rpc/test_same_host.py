@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from exhausted import descriptors_left
 from fleet import PATIENCE
 from rpc_fleet import World, attempt, send
 from torch import nn
@@ -165,6 +166,23 @@ def test_a_payload_that_cannot_be_mapped_is_untaken_and_the_link_goes_on(ends: E
     assert received.payload is None
     assert f"rocess {place.pid}" in received.untaken
     assert not ends.link.is_closed
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_g11_a_payload_that_no_descriptor_is_left_for_is_untaken_for_that_reason(ends: Ends, left: int) -> None:
+    place = ends.place()
+    assert place is not None
+    with descriptors_left(left):
+        received = ends.arrived(place)
+    assert received.payload is None
+    assert "Too many open files" in received.untaken
+
+
+def test_a_process_of_another_start_has_no_longer_the_memory(ends: Ends) -> None:
+    place = ends.place()
+    assert place is not None
+    received = ends.arrived(place._replace(started=place.started + 1))
+    assert received.untaken == f"Process {place.pid} no longer has the memory that its call named."
 
 
 @pytest.mark.parametrize("carried", [(1, 2, 3), (1, 2, 3, "4"), (1, 2, 3, True), [1, 2, 3, 4], "1234"])

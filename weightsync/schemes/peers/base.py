@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 from weightsync.engine.copies import optional
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.transports.buffers import Buffer
 from weightsync.weights.layout import Layout
@@ -82,10 +82,14 @@ class JobThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Queue a job."""
+        """Queue a job. Raises TransportError: the thread cannot be started."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                raise TransportError(f"The thread for {self._name} cannot be started: {error}.") from error
         self._jobs.put(job)
 
     def end(self) -> threading.Thread | None:

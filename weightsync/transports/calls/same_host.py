@@ -23,7 +23,7 @@ from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, NoRoom, Pins, Segment
 from weightsync.transports.mapping import Mapping
 from weightsync.transports.pipe.link import MAX_SEGMENTS
-from weightsync.transports.process import own_host, own_identity, started_at
+from weightsync.transports.process import own_host, own_identity, read_start, started_at
 
 #: A frame beside a handshake's answer: this worker can map the trainer's segments.
 REACHES: Final = b"WSYM"
@@ -61,11 +61,12 @@ class Place(NamedTuple):
         """
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
         try:
-            if started_at(self.pid) != self.started or os.readlink(path) != _TARGET:
-                raise TransportError(f"Process {self.pid} no longer has the memory that its call named.")
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            there = read_start(self.pid) == self.started and os.readlink(path) == _TARGET
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if there else -1
         except OSError as error:
             raise NoRoom(f"The memory of process {self.pid} cannot be opened: {error.strerror}.") from error
+        if descriptor < 0:
+            raise TransportError(f"Process {self.pid} no longer has the memory that its call named.")
         try:
             if os.fstat(descriptor).st_ino != self.inode:
                 raise TransportError(f"Process {self.pid} has other memory in the place that its call named.")

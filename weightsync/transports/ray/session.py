@@ -87,12 +87,20 @@ class ActorWatch:
         forget_after_fork(self)
 
     def watch(self, call: Future[Any], peer: str) -> None:
-        """Watch a call to ``peer`` until it is over or `leave` is called."""
+        """Watch a call to ``peer`` until it is over or `leave` is called.
+
+        Raises TransportError: the thread cannot be started.
+        """
         with self._lock:
             self._calls[call] = peer
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weightsync-ray", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    self._thread = None
+                    del self._calls[call]
+                    raise TransportError(f"The thread that watches calls cannot be started: {error}.") from error
         call.add_done_callback(self.leave)
 
     def leave(self, call: Future[Any]) -> None:
