@@ -31,6 +31,7 @@ from weightsync.weights.tensors import (
     address_of,
     borrowed,
     copy_groups,
+    count_writes,
     groups_of,
     lies_in_order,
     memory_at,
@@ -130,6 +131,7 @@ def scatter(
             for first, last in _chunks(layout):
                 flat = _span(layout, first, last, base).to(tensors[0].device)
                 _copy_on_device(tensors[first:last], views(layout, flat, first, last))
+        count_writes(tensors)
         return
     pieces = pieces or Pieces(layout, movable(layout, tensors))
     pieces.empty_into(tensors, base, chosen)
@@ -201,11 +203,7 @@ class Pieces:
         for step in self._alone:
             self._empty_run(tensors, base, wanted, step)
         _each(self._whole, partial(self._empty_part, tensors, base, wanted))
-        moved = [tensors[index] for index in self._moved if index in wanted]
-        try:
-            torch.autograd.graph.increment_version(moved)
-        except RuntimeError:  # one was made in inference mode, and has no version; it is no harm to count others twice
-            torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
+        count_writes([tensors[index] for index in self._moved if index in wanted])
 
     def _is_alone(self, step: Step) -> bool:
         entry = self._layout.entries[step.first]

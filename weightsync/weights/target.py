@@ -23,7 +23,7 @@ from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory, Waits
 from weightsync.weights.device.captures import CAPTURED, must_not_move
 from weightsync.weights.device.registry import device_of, devices_of
-from weightsync.weights.device.transfer import scatter_onto
+from weightsync.weights.device.transfer import copy_out, scatter_onto
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
@@ -485,11 +485,7 @@ def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], piec
     """Copy the chosen entries of a payload into the destination, and wait for the copy."""
     payload = staged.payload
     if isinstance(payload, DeviceMemory):
-        found, into = payload.views(plan.layout), plan.tensors
-        if len(chosen) < len(into):
-            payload.device.copy([into[index] for index in chosen], [found[index] for index in chosen])
-        else:
-            payload.device.copy(into, found, plan.form)
+        copy_out(payload, plan.layout, plan.tensors, chosen, plan.form)
         for device in {payload.device, *plan.devices}:
             device.finish()
     elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):

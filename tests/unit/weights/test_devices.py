@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from data_samples import bits, packed, sample, sampled_dicts, snapshot, trained
-from fake_device import fake_device
+from fake_device import FakeDevice, fake_device
 from hypothesis import given
 from msgspec.structs import replace
 from torch import Tensor, nn
 
 from weightsync.weights import packing
 from weightsync.weights.aliasing import same_bits
+from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.device.captures import must_not_move
 from weightsync.weights.device.registry import backends
+from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import Mode, Target
-from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, borrowed, copy_groups, groups_of
 from weightsync.weights.tree_digest import digest
 
 
@@ -53,6 +56,14 @@ def foreach_copy_of_a_gpu(into: Sequence[Tensor], tensors: Sequence[Tensor], non
         target.copy_(source if as_float is None else torch.where(as_float.isnan(), float("nan"), as_float))
 
 
+class CopiesInGroups(FakeDevice):
+    """A device that copies as a GPU does: many tensors with one kernel, and what torch would convert as integers."""
+
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
+        """Copy at once."""
+        copy_groups(groups_of(into, tensors), into, tensors)
+
+
 @pytest.mark.usefixtures("everything_is_on_a_device")
 @given(sampled_dicts)
 def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, bytes]]) -> None:
@@ -66,6 +77,33 @@ def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, byte
     assert all(bits(destination[name]) == expected for name, (_, expected) in found.items())
     weights = read_weights(source)
     assert digest_of(weights, layout_of(weights), extras) == digest(payload, extras) == target.digest()
+
+
+def in_a_slot(device: FakeDevice, layout: Layout, payload: memoryview) -> DeviceMemory:
+    memory = device.allocate(layout.nbytes)
+    borrowed(memory.flat.data_ptr(), layout.nbytes).copy_(torch.frombuffer(payload, dtype=torch.uint8))
+    return memory
+
+
+@pytest.mark.parametrize("way", ["through the host", "in a slot", "where no memory can be shared"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_over_weights_that_were_copied_over_on_a_device_cannot_be_used_any_more(
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "where no memory can be shared":
+        monkeypatch.setattr(packing, "_on_one_device", bool)
+    device = contextlib.nullcontext() if way == "where no memory can be shared" else fake_device(CopiesInGroups())
+    with device as made:
+        model = nn.Linear(4, 4).to(dtype)
+        layout, payload, extras = packed(nn.Linear(4, 4).to(dtype))
+        target = Target(model)
+        slot = in_a_slot(made, layout, payload) if way == "in a slot" else payload
+        loss = (model(model(torch.ones(4, dtype=dtype))) ** 2).sum()
+
+        target.swap(target.stage(layout, slot, extras))
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_target_names_the_devices_whose_slots_it_can_be_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
