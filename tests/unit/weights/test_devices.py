@@ -13,11 +13,13 @@ from hypothesis import given
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from weightsync.engine.packer import Packer, nobody
+from weightsync.transports.device import DeviceBuffer
 from weightsync.weights import packing
 from weightsync.weights.aliasing import same_bits
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.device.captures import must_not_move
-from weightsync.weights.device.registry import backends
+from weightsync.weights.device.registry import backends, device_at
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
@@ -62,6 +64,17 @@ class CopiesInGroups(FakeDevice):
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
         """Copy at once."""
         copy_groups(groups_of(into, tensors), into, tensors)
+
+
+class Reaching(type(nobody)):  # type: ignore[misc]
+    """A worker that can open slots on a device."""
+
+    def __init__(self, identity: bytes) -> None:
+        self.identity = identity
+
+    def reached(self) -> Sequence[frozenset[bytes]]:
+        """That device."""
+        return [frozenset({self.identity})]
 
 
 @pytest.mark.usefixtures("everything_is_on_a_device")
@@ -176,3 +189,20 @@ def test_tied_weights_are_compared_on_a_gpu_without_as_much_memory_again() -> No
     assert torch.cuda.max_memory_allocated() - before <= one.nbytes // 2
     other[-1] = 1.0
     assert not same_bits(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
+def test_a_trainer_that_moves_its_model_off_the_gpu_between_two_sends_has_the_memory_back() -> None:
+    model = nn.Linear(4096, 1024).bfloat16().cuda()
+    device = device_at(model.weight.device)
+    assert device is not None
+    packer, readers = Packer(), Reaching(device.identity)
+    for _ in range(3):
+        packed = packer.pack(model, readers=readers)
+        assert isinstance(packed.buffer, DeviceBuffer)
+        packer.handed_over(packed)
+    before = torch.cuda.memory_allocated()
+    model.cpu()
+    assert before - torch.cuda.memory_allocated() >= model.weight.nbytes
+    packer.close()

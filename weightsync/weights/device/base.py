@@ -82,8 +82,8 @@ class Device(Waits, Protocol):
         """Queue a copy, tensor by tensor, in the current stream. It may continue after the call.
 
         Args:
-            known: the same object for as long as both are of the same number, dtypes and strides, so that they need
-                not be looked at again. None: they are.
+            known: the same object for as long as both are of the same number, dtypes and strides, and those that are
+                no `SlotViews` stay where they are, so that they need not be looked at again. None: they are.
         """
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
