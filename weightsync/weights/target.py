@@ -183,6 +183,8 @@ class Target:
         self._threads = 0
         #: The memory that parameters were mapped to last, where tensors may lie that a later swap copies into.
         self._held: MappedPayload | None = None
+        #: The devices whose kernels may read a slot through parameters, which may be elsewhere by now.
+        self._readers: tuple[Waits, ...] = ()
         #: Held while tensors are moved or written.
         self._moving = threading.RLock()
         #: Whether parameters may move to a slot on a device; None: nobody has asked yet.
@@ -259,7 +261,7 @@ class Target:
                 undo.set(module, plan.weights.slots[module], value)
             if staged.extras:
                 plan = self._revalidated(staged)
-            for device in {*plan.devices, *(self._held.devices if self._held else ())}:
+            for device in {*plan.devices, *self._readers}:
                 device.synchronize()
             mapped = self._map(plan, staged, undo)
             if self._held is not None and (mapped is None or plan.mapped is None):
@@ -278,7 +280,7 @@ class Target:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
             plan = plan.moved(mapped.form(plan.weights), mapped)
-        self._plan, self._held = plan, mapped
+        self._readers, self._plan, self._held = mapped.devices if mapped else (), plan, mapped
 
     def apply(self, weights: object) -> None:
         """Stage and swap the given weights through a separate buffer, so that they may alias the destination.
@@ -313,7 +315,7 @@ class Target:
     def leave(self) -> None:
         """Give mapped parameters memory of their own: slots are written again, and this target no longer follows."""
         with self._moving:
-            for device in self._held.devices if self._held else ():
+            for device in self._readers:
                 device.synchronize()
             self._leave()
 
