@@ -123,6 +123,7 @@ class DeviceBuffer(Buffer):
         self.slot = DeviceSlot(memory)
         self._host: Buffer | None = None
         self._staged = False
+        self._filled = 0
 
     @property
     def view(self) -> memoryview:
@@ -137,14 +138,15 @@ class DeviceBuffer(Buffer):
         if not self._staged:
             if self.segment is not None:
                 self.segment.pin(self.slot.memory.register)
-            self.slot.memory.read(self._host.view)
+            self.slot.memory.read(self._host.view[: self._filled])
             if self.segment is not None:
                 self.segment.seal_with(self.slot.seal)
             self._staged = True
         return self._host.view
 
-    def seal(self) -> None:
-        """Note that it is filled: draw its seal."""
+    def seal(self, nbytes: int) -> None:
+        """Note that it is filled with a payload of this size: draw its seal."""
+        self._filled = nbytes
         self.slot.put(os.urandom(SEAL_NBYTES))
 
     def sealed(self) -> bytes:
@@ -153,7 +155,7 @@ class DeviceBuffer(Buffer):
 
     def unseal(self) -> None:
         """It may be written from now on: remove the seal, and forget what was on the host."""
-        self._staged = False
+        self._staged, self._filled = False, 0
         self.slot.unseal()
         super().unseal()
 

@@ -397,13 +397,18 @@ def test_tensors_in_several_places_are_on_no_device(device: FakeDevice) -> None:
     assert (device_of([here, nowhere]), device_of([nowhere]), device_of([])) == (None, None, None)
 
 
-def test_the_host_copy_of_a_slot_is_made_once_a_version(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, read = DeviceBuffer(device.allocate(8)), []
+def test_the_host_copy_of_a_slot_is_made_once_a_version_of_the_payload_alone(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, read = DeviceBuffer(device.allocate(2**20)), []
     real = buffer.slot.memory.read
-    monkeypatch.setattr(buffer.slot.memory, "read", lambda view: (read.append(1), real(view)))
-    assert [bytes(buffer.view), bytes(buffer.view)] == [bytes(8)] * 2
-    buffer.unseal()
-    assert (bytes(buffer.view), len(read)) == (bytes(8), 2)
+    monkeypatch.setattr(buffer.slot.memory, "read", lambda view: (read.append(view.nbytes), real(view)))
+    for nbytes in (8, 100):
+        buffer.slot.memory.flat.fill_(nbytes)
+        buffer.seal(nbytes)
+        assert [bytes(buffer.view[:nbytes]), bytes(buffer.view[:nbytes])] == [bytes([nbytes]) * nbytes] * 2
+        buffer.unseal()
+    assert read == [8, 100]
 
 
 def calls(call: Callable[[], object]) -> int:
