@@ -35,7 +35,7 @@ def scatter_onto(
     """Like `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy."""
     if chosen:
         device.from_host(_pieces(layout, tensors, chosen, address_of(view)))
-        count_writes([tensors[index] for index in chosen])
+        count_writes(list(map(tensors.__getitem__, chosen)))
 
 
 def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen: Sequence[int], known: object) -> None:
@@ -46,7 +46,7 @@ def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen
     """
     found: list[Tensor] = memory.views(layout)
     if len(chosen) < len(tensors):
-        tensors, found, known = [tensors[i] for i in chosen], [found[i] for i in chosen], None
+        tensors, found, known = list(map(tensors.__getitem__, chosen)), list(map(found.__getitem__, chosen)), None
     memory.device.copy(tensors, found, known)
     count_writes(tensors)
 
