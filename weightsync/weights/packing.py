@@ -21,7 +21,7 @@ from torch import Tensor
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.division import LARGE, Divided, Move, Step, divided, steps_of
 from weightsync.weights.extra_state import encode_extras
-from weightsync.weights.layout import Entry, Layout
+from weightsync.weights.layout import Entry, Group, Layout
 from weightsync.weights.moving import mover
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import (
@@ -336,6 +336,17 @@ def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None)
                 shaped(piece, entry) if entry.order else piece.view(entry.shape)
                 for piece, entry in zip(pieces, entries, strict=True)
             ]
+    return found
+
+
+def parted(layout: Layout, memory: Callable[[Group], Tensor]) -> list[Tensor]:
+    """The entries as views of this memory, which has a storage of its own for each dtype.
+
+    `torch.save` writes whole storages, and none in which there are tensors of several dtypes.
+    """
+    found: list[Tensor] = []
+    for group in layout.groups:
+        found += views(layout, memory(group), group.first, group.last)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -124,52 +125,6 @@ def test_one_that_refuses_a_slot_gets_the_next_version_by_way_of_the_host(
         assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
 
 
-class Choosy(nn.Linear):
-    """A model that refuses a version when it is told to."""
-
-    refuses = False
-
-    def get_extra_state(self) -> bool:
-        return False
-
-    def set_extra_state(self, state: bool) -> None:
-        if self.refuses:
-            raise ValueError("not this one")
-
-
-@pytest.mark.usefixtures("device")
-def test_a_refusal_that_another_slot_would_not_have_spared_takes_no_worker_off_its_device() -> None:
-    with paired(lambda: SharedMemWeightSyncScheme("state_dict"), model=lambda fill=0.0: Choosy(64, 64)) as pair:
-        for _ in range(3):
-            pair.sync()
-        link = pair.sender._driver
-        for _ in range(2):
-            pair.model.refuses = True
-            pair.sender.send_async()
-            assert not pair.receiver.receive(timeout=PATIENCE)
-            assert pair.sender.wait_async(on_failure="report").outcomes[0].kind is OutcomeKind.REFUSED
-            pair.model.refuses = False
-            assert list(link.reached()) == [frozenset({FakeDevice.identity})]
-            pair.sync()
-            pair.sync()
-
-
-def test_one_that_can_no_longer_open_the_slots_that_it_opened_goes_on_by_way_of_the_host(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with paired() as pair:
-        for _ in range(3):
-            pair.sync()
-        refused = 0
-        monkeypatch.setattr("weightsync.weights.device.base.DeviceMemory.seal", bytes(16))
-        for _ in range(6):
-            pair.sender.send_async()
-            pair.receiver.receive(timeout=PATIENCE)
-            outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report").outcomes[0].kind
-            refused += outcome is OutcomeKind.REFUSED
-        assert (refused, outcome) == (2, OutcomeKind.APPLIED)
-
-
 def test_a_trainer_whose_device_is_full_sends_by_way_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
     with fake_device(FakeDevice(capacity=0)), paired() as pair, caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -286,6 +241,21 @@ def test_the_parameters_of_an_rnn_stay_in_the_one_chunk_in_which_its_kernels_nee
             pair.sync()
         assert [parameter.data_ptr() for parameter in pair.model.parameters()] == before
         assert constants(pair.model) == {3.0}
+
+
+@pytest.mark.usefixtures("device")
+def test_a_model_of_several_dtypes_that_is_served_from_a_slot_can_be_saved() -> None:
+    def model(fill: float = 0.0) -> nn.Module:
+        return filled(nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.LayerNorm(64)), fill)
+
+    with paired(model=model) as pair:
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        saved = io.BytesIO()
+        torch.save(pair.model.state_dict(), saved)
+        saved.seek(0)
+        assert {value for each in torch.load(saved).values() for value in each.unique().tolist()} == {3.0}
 
 
 @pytest.mark.usefixtures("device")

@@ -13,11 +13,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from weightsync.errors import TransportError
 from weightsync.weights.device.captures import KeepsAddresses
-from weightsync.weights.layout import Layout
-from weightsync.weights.packing import views
+from weightsync.weights.layout import Group, Layout
+from weightsync.weights.packing import parted
 from weightsync.weights.reading import Weights, ordered
 from weightsync.weights.tensors import SlotViews, address_of, borrowed, on_cpu
 
@@ -171,8 +172,12 @@ class DeviceMemory:
         if self._views is None or self._views[0] != layout:
             # In inference mode, which the caller may be in, a view could not become a parameter's data.
             with torch.inference_mode(False), torch.no_grad():
-                self._views, self.kept = (layout, SlotViews(views(layout, self.flat[: layout.nbytes]))), None
+                self._views, self.kept = (layout, SlotViews(parted(layout, self._part))), None
         return self._views[1]
+
+    def _part(self, group: Group) -> Tensor:
+        """Some of its bytes as memory of their own, which keeps the whole mapped."""
+        return from_dlpack(self.flat[group.offset : group.offset + group.nbytes])
 
     def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:
         """Queue a copy of weights of a layout into it in the current stream. `seal_with` waits for it.
