@@ -271,7 +271,7 @@ class Target:
             raise
         try:
             if not mapped:
-                _copy_out(plan, staged, plan.copied(), self._pieces_of(plan))
+                _copy_out(plan, staged, plan.copied(), self._pieces_of(plan), plan.form)
             elif mapped.copied and mapped.copies_little and not plan.devices:
                 mapped.copy_beside(plan.tensors)
             elif mapped.copied:
@@ -483,11 +483,13 @@ class _Undo:
                 raise SwapBroken(message) from cause
 
 
-def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None) -> None:
-    """Copy the chosen entries of a payload into the destination, and wait for the copy."""
+def _copy_out(
+    plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None, form: Form | None = None
+) -> None:
+    """Copy the chosen entries of a payload into the destination, and wait for it. They are the same for one form."""
     payload = staged.payload
     if isinstance(payload, DeviceMemory):
-        copy_out(payload, plan.layout, plan.tensors, chosen, plan.form)
+        copy_out(payload, plan.layout, plan.tensors, chosen, form)
         for device in {payload.device, *plan.devices}:
             device.finish()
     elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):

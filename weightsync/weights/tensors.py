@@ -329,6 +329,8 @@ class SlotViews(list[Tensor]):
 
     #: The same memory, in the dtypes in which a device copies it bit for bit; None: not made yet.
     bits: list[Tensor] | None = None
+    #: Those of them that were copied last, and their indices; None: all were.
+    part: tuple[Sequence[int], SlotViews] | None = None
 
 
 class Group(NamedTuple):

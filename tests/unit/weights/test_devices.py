@@ -61,8 +61,14 @@ def foreach_copy_of_a_gpu(into: Sequence[Tensor], tensors: Sequence[Tensor], non
 class CopiesInGroups(FakeDevice):
     """A device that copies as a GPU does: many tensors with one kernel, and what torch would convert as integers."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        #: What each copy read, and what it was known by.
+        self.copied: list[tuple[Sequence[Tensor], object]] = []
+
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
         """Copy at once."""
+        self.copied.append((tensors, known))
         copy_groups(groups_of(into, tensors), into, tensors)
 
 
@@ -117,6 +123,21 @@ def test_a_graph_over_weights_that_were_copied_over_on_a_device_cannot_be_used_a
 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_a_slot_is_copied_into_tied_weights_as_planned_before() -> None:
+    with fake_device(CopiesInGroups()) as device:
+        source, destination = trained(1), trained(2)
+        layout, payload, extras = packed(source)
+        target, slot = Target(destination), in_a_slot(device, layout, payload)
+        for _ in range(2):
+            target.swap(target.stage(layout, slot, extras))
+
+        (first, known), (second, again) = device.copied
+        assert first is second
+        assert known is again is not None
+        assert len(first) < len(layout.entries)
+        assert snapshot(destination) == snapshot(source)
 
 
 def test_a_target_names_the_devices_whose_slots_it_can_be_served_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ class DeviceMemory:
     def tidy(self, _unwritten: Callable[[memoryview], bool]) -> None:
         """Do nothing: see `remap`."""
 
-    def views(self, layout: Layout) -> list[Tensor]:
+    def views(self, layout: Layout) -> SlotViews:
         """The entries of a layout as views of the memory, made once while the layout stays the same."""
         if self._views is None or self._views[0] != layout:
             # In inference mode, which the caller may be in, a view could not become a parameter's data.

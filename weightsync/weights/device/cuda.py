@@ -111,7 +111,7 @@ class _Planned:
 
     def bound(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors, with their views as what they are copied bit for bit, which are made once."""
-        if self._as_they_are or isinstance(tensors, SlotViews):
+        if self._as_they_are:
             return tensors
         if self._bits is None:
             with torch.inference_mode():
@@ -200,7 +200,10 @@ class CudaDevice:
         """See `Device.copy`."""
         planned = None if known is None else self._planned.get(known)
         if planned is not None:
-            into, tensors = planned.bound(into), planned.bound(tensors)
+            if isinstance(into, SlotViews):
+                tensors = planned.bound(tensors)
+            elif isinstance(tensors, SlotViews):
+                into = planned.bound(into)
         else:
             planned = _Planned(groups_of(into, tensors))
             if known is not None:

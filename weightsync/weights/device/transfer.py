@@ -12,7 +12,7 @@ from weightsync.weights.device.base import STAGING_NBYTES, Device, DeviceMemory,
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import chunks_of, pack, views, zero_gaps
 from weightsync.weights.reading import Weights, ordered
-from weightsync.weights.tensors import address_of, borrowed, count_writes
+from weightsync.weights.tensors import SlotViews, address_of, borrowed, count_writes
 
 
 def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview) -> None:
@@ -42,11 +42,14 @@ def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen
     """Queue a copy of the chosen entries of a slot into tensors on its device or another, in the current stream.
 
     Args:
-        known: see `Device.copy`; for all entries.
+        known: see `Device.copy`; the entries are the same too.
     """
-    found: list[Tensor] = memory.views(layout)
+    found = memory.views(layout)
     if len(chosen) < len(tensors):
-        tensors, found, known = list(map(tensors.__getitem__, chosen)), list(map(found.__getitem__, chosen)), None
+        part = found.part
+        if part is None or part[0] != chosen:
+            part = found.part = chosen, SlotViews(map(found.__getitem__, chosen))
+        tensors, found = list(map(tensors.__getitem__, chosen)), part[1]
     memory.device.copy(tensors, found, known)
     count_writes(tensors)
 
