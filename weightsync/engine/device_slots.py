@@ -92,7 +92,7 @@ def write_slot(
     except Exception:
         pack(weights, layout, buffer.stage())  # its error names the tensor
         raise
-    buffer.seal()
+    buffer.seal(layout.nbytes)
     if not all(memory.identity in link for link in readers.reached()):
         buffer.stage()
 

@@ -41,7 +41,8 @@ class Pins:
     def __init__(self) -> None:
         self._held: list[tuple[_Key, Buffer]] = []
         self._sent: _Key = (0, 0)
-        self._acked: _Key = (0, 0)
+        #: The newest version that the worker has acked.
+        self.acked: _Key = (0, 0)
         self._owner = object()
 
     def __len__(self) -> int:
@@ -59,9 +60,9 @@ class Pins:
         """Release what the worker's answer shows to be free. An ack of a version that was never sent does nothing."""
         if isinstance(message, Ack):
             key = (message.incarnation, message.version)
-            if self._acked < key <= self._sent:
-                self._acked = key
-            kept, acked = [], self._acked
+            if self.acked < key <= self._sent:
+                self.acked = key
+            kept, acked = [], self.acked
             for held in self._held:
                 if held[0] < acked:
                     held[1].pins.discard((self._owner, held[0]))
@@ -70,7 +71,7 @@ class Pins:
             self._held = kept
         elif isinstance(message, Refusal):
             key = (message.incarnation, message.version)
-            if key != self._acked:
+            if key != self.acked:
                 self._release(key)
 
     def release(self) -> None:

@@ -123,6 +123,7 @@ class DeviceBuffer(Buffer):
         self.slot = DeviceSlot(memory)
         self._host: Buffer | None = None
         self._staged = False
+        self._filled = 0
 
     @property
     def view(self) -> memoryview:
@@ -137,14 +138,15 @@ class DeviceBuffer(Buffer):
         if not self._staged:
             if self.segment is not None:
                 self.segment.pin(self.slot.memory.register)
-            self.slot.memory.read(self._host.view)
+            self.slot.memory.read(self._host.view[: self._filled])
             if self.segment is not None:
                 self.segment.seal_with(self.slot.seal)
             self._staged = True
         return self._host.view
 
-    def seal(self) -> None:
-        """Note that it is filled: draw its seal."""
+    def seal(self, nbytes: int) -> None:
+        """Note that it is filled with a payload of this size: draw its seal."""
+        self._filled = nbytes
         self.slot.put(os.urandom(SEAL_NBYTES))
 
     def sealed(self) -> bytes:
@@ -153,7 +155,7 @@ class DeviceBuffer(Buffer):
 
     def unseal(self) -> None:
         """It may be written from now on: remove the seal, and forget what was on the host."""
-        self._staged = False
+        self._staged, self._filled = False, 0
         self.slot.unseal()
         super().unseal()
 
@@ -179,27 +181,42 @@ class CarriesDevices(ABC):
 class ReachableDevices:
     """The devices whose slots the worker at the other end can open, as its Hello said.
 
-    A worker that refuses such a slot gets the next versions through host memory, until its next Hello.
+    A worker that refuses a version in a slot gets the next ones through host memory, until its next Hello; unless it
+    has acked the version that was in the slot before, and so has the slot open.
     """
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
+        #: The version that was named in a slot last, and the slot's number.
         self._used: tuple[int, int] | None = None
+        self._slot = 0
+        #: The slots whose last version was acked.
+        self._opened: set[int] = set()
         #: The devices' identities.
         self.devices: frozenset[bytes] = frozenset()
 
-    def used(self, update: Update) -> None:
-        """Record that an update names a slot of a device."""
-        self._used = update.incarnation, update.version
+    def used(self, update: Update, slot: DeviceSlot, acked: tuple[int, int]) -> None:
+        """Record that an update names a slot of a device.
+
+        Args:
+            acked: the newest version that the worker has acked, see `Pins`.
+        """
+        if self._used == acked:
+            self._opened.add(self._slot)
+        self._used, self._slot = (update.incarnation, update.version), slot.number
 
     def answered(self, message: Message) -> None:
         """Process an answer."""
         if isinstance(message, Hello):
             devices = message.devices
+            self._opened.clear()
             self.devices = frozenset(
                 devices[start : start + IDENTITY_NBYTES] for start in range(0, len(devices), IDENTITY_NBYTES)
             )
         elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED and self._is_of_slot(message):
+            if self._slot in self._opened:
+                self._opened.discard(self._slot)  # the next refusal may say that it could not be opened again
+                return
             text = "%s refused version %d, which is on a device: the next one goes through host memory"
             logger.warning(text, self._peer, message.version)
             self.devices = frozenset()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weightsync.weights.aliasing import Sharing, copies_together
 from weightsync.weights.device.base import DeviceMemory, Waits
-from weightsync.weights.layout import ALIGNMENT, Group, Layout
+from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.moving import LEAST_NBYTES
-from weightsync.weights.packing import views
+from weightsync.weights.packing import parted
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import Form, address_of, on_cpu, owning
 
@@ -119,7 +119,7 @@ class CopiedPayload(MappedPayload):
     """Memory for copies of payloads that parameters cannot view where they are."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(layout, _parted(layout, lambda group: on_cpu(group.nbytes)))
+        super().__init__(layout, parted(layout, lambda group: on_cpu(group.nbytes)))
 
     def fill(self, address: int) -> None:
         """Copy the payload at an address."""
@@ -129,18 +129,7 @@ class CopiedPayload(MappedPayload):
 
 def _mapped(layout: Layout, payload: memoryview, source: memoryview | None = None) -> MappedPayload:
     """The memory of a payload itself."""
-    return MappedPayload(layout, _parted(layout, lambda group: owning(payload, group.offset, group.nbytes)), source)
-
-
-def _parted(layout: Layout, memory: Callable[[Group], Tensor]) -> list[Tensor]:
-    """The entries as views of this memory, which has a storage of its own for each dtype.
-
-    `torch.save` writes whole storages, and none in which there are tensors of several dtypes.
-    """
-    found: list[Tensor] = []
-    for group in layout.groups:
-        found += views(layout, memory(group), group.first, group.last)
-    return found
+    return MappedPayload(layout, parted(layout, lambda group: owning(payload, group.offset, group.nbytes)), source)
 
 
 class MappedPayloads:

@@ -21,7 +21,7 @@ from torch import Tensor
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.division import LARGE, Divided, Move, Step, divided, steps_of
 from weightsync.weights.extra_state import encode_extras
-from weightsync.weights.layout import Entry, Layout
+from weightsync.weights.layout import Entry, Group, Layout
 from weightsync.weights.moving import mover
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import (
@@ -31,6 +31,7 @@ from weightsync.weights.tensors import (
     address_of,
     borrowed,
     copy_groups,
+    count_writes,
     groups_of,
     lies_in_order,
     memory_at,
@@ -130,6 +131,7 @@ def scatter(
             for first, last in _chunks(layout):
                 flat = _span(layout, first, last, base).to(tensors[0].device)
                 _copy_on_device(tensors[first:last], views(layout, flat, first, last))
+        count_writes(tensors)
         return
     pieces = pieces or Pieces(layout, movable(layout, tensors))
     pieces.empty_into(tensors, base, chosen)
@@ -201,11 +203,7 @@ class Pieces:
         for step in self._alone:
             self._empty_run(tensors, base, wanted, step)
         _each(self._whole, partial(self._empty_part, tensors, base, wanted))
-        moved = [tensors[index] for index in self._moved if index in wanted]
-        try:
-            torch.autograd.graph.increment_version(moved)
-        except RuntimeError:  # one was made in inference mode, and has no version; it is no harm to count others twice
-            torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
+        count_writes([tensors[index] for index in self._moved if index in wanted])
 
     def _is_alone(self, step: Step) -> bool:
         entry = self._layout.entries[step.first]
@@ -338,6 +336,17 @@ def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None)
                 shaped(piece, entry) if entry.order else piece.view(entry.shape)
                 for piece, entry in zip(pieces, entries, strict=True)
             ]
+    return found
+
+
+def parted(layout: Layout, memory: Callable[[Group], Tensor]) -> list[Tensor]:
+    """The entries as views of this memory, which has a storage of its own for each dtype.
+
+    `torch.save` writes whole storages, and none in which there are tensors of several dtypes.
+    """
+    found: list[Tensor] = []
+    for group in layout.groups:
+        found += views(layout, memory(group), group.first, group.last)
     return found
 
 

@@ -23,7 +23,7 @@ from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory, Waits
 from weightsync.weights.device.captures import CAPTURED, must_not_move
 from weightsync.weights.device.registry import device_of, devices_of
-from weightsync.weights.device.transfer import scatter_onto
+from weightsync.weights.device.transfer import copy_out, scatter_onto
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
@@ -183,6 +183,8 @@ class Target:
         self._threads = 0
         #: The memory that parameters were mapped to last, where tensors may lie that a later swap copies into.
         self._held: MappedPayload | None = None
+        #: The devices whose kernels may read a slot through parameters, which may be elsewhere by now.
+        self._readers: tuple[Waits, ...] = ()
         #: Held while tensors are moved or written.
         self._moving = threading.RLock()
         #: Whether parameters may move to a slot on a device; None: nobody has asked yet.
@@ -259,7 +261,7 @@ class Target:
                 undo.set(module, plan.weights.slots[module], value)
             if staged.extras:
                 plan = self._revalidated(staged)
-            for device in {*plan.devices, *(self._held.devices if self._held else ())}:
+            for device in {*plan.devices, *self._readers}:
                 device.synchronize()
             mapped = self._map(plan, staged, undo)
             if self._held is not None and (mapped is None or plan.mapped is None):
@@ -269,7 +271,7 @@ class Target:
             raise
         try:
             if not mapped:
-                _copy_out(plan, staged, plan.copied(), self._pieces_of(plan))
+                _copy_out(plan, staged, plan.copied(), self._pieces_of(plan), plan.form)
             elif mapped.copied and mapped.copies_little and not plan.devices:
                 mapped.copy_beside(plan.tensors)
             elif mapped.copied:
@@ -278,7 +280,7 @@ class Target:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
             plan = plan.moved(mapped.form(plan.weights), mapped)
-        self._plan, self._held = plan, mapped
+        self._readers, self._plan, self._held = mapped.devices if mapped else (), plan, mapped
 
     def apply(self, weights: object) -> None:
         """Stage and swap the given weights through a separate buffer, so that they may alias the destination.
@@ -313,7 +315,7 @@ class Target:
     def leave(self) -> None:
         """Give mapped parameters memory of their own: slots are written again, and this target no longer follows."""
         with self._moving:
-            for device in self._held.devices if self._held else ():
+            for device in self._readers:
                 device.synchronize()
             self._leave()
 
@@ -481,15 +483,13 @@ class _Undo:
                 raise SwapBroken(message) from cause
 
 
-def _copy_out(plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None) -> None:
-    """Copy the chosen entries of a payload into the destination, and wait for the copy."""
+def _copy_out(
+    plan: DestinationPlan, staged: Staged, chosen: Sequence[int], pieces: Pieces | None = None, form: Form | None = None
+) -> None:
+    """Copy the chosen entries of a payload into the destination, and wait for it. They are the same for one form."""
     payload = staged.payload
     if isinstance(payload, DeviceMemory):
-        found, into = payload.views(plan.layout), plan.tensors
-        if len(chosen) < len(into):
-            payload.device.copy([into[index] for index in chosen], [found[index] for index in chosen])
-        else:
-            payload.device.copy(into, found, plan.form)
+        copy_out(payload, plan.layout, plan.tensors, chosen, form)
         for device in {payload.device, *plan.devices}:
             device.finish()
     elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):

@@ -299,6 +299,14 @@ def set_data(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
                 _SET_DATA(tensor, data)
 
 
+def count_writes(tensors: list[Tensor]) -> None:
+    """Have autograd count a write into each tensor: a backward pass through a graph of its old values then raises."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # one was made in inference mode, and has no version; it is no harm to count others twice
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 #: Dtypes that torch's kernel for many tensors cannot copy, or would convert to float and back, which changes NaNs; and
 #: the dtype as which they are copied instead, bit for bit.
 BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
@@ -321,6 +329,8 @@ class SlotViews(list[Tensor]):
 
     #: The same memory, in the dtypes in which a device copies it bit for bit; None: not made yet.
     bits: list[Tensor] | None = None
+    #: Those of them that were copied last, and their indices; None: all were.
+    part: tuple[Sequence[int], SlotViews] | None = None
 
 
 class Group(NamedTuple):
@@ -373,7 +383,7 @@ def is_lazily_changed(tensor: Tensor) -> bool:
 
 
 def copy_groups(groups: Sequence[Group], into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Queue the copies on the device."""
+    """Queue the copies on the device. Autograd counts no write where elements are copied as others: `count_writes`."""
     with torch.inference_mode():
         for group in groups:
             torch._foreach_copy_(*group.chosen(into, tensors), non_blocking=True)

@@ -17,7 +17,7 @@ from weightsync.weights.device import cuda
 from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
 from weightsync.weights.device.cuda import Bounce, CudaDevice
-from weightsync.weights.tensors import BITS, SlotViews, bits_of, groups_of
+from weightsync.weights.tensors import BITS, SlotViews, bits_of, borrowed, groups_of
 
 
 def copied(into: list[Tensor], tensors: list[Tensor]) -> int:
@@ -309,12 +309,41 @@ def test_a_plan_of_copies_lasts_as_long_as_what_it_is_known_by() -> None:
     device, form = CudaDevice(cast(Any, Driver()), 0), Form()
     into, tensors = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
     device.copy(into, tensors, form)
-    planned = device._groups[form]
+    planned = device._planned[form]
     device.copy(into, [torch.full((2,), 2.0), torch.full((3,), 2.0)], form)
-    assert device._groups[form] is planned
+    assert device._planned[form] is planned
     assert [each.tolist() for each in into] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
     del form
-    assert len(device._groups) == 0
+    assert len(device._planned) == 0
+
+
+@pytest.mark.parametrize("way", ["into a slot", "out of it"])
+def test_what_is_copied_bit_for_bit_is_viewed_once_a_plan_wherever_it_lies_and_is_not_kept(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    viewed: list[int] = []
+
+    def view(address: int, nbytes: int, place: torch.device) -> Tensor:
+        viewed.append(address)
+        return borrowed(address, nbytes)
+
+    monkeypatch.setattr(cuda, "viewed", view)
+    device, form = CudaDevice(cast(Any, Driver()), 0), Captures(object)
+    every = torch.arange(256, dtype=torch.uint8).repeat(2).view(torch.bfloat16)  # signalling NaNs among them
+    models = [every.clone().view(16, 16).t(), every[:0], every[7].clone(), torch.arange(3.0)]
+    for fill in range(4):
+        slot = SlotViews(torch.zeros_like(tensor) for tensor in models)
+        into, tensors = (slot, models) if way == "into a slot" else (models, slot)
+        for tensor in tensors:
+            tensor[...] = fill
+        if fill == 3:
+            tensors[0].copy_(every.view(16, 16))
+        device.copy(into, tensors, form)
+        assert [bytes(bits_of(each).tolist()) for each in into] == [bytes(bits_of(each).tolist()) for each in tensors]
+    assert viewed == [tensor.data_ptr() for tensor in models if tensor.numel()]
+    memory = weakref.ref(models[2])
+    del models, into, tensors, slot, tensor
+    assert memory() is None
 
 
 def test_a_capture_does_not_keep_its_watchers() -> None:

@@ -345,3 +345,47 @@ def test_a_trainer_may_send_from_inference_mode_and_then_from_outside_it() -> No
             pair.sync()
         pair.sync()
         assert constants(pair.model) == {1.0}
+
+
+class Choosy(nn.Linear):
+    """A model that refuses a version when it is told to."""
+
+    refuses = False
+
+    def get_extra_state(self) -> bool:
+        return False
+
+    def set_extra_state(self, state: bool) -> None:
+        if self.refuses:
+            raise ValueError("not this one")
+
+
+def test_a_refusal_that_another_slot_would_not_have_spared_takes_no_worker_off_its_device() -> None:
+    with fake_device(), paired(copied, model=lambda fill=0.0: Choosy(64, 64)) as pair:
+        for _ in range(3):
+            pair.sync()
+        for _ in range(2):
+            pair.model.refuses = True
+            pair.sender.send_async()
+            assert not pair.receiver.receive(timeout=PATIENCE)
+            assert pair.sender.wait_async(timeout=PATIENCE, on_failure="report").outcomes[0].kind is OutcomeKind.REFUSED
+            pair.model.refuses = False
+            assert list(pair.sender._driver.reached()) == [frozenset({FakeDevice.identity})]
+            pair.sync()
+            pair.sync()
+
+
+def test_a_worker_that_can_no_longer_read_the_slots_that_it_opened_goes_on_by_way_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_device(), paired() as pair:
+        for _ in range(3):
+            pair.sync()
+        refused = 0
+        monkeypatch.setattr("weightsync.weights.device.base.DeviceMemory.seal", bytes(16))
+        for _ in range(6):
+            pair.sender.send_async()
+            pair.receiver.receive(timeout=PATIENCE)
+            outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report").outcomes[0].kind
+            refused += outcome is OutcomeKind.REFUSED
+        assert (refused, outcome) == (2, OutcomeKind.APPLIED)

@@ -317,6 +317,32 @@ def test_g3_a_model_that_was_moved_off_the_device_waits_for_the_kernels_that_rea
         assert (bench.seen, bench.values()) == ([{2.0}], {3.0})
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_g3_a_model_that_left_its_slot_for_a_capture_and_then_the_device_waits_for_the_kernels_that_read_the_slot(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    def receive() -> bool:
+        if anew:
+            with on_lane("worker"):
+                bench.pair.receiver.register_model(bench.pair.model)
+        return bench.receive()
+
+    with contextlib.closing(Bench(device, mapped)) as bench:
+        bench.serve(1.0, 2.0)
+        bench.forward("another")
+        with on_lane("worker"):
+            device.capture()
+        monkeypatch.setattr(target, "devices_of", lambda tensors: ())
+        for parameter in bench.pair.model.parameters():
+            parameter.data = parameter.data.clone()
+        bench.send(3.0)
+        receiving = bench.begin(receive)
+        assert bench.waits(receiving)
+        bench.gate.set()
+        assert receiving.result(PATIENCE)
+        assert (bench.seen, bench.values()) == ([{2.0}], {3.0})
+
+
 def test_memory_that_was_passed_to_a_worker_is_let_go_once_it_is_copied(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -243,6 +244,21 @@ def test_the_parameters_of_an_rnn_stay_in_the_one_chunk_in_which_its_kernels_nee
 
 
 @pytest.mark.usefixtures("device")
+def test_a_model_of_several_dtypes_that_is_served_from_a_slot_can_be_saved() -> None:
+    def model(fill: float = 0.0) -> nn.Module:
+        return filled(nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.LayerNorm(64)), fill)
+
+    with paired(model=model) as pair:
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        saved = io.BytesIO()
+        torch.save(pair.model.state_dict(), saved)
+        saved.seek(0)
+        assert {value for each in torch.load(saved).values() for value in each.unique().tolist()} == {3.0}
+
+
+@pytest.mark.usefixtures("device")
 def test_an_update_taken_by_hand_is_a_copy_on_the_host() -> None:
     with paired() as pair:
         pair.sync()
@@ -397,13 +413,18 @@ def test_tensors_in_several_places_are_on_no_device(device: FakeDevice) -> None:
     assert (device_of([here, nowhere]), device_of([nowhere]), device_of([])) == (None, None, None)
 
 
-def test_the_host_copy_of_a_slot_is_made_once_a_version(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, read = DeviceBuffer(device.allocate(8)), []
+def test_the_host_copy_of_a_slot_is_made_once_a_version_of_the_payload_alone(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, read = DeviceBuffer(device.allocate(2**20)), []
     real = buffer.slot.memory.read
-    monkeypatch.setattr(buffer.slot.memory, "read", lambda view: (read.append(1), real(view)))
-    assert [bytes(buffer.view), bytes(buffer.view)] == [bytes(8)] * 2
-    buffer.unseal()
-    assert (bytes(buffer.view), len(read)) == (bytes(8), 2)
+    monkeypatch.setattr(buffer.slot.memory, "read", lambda view: (read.append(view.nbytes), real(view)))
+    for nbytes in (8, 100):
+        buffer.slot.memory.flat.fill_(nbytes)
+        buffer.seal(nbytes)
+        assert [bytes(buffer.view[:nbytes]), bytes(buffer.view[:nbytes])] == [bytes([nbytes]) * nbytes] * 2
+        buffer.unseal()
+    assert read == [8, 100]
 
 
 def calls(call: Callable[[], object]) -> int:

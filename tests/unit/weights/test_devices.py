@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from data_samples import bits, packed, sample, sampled_dicts, snapshot, trained
-from fake_device import fake_device
+from fake_device import FakeDevice, fake_device
 from hypothesis import given
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from weightsync.engine.packer import Packer, nobody
+from weightsync.transports.device import DeviceBuffer
 from weightsync.weights import packing
 from weightsync.weights.aliasing import same_bits
+from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.device.captures import must_not_move
-from weightsync.weights.device.registry import backends
+from weightsync.weights.device.registry import backends, device_at
+from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import Mode, Target
-from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, borrowed, copy_groups, groups_of
 from weightsync.weights.tree_digest import digest
 
 
@@ -53,6 +58,31 @@ def foreach_copy_of_a_gpu(into: Sequence[Tensor], tensors: Sequence[Tensor], non
         target.copy_(source if as_float is None else torch.where(as_float.isnan(), float("nan"), as_float))
 
 
+class CopiesInGroups(FakeDevice):
+    """A device that copies as a GPU does: many tensors with one kernel, and what torch would convert as integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: What each copy read, and what it was known by.
+        self.copied: list[tuple[Sequence[Tensor], object]] = []
+
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
+        """Copy at once."""
+        self.copied.append((tensors, known))
+        copy_groups(groups_of(into, tensors), into, tensors)
+
+
+class Reaching(type(nobody)):  # type: ignore[misc]
+    """A worker that can open slots on a device."""
+
+    def __init__(self, identity: bytes) -> None:
+        self.identity = identity
+
+    def reached(self) -> Sequence[frozenset[bytes]]:
+        """That device."""
+        return [frozenset({self.identity})]
+
+
 @pytest.mark.usefixtures("everything_is_on_a_device")
 @given(sampled_dicts)
 def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, bytes]]) -> None:
@@ -66,6 +96,48 @@ def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, byte
     assert all(bits(destination[name]) == expected for name, (_, expected) in found.items())
     weights = read_weights(source)
     assert digest_of(weights, layout_of(weights), extras) == digest(payload, extras) == target.digest()
+
+
+def in_a_slot(device: FakeDevice, layout: Layout, payload: memoryview) -> DeviceMemory:
+    memory = device.allocate(layout.nbytes)
+    borrowed(memory.flat.data_ptr(), layout.nbytes).copy_(torch.frombuffer(payload, dtype=torch.uint8))
+    return memory
+
+
+@pytest.mark.parametrize("way", ["through the host", "in a slot", "where no memory can be shared"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_over_weights_that_were_copied_over_on_a_device_cannot_be_used_any_more(
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "where no memory can be shared":
+        monkeypatch.setattr(packing, "_on_one_device", bool)
+    device = contextlib.nullcontext() if way == "where no memory can be shared" else fake_device(CopiesInGroups())
+    with device as made:
+        model = nn.Linear(4, 4).to(dtype)
+        layout, payload, extras = packed(nn.Linear(4, 4).to(dtype))
+        target = Target(model)
+        slot = in_a_slot(made, layout, payload) if way == "in a slot" else payload
+        loss = (model(model(torch.ones(4, dtype=dtype))) ** 2).sum()
+
+        target.swap(target.stage(layout, slot, extras))
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_slot_is_copied_into_tied_weights_as_planned_before() -> None:
+    with fake_device(CopiesInGroups()) as device:
+        source, destination = trained(1), trained(2)
+        layout, payload, extras = packed(source)
+        target, slot = Target(destination), in_a_slot(device, layout, payload)
+        for _ in range(2):
+            target.swap(target.stage(layout, slot, extras))
+
+        (first, known), (second, again) = device.copied
+        assert first is second
+        assert known is again is not None
+        assert len(first) < len(layout.entries)
+        assert snapshot(destination) == snapshot(source)
 
 
 def test_a_target_names_the_devices_whose_slots_it_can_be_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +210,20 @@ def test_tied_weights_are_compared_on_a_gpu_without_as_much_memory_again() -> No
     assert torch.cuda.max_memory_allocated() - before <= one.nbytes // 2
     other[-1] = 1.0
     assert not same_bits(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
+def test_a_trainer_that_moves_its_model_off_the_gpu_between_two_sends_has_the_memory_back() -> None:
+    model = nn.Linear(4096, 1024).bfloat16().cuda()
+    device = device_at(model.weight.device)
+    assert device is not None
+    packer, readers = Packer(), Reaching(device.identity)
+    for _ in range(3):
+        packed = packer.pack(model, readers=readers)
+        assert isinstance(packed.buffer, DeviceBuffer)
+        packer.handed_over(packed)
+    before = torch.cuda.memory_allocated()
+    model.cpu()
+    assert before - torch.cuda.memory_allocated() >= model.weight.nbytes
+    packer.close()

@@ -134,8 +134,8 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         self._named.name(slot, message)
         # Held even if the link turns out to be dead: an earlier frame may have shared the same version.
         self._pins.hold(message, payload)
-        if on_device:
-            self._reach.used(message)
+        if isinstance(slot, DeviceSlot):
+            self._reach.used(message, slot, self._pins.acked)
         self._channel.write(self._peer, frame)
 
     def takes_parts(self, payload: Buffer, nbytes: int, hashed: bool) -> bool:

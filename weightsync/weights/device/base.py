@@ -13,11 +13,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from weightsync.errors import TransportError
 from weightsync.weights.device.captures import KeepsAddresses
-from weightsync.weights.layout import Layout
-from weightsync.weights.packing import views
+from weightsync.weights.layout import Group, Layout
+from weightsync.weights.packing import parted
 from weightsync.weights.reading import Weights, ordered
 from weightsync.weights.tensors import SlotViews, address_of, borrowed, on_cpu
 
@@ -82,8 +83,8 @@ class Device(Waits, Protocol):
         """Queue a copy, tensor by tensor, in the current stream. It may continue after the call.
 
         Args:
-            known: the same object for as long as both are of the same number, dtypes and strides, so that they need
-                not be looked at again. None: they are.
+            known: the same object for as long as both are of the same number, dtypes and strides, and those that are
+                no `SlotViews` stay where they are, so that they need not be looked at again. None: they are.
         """
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
@@ -166,13 +167,17 @@ class DeviceMemory:
     def tidy(self, _unwritten: Callable[[memoryview], bool]) -> None:
         """Do nothing: see `remap`."""
 
-    def views(self, layout: Layout) -> list[Tensor]:
+    def views(self, layout: Layout) -> SlotViews:
         """The entries of a layout as views of the memory, made once while the layout stays the same."""
         if self._views is None or self._views[0] != layout:
             # In inference mode, which the caller may be in, a view could not become a parameter's data.
             with torch.inference_mode(False), torch.no_grad():
-                self._views, self.kept = (layout, SlotViews(views(layout, self.flat[: layout.nbytes]))), None
+                self._views, self.kept = (layout, SlotViews(parted(layout, self._part))), None
         return self._views[1]
+
+    def _part(self, group: Group) -> Tensor:
+        """Some of its bytes as memory of their own, which keeps the whole mapped."""
+        return from_dlpack(self.flat[group.offset : group.offset + group.nbytes])
 
     def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:
         """Queue a copy of weights of a layout into it in the current stream. `seal_with` waits for it.

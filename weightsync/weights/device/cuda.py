@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from weightsync.weights.device.base import SEAL_NBYTES, STAGING_NBYTES, DeviceError, DeviceMemory, Piece
 from weightsync.weights.device.captures import Captures, KeepsAddresses
 from weightsync.weights.device.driver import Driver
-from weightsync.weights.tensors import Group, address_of, copy_groups, groups_of, is_lazily_changed
+from weightsync.weights.tensors import BITS, Group, SlotViews, address_of, copy_groups, groups_of, is_lazily_changed
 
 logger = logging.getLogger("weightsync")
 
@@ -100,6 +101,42 @@ class Bounce:
             self._turn = 1 - self._turn
 
 
+class _Planned:
+    """How tensors that stay where they are are copied to and from slots, again and again."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self._as_they_are = all(group.bits is None for group in groups)
+        self._bits: list[Tensor] | None = None
+
+    def bound(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors, with their views as what they are copied bit for bit, which are made once."""
+        if self._as_they_are:
+            return tensors
+        if self._bits is None:
+            with torch.inference_mode():
+                self._bits = list(map(_place_of, tensors))
+        found = SlotViews(tensors)
+        found.bits = self._bits
+        return found
+
+
+def _place_of(tensor: Tensor) -> Tensor:
+    """View where a tensor's elements are as what they are copied bit for bit. Its memory is not kept."""
+    kind = BITS.get(tensor.dtype, tensor.dtype)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel():
+        return torch.empty_like(tensor, dtype=kind)
+    elements = viewed(tensor.data_ptr(), span * tensor.itemsize, tensor.device).view(kind)
+    return elements.as_strided(tensor.shape, tensor.stride())
+
+
+def viewed(address: int, nbytes: int, place: torch.device) -> Tensor:
+    """View memory of a device that somebody else keeps."""
+    found = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=found), device=place)
+
+
 class CudaDevice:
     """A CUDA device of this process: see `Device`."""
 
@@ -109,7 +146,7 @@ class CudaDevice:
         #: Held while pieces cross: there is one staging area.
         self._crossing = threading.Lock()
         self._warned_unpinned = False
-        self._groups: WeakKeyDictionary[object, Sequence[Group]] = WeakKeyDictionary()
+        self._planned: WeakKeyDictionary[object, _Planned] = WeakKeyDictionary()
 
     @cached_property
     def identity(self) -> bytes:
@@ -161,12 +198,17 @@ class CudaDevice:
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
         """See `Device.copy`."""
-        groups = None if known is None else self._groups.get(known)
-        if groups is None:
-            groups = groups_of(into, tensors)
+        planned = None if known is None else self._planned.get(known)
+        if planned is not None:
+            if isinstance(into, SlotViews):
+                tensors = planned.bound(tensors)
+            elif isinstance(tensors, SlotViews):
+                into = planned.bound(into)
+        else:
+            planned = _Planned(groups_of(into, tensors))
             if known is not None:
-                self._groups[known] = groups
-        copy_groups(groups, into, tensors)
+                self._planned[known] = planned
+        copy_groups(planned.groups, into, tensors)
 
     @cached_property
     def _beside(self) -> torch.cuda.Stream:

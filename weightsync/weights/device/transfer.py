@@ -8,11 +8,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import STAGING_NBYTES, Device, Piece
+from weightsync.weights.device.base import STAGING_NBYTES, Device, DeviceMemory, Piece
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import chunks_of, pack, views, zero_gaps
 from weightsync.weights.reading import Weights, ordered
-from weightsync.weights.tensors import address_of, borrowed
+from weightsync.weights.tensors import SlotViews, address_of, borrowed, count_writes
 
 
 def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview) -> None:
@@ -35,6 +35,23 @@ def scatter_onto(
     """Like `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy."""
     if chosen:
         device.from_host(_pieces(layout, tensors, chosen, address_of(view)))
+        count_writes(list(map(tensors.__getitem__, chosen)))
+
+
+def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen: Sequence[int], known: object) -> None:
+    """Queue a copy of the chosen entries of a slot into tensors on its device or another, in the current stream.
+
+    Args:
+        known: see `Device.copy`; the entries are the same too.
+    """
+    found = memory.views(layout)
+    if len(chosen) < len(tensors):
+        part = found.part
+        if part is None or part[0] != chosen:
+            part = found.part = chosen, SlotViews(map(found.__getitem__, chosen))
+        tensors, found = list(map(tensors.__getitem__, chosen)), part[1]
+    memory.device.copy(tensors, found, known)
+    count_writes(tensors)
 
 
 def _pieces(layout: Layout, tensors: Sequence[Tensor], chosen: Sequence[int], base: int) -> list[Piece]:
