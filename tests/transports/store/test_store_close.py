@@ -14,6 +14,7 @@ from weakref import ref
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from weightsync import DistributedWeightSyncScheme, TransportError
 from weightsync.clock import Deadline
@@ -116,6 +117,20 @@ def test_a_link_that_is_dropped_ends_and_its_peer_is_told(ends: Ends) -> None:
     gc.collect()
 
     assert ends.heard() == ["Hello"]
+    assert threads._read_all.wait(PATIENCE)
+
+
+def test_a_sender_that_is_dropped_while_its_update_waits_for_a_worker_that_never_came_ends(store: Any) -> None:
+    """The update lies in the queue of the link's thread, and its payload was pinned by the sender itself."""
+    scheme = DistributedWeightSyncScheme()
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(4, 4))
+    scheme.get_sender().send_async()
+    link = ref(scheme.get_sender().transports()[0])
+    threads = link()._threads  # type: ignore[union-attr]
+    del scheme
+    gc.collect()
+
+    assert link() is None
     assert threads._read_all.wait(PATIENCE)
 
 
