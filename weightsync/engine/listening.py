@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from weightsync.engine.copies import SchemeServices
+from weightsync.engine.driver import Shield
 from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
 
 
@@ -47,14 +49,27 @@ class Listening:
     def listen(self, endpoint: Any) -> None:
         """Take links from one more endpoint. An earlier listener at the same place is stopped.
 
-        Raises ConfigurationError: no link can be made of it.
+        Raises:
+            ConfigurationError: no link can be made of it.
+            StateError: another thread has closed the receiver meanwhile.
         """
         self.endpoint = endpoint
-        with self._driver.expecting():
-            listener = self._services.listen(endpoint, self._driver.model_id, self._accept)
-        if listener in self._listeners:  # at the same place: nothing would reach the earlier one any more
-            self._listeners.pop(self._listeners.index(listener))()
-        self._listeners.append(listener)
+        # An interrupt waits for the new listener: its thread would be left without an owner.
+        with Shield(self._driver.waker.fire):
+            with self._driver.expecting():
+                listener = self._services.listen(endpoint, self._driver.model_id, self._accept)
+            self._keep(listener)
+
+    def _keep(self, listener: Callable[[], None]) -> None:
+        with self._driver.lock:
+            # At the same place: nothing would reach the earlier one any more.
+            replaced = [each for each in self._listeners if each == listener]
+            self._listeners = [*(each for each in self._listeners if each != listener), listener]
+        for each in replaced:
+            each()
+        if self._driver.machine.state is State.CLOSED:
+            self.stop()
+            raise self._driver.refused("register_worker_transport")
 
     def _accept(self, link: Link) -> None:
         self._driver.add_link(link)
@@ -87,5 +102,7 @@ class Listening:
 
     def stop(self) -> None:
         """Stop taking links. Those that are open stay open."""
-        while self._listeners:
-            self._listeners.pop()()
+        with self._driver.lock:
+            listeners, self._listeners = self._listeners, []
+        for each in listeners:
+            each()
