@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 from weightsync.engine.copies import SchemeServices
 from weightsync.engine.driver import Shield
@@ -57,7 +59,7 @@ class Listening:
         # An interrupt waits for the new listener: its thread would be left without an owner.
         with Shield(self._driver.waker.fire):
             with self._driver.expecting():
-                listener = self._services.listen(endpoint, self._driver.model_id, self._accept)
+                listener = self._services.listen(endpoint, self._driver.model_id, _Accept(ref(self)))
             self._keep(listener)
 
     def _keep(self, listener: Callable[[], None]) -> None:
@@ -71,7 +73,8 @@ class Listening:
             self.stop()
             raise self._driver.refused("register_worker_transport")
 
-    def _accept(self, link: Link) -> None:
+    def accept(self, link: Link) -> None:
+        """Take a link."""
         self._driver.add_link(link)
         if self.background_reader is not None:
             self.background_reader.link_added()
@@ -106,3 +109,17 @@ class Listening:
             listeners, self._listeners = self._listeners, []
         for each in listeners:
             each()
+
+
+@dataclass(frozen=True)
+class _Accept:
+    """Gives a receiver its links, and does not hold it: listeners may have threads, and it may be dropped."""
+
+    listening: ref[Listening]
+
+    def __call__(self, link: Link) -> None:
+        there = self.listening()
+        if there is None:
+            link.close()
+        else:
+            there.accept(link)

@@ -23,9 +23,10 @@ from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import _Announcement, base_key
+from weightsync.transports.store.blocking_threads import _running
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.link_threads import LinkThreads
-from weightsync.transports.store.listener import PlaceholderLink, _listeners
+from weightsync.transports.store.listener import PlaceholderLink, _Listener, _listeners
 from weightsync.transports.store.mailbox import Outbox
 from weightsync.transports.store.store import Client, base_of
 from weightsync.transports.store.stream import Stream
@@ -132,6 +133,26 @@ def test_a_sender_that_is_dropped_while_its_update_waits_for_a_worker_that_never
 
     assert link() is None
     assert threads._read_all.wait(PATIENCE)
+
+
+def test_a_receiver_that_is_dropped_listens_no_more_and_another_can_take_its_place(store: Any) -> None:
+    scheme, before = DistributedWeightSyncScheme(), _listeners_running()
+    scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+    receiver, (listener,) = ref(scheme.get_receiver()), _listeners_running() - before
+    del scheme
+    gc.collect()
+    assert receiver() is None
+    waited = Deadline(PATIENCE)
+    while not listener._over.is_set() and not waited.passed:
+        wait(Waker(), [], 0.01)
+
+    another = DistributedWeightSyncScheme()
+    another.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+    another.close()
+
+
+def _listeners_running() -> set[_Listener]:
+    return {owner for owner in _running._alive().values() if isinstance(owner, _Listener)}
 
 
 def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:
