@@ -435,3 +435,23 @@ def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(
     (beating,) = begun
     beating.join(60.0)
     assert not beating.is_alive()
+
+
+def test_a_listener_that_gets_no_thread_leaves_the_heartbeat(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.endswith("listen"):
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        real(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", starting)
+        with pytest.raises(TransportError, match="The thread for weightsync-listener-listen cannot be started"):
+            DistributedWeightSyncScheme().init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+
+    for thread in begun:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()

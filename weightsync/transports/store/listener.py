@@ -132,7 +132,11 @@ class _Listener:
             rendezvous.store, heartbeat.Callbacks(self._lose, self._lose, self._look)
         )
         forget_after_fork(self)
-        start(self, self._listen)
+        try:
+            start(self, self._listen)
+        except TransportError:
+            self._heartbeat_member.leave()
+            raise
 
     def forget(self) -> None:
         """In a forked child: stop listening. The thread is the parent's."""
