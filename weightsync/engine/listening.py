@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 from weightsync.engine.copies import SchemeServices
+from weightsync.engine.driver import Shield
 from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
 
 
@@ -47,16 +51,30 @@ class Listening:
     def listen(self, endpoint: Any) -> None:
         """Take links from one more endpoint. An earlier listener at the same place is stopped.
 
-        Raises ConfigurationError: no link can be made of it.
+        Raises:
+            ConfigurationError: no link can be made of it.
+            StateError: another thread has closed the receiver meanwhile.
         """
         self.endpoint = endpoint
-        with self._driver.expecting():
-            listener = self._services.listen(endpoint, self._driver.model_id, self._accept)
-        if listener in self._listeners:  # at the same place: nothing would reach the earlier one any more
-            self._listeners.pop(self._listeners.index(listener))()
-        self._listeners.append(listener)
+        # An interrupt waits for the new listener: its thread would be left without an owner.
+        with Shield(self._driver.waker.fire):
+            with self._driver.expecting():
+                listener = self._services.listen(endpoint, self._driver.model_id, _Accept(ref(self)))
+            self._keep(listener)
 
-    def _accept(self, link: Link) -> None:
+    def _keep(self, listener: Callable[[], None]) -> None:
+        with self._driver.lock:
+            # At the same place: nothing would reach the earlier one any more.
+            replaced = [each for each in self._listeners if each == listener]
+            self._listeners = [*(each for each in self._listeners if each != listener), listener]
+        for each in replaced:
+            each()
+        if self._driver.machine.state is State.CLOSED:
+            self.stop()
+            raise self._driver.refused("register_worker_transport")
+
+    def accept(self, link: Link) -> None:
+        """Take a link."""
         self._driver.add_link(link)
         if self.background_reader is not None:
             self.background_reader.link_added()
@@ -87,5 +105,21 @@ class Listening:
 
     def stop(self) -> None:
         """Stop taking links. Those that are open stay open."""
-        while self._listeners:
-            self._listeners.pop()()
+        with self._driver.lock:
+            listeners, self._listeners = self._listeners, []
+        for each in listeners:
+            each()
+
+
+@dataclass(frozen=True)
+class _Accept:
+    """Gives a receiver its links, and does not hold it: listeners may have threads, and it may be dropped."""
+
+    listening: ref[Listening]
+
+    def __call__(self, link: Link) -> None:
+        there = self.listening()
+        if there is None:
+            link.close()
+        else:
+            there.accept(link)

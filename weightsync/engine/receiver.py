@@ -403,6 +403,7 @@ class WeightReceiver(Participant):
         with Shield(self._driver.waker.fire):
             self._listening.stop()
             close()
+            self._listening.stop()  # another thread may have registered one more meanwhile
             self._served.staged = None
             self._served.leave_device()
         self._threads.end()

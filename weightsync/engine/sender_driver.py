@@ -69,6 +69,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: How many processes that are to be watched have not started yet. Their start wakes no wait.
         self.awaited = 0
         self._packed: dict[int, Packed] = {}
+        self._pin = object()  #: Pins their buffers. Not this driver: its links' threads may hold them in queues.
         #: For each version that is kept: worker id to the hashes that an ack may name, over any of the worker's links.
         self._named: dict[int, dict[int, set[bytes]]] = {}
         #: The update that was sent last; None if none was, or its version is no longer due.
@@ -90,7 +91,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             version = self.data.version + 1
             self._packed[version] = packed
-            packed.buffer.pins.add(self)
+            packed.buffer.pins.add(self._pin)
             try:
                 if self._gathering is None:
                     self.take(event)
@@ -478,7 +479,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if self._last_sent is not None and self._last_sent.update.version == version:
             self._last_sent = None
         self._named.pop(version, None)
-        self._packed.pop(version).buffer.pins.discard(self)
+        self._packed.pop(version).buffer.pins.discard(self._pin)
 
     def travelling(self, packed: Packed) -> Travelling:
         """How the payload of the next version travels: as a delta to workers that have acked the version before."""

@@ -16,7 +16,7 @@ from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError,
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
-from weightsync.transports.base import Withdraws
+from weightsync.transports.base import Link, Withdraws
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
@@ -60,15 +60,20 @@ class Workers:
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
         self._renew_layout(worker_id, known_layout)
-        link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
-        with Shield(self._driver.waker.fire), self._driver.lock:
+        # An interrupt waits for the new link: its threads would be left without an owner.
+        with Shield(self._driver.waker.fire):
+            link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
+            self._join(worker_id, endpoint, link, awaited)
+
+    def _join(self, worker_id: int, endpoint: Any, link: Link, process: AwaitedProcess | None) -> None:
+        with self._driver.lock:
             try:
                 self._driver.require_open("add_worker")
             except StateError:  # another thread has closed the sender meanwhile
                 close(link)
                 raise
             self.endpoints[worker_id] = endpoint
-            self._driver.join(worker_id, link, awaited)
+            self._driver.join(worker_id, link, process)
 
     def model_replaced(self, known_layout: Callable[[], Layout | None]) -> None:
         """The trainer has another model: handshakes carry no layout until a version of that was applied.

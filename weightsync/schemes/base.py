@@ -224,8 +224,12 @@ class WeightSyncScheme(Configured):
         with self._events.reported_by(lambda events: receiver.report_to(events, lambda: self.worker_idx)):
             receiver.set_context(context, model_id)
             receiver.register_model(weights_of(model))
-            receiver.register_worker_transport(endpoint)
-            self._become_worker(given, context)
+            try:
+                receiver.register_worker_transport(endpoint)
+                self._become_worker(given, context)
+            except BaseException:  # after an interrupt it listens already, and nobody could close it
+                receiver._listening.stop()
+                raise
             side.receiver = receiver
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:

@@ -19,9 +19,12 @@ from weightsync import (
     WorkerLostError,
 )
 from weightsync.keys import SharedKey
+from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello
 from weightsync.transports import rpc as module
-from weightsync.transports.calls.server import CallServer, Parcel
+from weightsync.transports.base import Link
+from weightsync.transports.calls import server as module_of_servers
+from weightsync.transports.calls.server import CallRefused, CallServer, Parcel
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind, NoSeal
 
 PATIENCE = 30.0
@@ -280,3 +283,20 @@ def test_calls_that_came_before_a_key_was_known_are_not_met_under_it() -> None:
 
     assert links == []
     assert "another key" in str(answer.exception(timeout=0))
+
+
+def test_a_call_that_was_let_through_as_a_receiver_with_a_key_begins_to_listen_is_checked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call_server, given, opened = CallServer("policy", "calls", str), list[Link](), module_of_servers.opened
+
+    def open_meanwhile(parcel: Parcel) -> Any:
+        monkeypatch.setattr(module_of_servers, "opened", opened)
+        call_server.open(given.append, KEY)
+        return opened(parcel)
+
+    monkeypatch.setattr(module_of_servers, "opened", open_meanwhile)
+    hello = Parcel("stranger", 0, codec.encode(Hello(model_id="policy", incarnation=7)))
+
+    assert isinstance(call_server.submit(hello), CallRefused)
+    assert not given

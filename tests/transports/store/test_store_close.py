@@ -14,6 +14,7 @@ from weakref import ref
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from weightsync import DistributedWeightSyncScheme, TransportError
 from weightsync.clock import Deadline
@@ -22,9 +23,10 @@ from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import _Announcement, base_key
+from weightsync.transports.store.blocking_threads import _running
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.link_threads import LinkThreads
-from weightsync.transports.store.listener import PlaceholderLink, _listeners
+from weightsync.transports.store.listener import PlaceholderLink, _Listener, _listeners
 from weightsync.transports.store.mailbox import Outbox
 from weightsync.transports.store.store import Client, base_of
 from weightsync.transports.store.stream import Stream
@@ -117,6 +119,40 @@ def test_a_link_that_is_dropped_ends_and_its_peer_is_told(ends: Ends) -> None:
 
     assert ends.heard() == ["Hello"]
     assert threads._read_all.wait(PATIENCE)
+
+
+def test_a_sender_that_is_dropped_while_its_update_waits_for_a_worker_that_never_came_ends(store: Any) -> None:
+    """The update lies in the queue of the link's thread, and its payload was pinned by the sender itself."""
+    scheme = DistributedWeightSyncScheme()
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(4, 4))
+    scheme.get_sender().send_async()
+    link = ref(scheme.get_sender().transports()[0])
+    threads = link()._threads  # type: ignore[union-attr]
+    del scheme
+    gc.collect()
+
+    assert link() is None
+    assert threads._read_all.wait(PATIENCE)
+
+
+def test_a_receiver_that_is_dropped_listens_no_more_and_another_can_take_its_place(store: Any) -> None:
+    scheme, before = DistributedWeightSyncScheme(), _listeners_running()
+    scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+    receiver, (listener,) = ref(scheme.get_receiver()), _listeners_running() - before
+    del scheme
+    gc.collect()
+    assert receiver() is None
+    waited = Deadline(PATIENCE)
+    while not listener._over.is_set() and not waited.passed:
+        wait(Waker(), [], 0.01)
+
+    another = DistributedWeightSyncScheme()
+    another.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+    another.close()
+
+
+def _listeners_running() -> set[_Listener]:
+    return {owner for owner in _running._alive().values() if isinstance(owner, _Listener)}
 
 
 def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:
@@ -399,3 +435,23 @@ def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(
     (beating,) = begun
     beating.join(60.0)
     assert not beating.is_alive()
+
+
+def test_a_listener_that_gets_no_thread_leaves_the_heartbeat(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.endswith("listen"):
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        real(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", starting)
+        with pytest.raises(TransportError, match="The thread for weightsync-listener-listen cannot be started"):
+            DistributedWeightSyncScheme().init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+
+    for thread in begun:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()

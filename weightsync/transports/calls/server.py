@@ -34,6 +34,10 @@ class CallRefused(Future[Frames]):
     """The answer to a call from a sender that is not trusted: the call has no effect."""
 
 
+class _GateReplaced(Exception):
+    """The call is to be checked again."""
+
+
 class CallServer:
     """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here."""
 
@@ -60,6 +64,12 @@ class CallServer:
 
         Raises TransportError: the limit of waiting calls is reached.
         """
+        try:
+            return self._submit(parcel)
+        except _GateReplaced:
+            return self.submit(parcel)
+
+    def _submit(self, parcel: Parcel) -> Future[Frames]:
         if parcel.place is not None and (self._key is not None or is_envelope(parcel.frame)):
             raise ProtocolError("a call under a key named memory instead of carrying its payload.")
         with self._lock:
@@ -71,10 +81,10 @@ class CallServer:
                 self._sealed.append((parcel, waiting))
                 return waiting
         if gate is None:
-            return self._bring(parcel)
+            return self._bring(parcel, gate)
         admitted = gate.admit(parcel)
         if isinstance(admitted, Parcel):
-            return gate.sealed(parcel.link, self._bring(admitted))
+            return gate.sealed(parcel.link, self._bring(admitted, gate))
         gone: Future[Frames] = CallRefused() if isinstance(admitted, UntrustedCall) else Future()
         gone.set_result(admitted.frames)
         return gone
@@ -87,12 +97,15 @@ class CallServer:
                 "make the worker's receiver first."
             )
 
-    def _bring(self, parcel: Parcel) -> Future[Frames]:
+    def _bring(self, parcel: Parcel, gate: CallAuthenticator | None) -> Future[Frames]:
+        """Process a call that ``gate`` has let through. Raises _GateReplaced: there is another gate now."""
         brought = opened(parcel) if parcel.frame else None
         if self._key is None and _is_from_elsewhere(brought):
             warn_exposed(f"A sender of model {self.model_id!r} calls from another host")
         with self._lock:
             self._accepted.wait_for(lambda: self._links.get(parcel.link) not in self._being_accepted)
+            if self._gate is not gate:  # a receiver listens since then, perhaps with a key
+                raise _GateReplaced
             link = self._links.get(parcel.link)
             accept = None
             if self._accept is None:
@@ -159,6 +172,12 @@ class CallServer:
 
         Raises ProtocolError, TransportError: as for `submit`; the link's calls end nevertheless.
         """
+        try:
+            self._hang_up(parcel)
+        except _GateReplaced:
+            self.hang_up(parcel)
+
+    def _hang_up(self, parcel: Parcel) -> None:
         gate = self._gate
         if gate is None and is_envelope(parcel.frame):
             self._forget(parcel.link)
@@ -167,7 +186,7 @@ class CallServer:
         if gate is not None and isinstance(admitted, Parcel | HeldCall):
             gate.forget(parcel.link)
         if isinstance(admitted, Parcel):
-            self._end(admitted)
+            self._end(admitted, gate)
 
     def _forget(self, name: str) -> None:
         """End the calls of a link that has not been opened yet."""
@@ -177,9 +196,9 @@ class CallServer:
         for waiting in gone:
             waiting.set_result([])
 
-    def _end(self, parcel: Parcel) -> None:
+    def _end(self, parcel: Parcel, gate: CallAuthenticator | None) -> None:
         try:
-            self._bring(parcel)
+            self._bring(parcel, gate)
         finally:
             with self._lock:
                 link = self._links.get(parcel.link)  # None: it was refused, as others wait

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
+from weakref import ref
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import Delivery
@@ -99,15 +100,23 @@ class _OtherProcess:
 
 
 class _Listener:
-    """A thread that waits under the worker's key for the next link."""
+    """A thread that waits under the worker's key for the next link.
 
-    def __init__(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
+    Args:
+        leave: called when it is closed.
+    """
+
+    owner: Callable[[], object] = object  #: Gives the handle, and None once that was dropped.
+
+    def __init__(
+        self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None], leave: Callable[[], None]
+    ) -> None:
         self._rendezvous = rendezvous
         self._model_id = model_id
         store = base_of(rendezvous.store)
         self.where = store.host, store.port, base_key(model_id, rendezvous.rank)
         self._base = base_key(model_id, rendezvous.rank)
-        self._accept = accept
+        self._accept, self._leave = accept, leave
         self._other = _OtherProcess(self._base)
         self._over = threading.Event()
         self._client: Client | None = None
@@ -123,7 +132,11 @@ class _Listener:
             rendezvous.store, heartbeat.Callbacks(self._lose, self._lose, self._look)
         )
         forget_after_fork(self)
-        start(self, self._listen)
+        try:
+            start(self, self._listen)
+        except TransportError:
+            self._heartbeat_member.leave()
+            raise
 
     def forget(self) -> None:
         """In a forked child: stop listening. The thread is the parent's."""
@@ -155,6 +168,8 @@ class _Listener:
 
     def _look(self, client: Client) -> None:
         """Called with each heartbeat: log other listeners for this rank, or senders that wait for other models only."""
+        if self.owner() is None:
+            self.close()
         if not self._over.is_set() and self._other.is_alive(client):
             logger.warning(
                 "model %r: another process receives for rank %d of this store too, and each link goes to one of them: "
@@ -247,6 +262,7 @@ class _Listener:
 
     def close(self) -> None:
         """Accept no further link. The thread ends soon."""
+        self._leave()
         if not self._over.is_set():
             self._over.set()
             for link in tuple(self._unproven):
@@ -370,12 +386,10 @@ class ListenerHandle:
     #: The id of a prefixed store, else 0. A prefix cannot be read, so only the same object is the same place.
     prefixed: int
     listener: _Listener = field(compare=False)
-    leave: Callable[[], None] = field(compare=False)
 
     def __call__(self) -> None:
         """Accept no further link."""
         self.listener.close()
-        self.leave()
 
 
 def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> ListenerHandle:
@@ -391,9 +405,12 @@ def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) 
     rendezvous.warn_if_exposed()
     leave = _registered.open(rendezvous, model_id, accept)
     try:
-        listener = _Listener(rendezvous, model_id, accept)
+        listener = _Listener(rendezvous, model_id, accept, leave)
     except BaseException:
         leave()
         raise
     prefixed = id(rendezvous.store) if isinstance(rendezvous.store, PrefixStore) else 0
-    return ListenerHandle(listener.where, prefixed, listener, leave)
+    handle = ListenerHandle(listener.where, prefixed, listener)
+    # A receiver that is dropped holds it no more: see `StoreLink`.
+    listener.owner = ref(handle)
+    return handle

@@ -1,0 +1,75 @@
+"""Interrupts, and calls of other threads, while a side begins: nothing goes on that nobody can close."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from weightsync import DistributedWeightSyncScheme, StateError
+from weightsync.schemes import distributed
+from weightsync.transports.store.blocking_threads import _running
+
+PATIENCE = 15.0
+
+
+def begins_sender(scheme: DistributedWeightSyncScheme, store: Any) -> None:
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(4, 4))
+
+
+def begins_worker(scheme: DistributedWeightSyncScheme, store: Any) -> None:
+    scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+
+
+def all_threads_end() -> bool:
+    """Whether the threads of links, listeners and the heartbeat end."""
+    for thread in tuple(_running._alive()):
+        thread.join(PATIENCE)
+    return not _running._alive()
+
+
+@pytest.mark.parametrize(
+    ("begin", "which"), [*((begins_sender, which) for which in (2, 4)), *((begins_worker, which) for which in (1, 3))]
+)
+def test_an_interrupt_while_the_threads_start_leaves_none_and_the_side_can_begin_again(
+    store: Any, monkeypatch: pytest.MonkeyPatch, begin: Callable[[DistributedWeightSyncScheme, Any], None], which: int
+) -> None:
+    started, start = iter(range(1, 100)), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if next(started) == which:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    scheme = DistributedWeightSyncScheme()
+    with pytest.raises(KeyboardInterrupt):
+        begin(scheme, store)
+    monkeypatch.undo()
+    begin(scheme, store)
+    scheme.close()
+    gc.collect()
+
+    assert all_threads_end()
+
+
+def test_a_receiver_that_is_closed_while_another_thread_registers_listens_no_more(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme, listen = DistributedWeightSyncScheme(), distributed.listen
+    begins_worker(scheme, store)
+
+    def close_meanwhile(*arguments: Any) -> Any:
+        scheme.close()
+        return listen(*arguments)
+
+    monkeypatch.setattr(distributed, "listen", close_meanwhile)
+    with pytest.raises(StateError, match="this receiver is closed for good"):
+        scheme.get_receiver().register_worker_transport((store, 1))
+
+    assert all_threads_end()
