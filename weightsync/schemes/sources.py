@@ -187,6 +187,16 @@ def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         return MISSING
 
 
+def not_at_path(context: Any, model_id: str) -> str:
+    """Why a context has no model at the path that the model's id is, for messages; empty without a context."""
+    try:
+        if context is not None:
+            _resolve_model(context, model_id)
+    except ModelPathError as error:
+        return f" {error}"
+    return ""
+
+
 def _fallback(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     return optional(context, "_fallback_policy") if model_id == "policy" else MISSING
 
