@@ -375,10 +375,11 @@ class Background:
                 self._spawn()
             with self._news:
                 self._news.wait_for(lambda: met() or self._error is not None or not self.running, deadline.nap)
-                error, self._error = self._error or self._receiver.broken, None
+                error = self._error or self._receiver.broken
+                if met() and (error is None or isinstance(error, TransportError)):
+                    return True  # a link that ended after that is told by the next call
+                self._error = None
                 if error is not None:
                     raise error
-                if met():
-                    return True
                 if deadline.passed:
                     return False

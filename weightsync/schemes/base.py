@@ -34,6 +34,7 @@ from weightsync.schemes.sources import (
     given_or_found,
     is_weightless,
     model_for_worker,
+    not_at_path,
     registered,
     weights_of,
 )
@@ -472,10 +473,11 @@ class WeightSyncScheme(Configured):
         else:
             found = weights
         if found is None:
+            why = not_at_path(self._context() if context is None else context, model_id)
             raise ConfigurationError(
                 f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
                 "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
-                "sent."
+                f"sent.{why}"
             )
         return found
 

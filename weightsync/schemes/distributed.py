@@ -169,8 +169,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             rank = given_or_found(given, context, "worker_idx")
         if rank is None or rank == 0:
             raise ConfigurationError(
-                "init_on_worker() needs rank=, or a context with .rank: the trainer is rank 0, worker i is rank i + 1. "
-                "Here worker_idx= means the same, as in TorchRL."
+                "init_on_worker() and init_on_receiver() need rank= (or worker_idx=, or a context with .rank), from 1: "
+                "the trainer is rank 0, and worker i is rank i + 1."
             )
         store = given_or_found(given, context, "store")
         if store is None:
@@ -198,8 +198,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     def _reach_store(self, info: Mapping[str, Any] | None) -> TCPStore:
         if info is None:
             raise ConfigurationError(
-                "init_on_worker() needs store= (a TCPStore), store_info= (from the trainer's get_store_info()), or a "
-                "scheme that was sent here after init_on_sender()."
+                "init_on_worker() and init_on_receiver() need store= (a TCPStore), store_info= (from the trainer's "
+                "get_store_info()), or a scheme that was sent here after init_on_sender()."
             )
         host, port = _address_in(info)
         try:

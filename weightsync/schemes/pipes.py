@@ -115,9 +115,9 @@ class PipeScheme(WeightSyncScheme):
         pipe = given_or_found(given, context, "pipe")
         if pipe is None:
             raise ConfigurationError(
-                "init_on_worker() needs pipe=, or a context with .pipe: this worker's end of a multiprocessing.Pipe(). "
-                "A scheme that makes its pipes itself carries it to a process that is started with the scheme after "
-                "init_on_sender()."
+                "init_on_worker() and init_on_receiver() need pipe=, or a context with .pipe: this worker's end of a "
+                "multiprocessing.Pipe(). A scheme that makes its pipes itself has it only in a process that is started "
+                "with the scheme after init_on_sender()."
             )
         return pipe
 

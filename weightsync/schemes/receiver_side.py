@@ -34,7 +34,8 @@ class ReceiverSide:
     def require_uninitialized(self) -> None:
         """Raises StateError: this side is initialised already."""
         if self.receiver is not None:
-            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+            hint = "a scheme is initialised once on each side: make a new one, or initialise a copy."
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"], hint)
 
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""

@@ -115,7 +115,8 @@ class SenderSide:
     def require_uninitialized(self) -> None:
         """Raises StateError: this side is initialised already."""
         if self.sender is not None:
-            raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
+            hint = "a scheme is initialised once on each side: make a new one, or initialise a copy."
+            raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"], hint)
 
     def read(self, model_id: str, context: Any, kwargs: Mapping[str, Any]) -> SenderSetup:
         """Read the arguments of `init_on_sender`.

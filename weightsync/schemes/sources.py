@@ -74,14 +74,16 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
         return _loader(given)
     alone = [f"{name}=" for name in ("name_map", "bucket_bytes") if name in given]
     if alone:
-        raise ConfigurationError(f"init_on_worker() takes {', '.join(alone)} with loader= only.")
+        raise ConfigurationError(f"{', '.join(alone)} can be given with loader= only.")
     if "model" in given:
         return weights_of(given["model"])
     found = _from_get_model(given, context, model_id)
     if found is not None and found is not MISSING:
         return weights_of(found)
     if context is None:
-        raise ConfigurationError("init_on_worker() needs model=, loader=, or a context on which model_id is resolved.")
+        raise ConfigurationError(
+            "init_on_worker() and init_on_receiver() need model=, loader=, or a context on which model_id is resolved."
+        )
     if leads_on(context, model_id) and _from_path(given, context, model_id) is MISSING:
         return Relay()
     return model_id
@@ -89,9 +91,9 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
 
 def _loader(given: Mapping[str, Any]) -> Loader:
     if "model" in given:
-        raise ConfigurationError("init_on_worker() takes model= or loader=: give one of them.")
+        raise ConfigurationError("model= and loader= were given: a worker takes one of them.")
     if "names" in given:
-        raise ConfigurationError("init_on_worker() takes names= with model= only: a loader is given all that is sent.")
+        raise ConfigurationError("names= can be given with model= only: a loader is given all that is sent.")
     return Loader(given["loader"], **{name: given[name] for name in ("name_map", "bucket_bytes") if name in given})
 
 
@@ -184,6 +186,16 @@ def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         return _resolve_model(context, model_id)
     except ModelPathError:
         return MISSING
+
+
+def not_at_path(context: Any, model_id: str) -> str:
+    """Why a context has no model at the path that the model's id is, for messages; empty without a context."""
+    try:
+        if context is not None:
+            _resolve_model(context, model_id)
+    except ModelPathError as error:
+        return f" {error}"
+    return ""
 
 
 def _fallback(given: Mapping[str, Any], context: Any, model_id: str) -> Any:

@@ -316,6 +316,17 @@ def test_the_thread_ends_when_the_sender_is_gone_and_says_so_at_each_receive(duo
     assert duo.model() == {1.0}
 
 
+def test_a_version_that_went_live_is_given_before_the_end_of_its_sender_is_told(duo: Duo) -> None:
+    duo.send(2.0)
+    duo.sending.shutdown()
+    while threads_of_ours():
+        os.sched_yield()
+
+    assert duo.receiving.receive(timeout=0)["mark"].tolist() == [2.0] * 64
+    with pytest.raises(TransportError, match="no sender any more"):
+        duo.receiving.receive(timeout=0)
+
+
 @pytest.mark.parametrize("noticed", [True, False])
 def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: Duo, noticed: bool) -> None:
     duo.sending.shutdown()

@@ -418,7 +418,7 @@ def ends() -> Any:
     [
         ({"policy_factory": [fails, fails]}, "ValueError: no policy today"),
         ({"policy_factory": [functools.partial(policy, 0), fails]}, "ValueError: no policy today"),
-        ({}, "ConfigurationError: init_on_worker() needs model="),
+        ({}, "ConfigurationError: init_on_worker() and init_on_receiver() need model="),
         ({"policy_factory": [ends, ends]}, None),
     ],
     ids=["each factory raises", "one raises", "no policy", "no last words"],

@@ -273,7 +273,7 @@ def init_custom_process_group(  # noqa: PLR0917 - as SGLang has it
 
 
 class SGLangHalf:
-    """What a SGLang server's worker does of ``update_weights_from_distributed``."""
+    """What an SGLang server's worker does of ``update_weights_from_distributed``."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}

@@ -79,7 +79,7 @@ def test_store_info_reaches_a_worker_that_got_no_scheme() -> None:
 
 
 def test_worker_idx_is_the_rank_as_in_torchrl_and_0_is_the_trainers(store: Any) -> None:
-    with pytest.raises(ConfigurationError, match="worker_idx= means the same"):
+    with pytest.raises(ConfigurationError, match="the trainer is rank 0"):
         DistributedWeightSyncScheme().init_on_receiver(model_id="policy", store=store, worker_idx=0, model=large())
 
 

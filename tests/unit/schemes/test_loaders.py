@@ -336,13 +336,13 @@ async def load_later(weights: object, version: int) -> None:
     [
         ({"loader": 3}, "give a function"),
         ({"loader": load_later}, "which is async"),
-        ({"loader": print, "model": nn.Linear(1, 1)}, "model= or loader="),
-        ({"model": nn.Linear(1, 1), "name_map": {"a": "b"}}, "takes name_map= with loader= only"),
+        ({"loader": print, "model": nn.Linear(1, 1)}, "model= and loader="),
+        ({"model": nn.Linear(1, 1), "name_map": {"a": "b"}}, "name_map= can be given with loader= only"),
         ({"loader": print, "name_map": ["a"]}, "give a mapping"),
         ({"loader": print, "name_map": {"a": None}}, "give a mapping"),
         ({"loader": print, "bucket_bytes": 0}, "1 or more"),
         ({"loader": print, "bucket_bytes": True}, "1 or more"),
-        ({}, "needs model=, loader="),
+        ({}, "need model=, loader="),
     ],
 )
 def test_contradictory_arguments_are_refused(given: dict[str, Any], match: str, pipe_pair: Any) -> None:

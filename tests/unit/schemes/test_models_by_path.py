@@ -14,7 +14,7 @@ import torch
 from fleet import PATIENCE
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, RefusedError, WeightReceiver
+from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, RefusedError, WeightReceiver
 from weightsync.testing import FakeClock
 
 
@@ -179,3 +179,20 @@ def test_g8_a_copy_carries_the_path_after_the_first_version_too(pair: Any) -> No
     copied: WeightReceiver = pickle.loads(pickle.dumps(pair.receiver))
 
     assert copied.model == "policy"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("nets[critic]", r"'nets\[critic\]' is not a model path: .* quoted keys"),
+        ("nowhere.net", "The part 'nowhere' of the model path 'nowhere.net' does not resolve on the context"),
+    ],
+)
+def test_a_send_without_weights_says_why_the_context_has_no_model_at_the_path(path: str, why: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    actor = Actor()
+    with MultiProcessWeightSyncScheme() as scheme, theirs:
+        scheme.init_on_sender(path, context=actor, pipes=[ours])
+
+        with pytest.raises(ConfigurationError, match=why):
+            scheme.get_sender().send()

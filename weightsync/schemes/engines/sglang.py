@@ -1,4 +1,4 @@
-"""`SGLangEngine`: updates a SGLang server through its HTTP routes."""
+"""`SGLangEngine`: updates an SGLang server through its HTTP routes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SGLangPause(Option):
 
 
 class SGLangEngine(Engine):
-    """A SGLang server, updated by ``update_weights_from_tensor``: the calls contain the tensors.
+    """An SGLang server, updated by ``update_weights_from_tensor``: the calls contain the tensors.
 
     With a carrier it is updated by ``update_weights_from_distributed``, after one ``init_weights_update_group``: the
     carrier transfers the tensors, for example by an NCCL broadcast.
@@ -117,7 +117,7 @@ class SGLangEngine(Engine):
 
 
 class _Version(Phases):
-    """The calls that carry one version to a SGLang server."""
+    """The calls that carry one version to an SGLang server."""
 
     def __init__(self, engine: SGLangEngine, version: str) -> None:
         self._engine, self._version = engine, version
