@@ -17,7 +17,7 @@ from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.workers import SendTargets, Workers, seconds_to_check
-from weightsync.errors import RefusedError, WorkerLostError, warn_renamed
+from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
@@ -175,8 +175,8 @@ class WeightSender(Participant):
             if isinstance(packed, SyncReport):
                 return self._delivered(packed, failing)
             with Shield(self._driver.waker.fire) as shield:
-                version = self._dispatch(pure.Send(targets), packed, stopwatch)
-                report = self._wait_for(version, deadline, shield)
+                version = self._dispatch(pure.Send(targets), packed, stopwatch, wanted)
+                report = self._reporter.empty() if version is None else self._wait_for(version, deadline, shield)
         except (WorkerLostError, RefusedError) as ended:  # every target is lost already, or has refused
             if failing is OnFailure.RAISE:
                 raise
@@ -223,8 +223,8 @@ class WeightSender(Participant):
             return self._delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
         with Shield(self._driver.waker.fire), self._driver.lock:
-            self._dispatch(pure.SendAsync(targets), packed, stopwatch)
-            report = self._reporter.so_far(OutcomeKind.PENDING)
+            version = self._dispatch(pure.SendAsync(targets), packed, stopwatch, wanted)
+            report = self._reporter.empty() if version is None else self._reporter.so_far(OutcomeKind.PENDING)
             self._reporter.delivered()
         report.raise_for_previous()
         return report
@@ -401,7 +401,7 @@ class WeightSender(Participant):
             self._driver.require(asked)
         if wanted.expected is not None or self.expected_workers is not None:
             self._workers.refuse_too_few(wanted, self.expected_workers)
-        if wanted.targets is None and not data.workers and wanted.allow_empty:
+        if wanted.accepts_none_of(data.workers):
             return self._to_nobody(deadline, pending if in_the_way else OnPending.RAISE)
         try:
             pure.targets_of(data, wanted.targets)
@@ -424,8 +424,7 @@ class WeightSender(Participant):
         return self._reporter.empty()
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
-        blocking = self._driver.blocking(targets)
-        if blocking:
+        if blocking := self._driver.blocking(targets):
             hint = f"workers {blocking} are reached by transports of your own, whose calls block. Call send() instead."
             raise self._driver.refused("send_async", hint)
 
@@ -436,19 +435,24 @@ class WeightSender(Participant):
             if self._packer.sends_deltas:
                 packed.travelling = self._driver.travelling(packed)
             if superseding:
-                newer = pure.Abandon(f"superseded by version {self.version + 1}")
-                self._reporter.superseded(self._give_up(newer))
+                self._reporter.superseded(self._give_up(pure.Abandon(f"superseded by version {self.version + 1}")))
         except BaseException:
             self._packer.handed_over(packed)
             raise
         return packed
 
-    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, stopwatch: Stopwatch) -> int:
+    def _dispatch(
+        self, event: pure.Send | pure.SendAsync, packed: Packed, stopwatch: Stopwatch, wanted: SendTargets
+    ) -> int | None:
         packed.pack_s = stopwatch.restart()
         try:
             version = self._driver.dispatch(event, packed)
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
             raise self._reporter.all_ended(error) from None
+        except ConfigurationError:
+            if wanted.accepts_none_of(self._driver.data.workers):  # the last one has left meanwhile
+                return None
+            raise
         finally:
             self._packer.handed_over(packed)
         self._reporter.dispatched(packed, stopwatch)
@@ -467,8 +471,7 @@ class WeightSender(Participant):
         driver = self._driver
         try:
             seen = driver.waker.fired
-            # No time is left to sleep once the deadline has passed.
-            while version not in driver.concluded and (nap := deadline.nap) != 0.0:
+            while version not in driver.concluded and (nap := deadline.nap) != 0.0:  # 0: the deadline has passed
                 if shield.recorded:
                     shield.deliver()
                 ready = driver.wait(seconds_to_check(nap) if driver.awaited else nap, seen)

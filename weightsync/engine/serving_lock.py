@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 from msgspec import Struct
 from torch import nn
 
 from weightsync.clock import Deadline, Stopwatch
 from weightsync.engine.copies import SchemeServices
+from weightsync.engine.forks import FORK_PATIENCE, Fork, forks
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
-from weightsync.transports.process import PerProcess
 from weightsync.weights.layout import Layout
 from weightsync.weights.loader import Loader, LoaderTarget
 from weightsync.weights.model_path import _resolve_model
@@ -40,16 +39,13 @@ PATIENCE: Final = 1.0
 #: long `serving` block would slow down each forward in other threads.
 _PERIOD: Final = 10.0
 
-#: Seconds that a fork waits for swaps to end; a swap whose hook waits for a fork in another thread never would.
-FORK_PATIENCE: Final = 10.0
-
 
 class ServingBlock:
     """A `serving` block that has not ended: its generator alone keeps it."""
 
 
-#: Who serves: the call of a forward, or a block. It counts only as long as that exists; None counts until `leave`.
-ServingEntry = FrameType | ref[ServingBlock] | None
+#: Who serves: the call of a forward, a block, or a fork. It counts as long as that exists; None counts until `leave`.
+ServingEntry = FrameType | ref[ServingBlock] | ref[Fork] | None
 
 
 class ServingLock:
@@ -82,14 +78,20 @@ class ServingLock:
                 self._wait_for(lambda: self._swapping is None, None)
             self._serving[own].append(entry)
 
-    def enter_within(self, seconds: float | None, entry: ServingEntry) -> bool:
-        """As `enter`, unless another thread still swaps after so many seconds: then do nothing, and return False."""
+    def enter_to_fork(self, seconds: float | None, entry: ServingEntry, served: ServedModel) -> None:
+        """As `enter`, but wait so long for a swap. The model leaves its slot, which no other forward may be reading."""
         own = threading.get_ident()
-        with self._lock:
-            if not self._wait_for(lambda: self._swapping in (None, own), seconds):
-                return False
+        with self._lock:  # held until the model has moved
+            alone = self._wait_for(lambda: self._may_fork(own, served), seconds)
+            if self._swapping not in (None, own):
+                served.forked_amid_swap()
+                return
             self._serving[own].append(entry)
-            return True
+            served.leave_host_slot(alone)
+
+    def _may_fork(self, own: int, served: ServedModel) -> bool:
+        still = self._swapping is None and not served.in_slot
+        return still or self._swapping == own or self._free(besides=own)
 
     def patience(self) -> float:
         """Seconds for which a new forward now waits for others to end, or for threads that wait to change the model."""
@@ -346,11 +348,30 @@ class ServedModel:
                 *(self._driver.model_id, error),
             )
 
-    def leave_host_slot(self) -> None:
+    def begin_fork(self, seconds: float | None, fork: ref[Fork]) -> None:
+        """Let no version go live until `end_fork`, and have the model leave its slot on the host."""
+        self.serving.queue()  # forwards that begin now would be waited for too
+        try:
+            self.serving.enter_to_fork(seconds, fork, self)
+        finally:
+            self.serving.leave_queue()
+
+    def end_fork(self, fork: ref[Fork]) -> None:
+        """In the parent: go on."""
+        self.serving.leave(fork)
+
+    @property
+    def in_slot(self) -> bool:
+        """Whether the model is in a slot on the host, where it cannot stay in a forked child."""
+        return self.target is not None and self.target.in_slot
+
+    def leave_host_slot(self, alone: bool) -> None:
         """Have the model leave its slot on the host before a fork: a child cannot answer for it. It uses no device."""
         try:
-            if self.target is not None:
-                self.target.leave_slot()
+            if self.in_slot and not alone:
+                raise ModelBusyError(f"forwards in other threads did not end within {FORK_PATIENCE:g} seconds")
+            if self.target is not None and self.in_slot:
+                self.target.leave()
         except Exception as error:  # noqa: BLE001 - there may be no memory left: Python forks all the same
             logger.error(
                 "model %r: the process forks while the model is in shared memory that its trainer writes again: %r. "
@@ -435,7 +456,7 @@ class ServedModel:
             )
         self.target = target = self._target_of(self.model)
         self._driver.layout, self._driver.devices = target.demanded, target.devices
-        _forks.add(self)
+        forks.add(self)
         return target
 
     def _target_of(self, model: Any) -> Target:
@@ -460,41 +481,3 @@ class ServedModel:
         pending = self._driver.pending
         assert pending is not None
         return pending.update.version
-
-
-class _Forks(PerProcess):
-    """Has this process fork between two versions, with no model in a slot.
-
-    A trainer fills a slot again once this process has acked a newer version, of which a forked child knows nothing.
-    """
-
-    def _begin(self) -> None:
-        #: By their ids. Read and written without a lock: a signal's handler may fork in the thread that holds one.
-        self._served: WeakValueDictionary[int, ServedModel] = WeakValueDictionary()
-        #: Of each thread that forks: the block in which it does.
-        self._forking = threading.local()
-
-    def add(self, served: ServedModel) -> None:
-        """Keep its versions apart from forks."""
-        self._served[id(served)] = served
-
-    def _all(self) -> list[ServedModel]:
-        return [served for kept in self._served.valuerefs() if (served := kept()) is not None]
-
-    def before(self) -> None:
-        """Wait for swaps to end, and begin none until `after`."""
-        self._forking.block, deadline = ServingBlock(), Deadline(FORK_PATIENCE)
-        for served in self._all():
-            if served.serving.enter_within(deadline.remaining, ref(self._forking.block)):
-                served.leave_host_slot()
-            else:
-                served.forked_amid_swap()
-
-    def after(self) -> None:
-        """In the parent: go on."""
-        for served in self._all():
-            served.serving.leave(ref(self._forking.block))
-
-
-_forks: Final = _Forks()
-os.register_at_fork(before=_forks.before, after_in_parent=_forks.after)

@@ -325,10 +325,10 @@ class Target:
             with self._moving:
                 self._leave()
 
-    def leave_slot(self) -> None:
-        """As `leave`, if parameters view a slot on the host. Others keep the memory, which nobody else writes to."""
-        if not self._plan.devices and self._held is not None and self._held.source is not None:
-            self.leave()
+    @property
+    def in_slot(self) -> bool:
+        """Whether parameters view a slot on the host. They keep other memory, which nobody else writes to."""
+        return not self._plan.devices and self._held is not None and self._held.source is not None
 
     @staticmethod
     def _decoded(layout: Layout, payload: memoryview | DeviceMemory, extras: bytes) -> dict[str, ExtraState]:

@@ -19,7 +19,7 @@ from fleet import PATIENCE, SCHEMES, Pair, constants, filled, large, small
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, TransportError
-from weightsync.engine import copies, serving_lock
+from weightsync.engine import copies, forks
 from weightsync.transports import process, sealing
 from weightsync.transports.calls import client, server_link
 from weightsync.transports.pipe import connection
@@ -187,7 +187,7 @@ def test_a_fork_without_memory_for_a_model_says_what_to_do_and_keeps_the_other_m
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(first.receiver.target(), "leave_slot", full)
+        patched.setattr(first.receiver.target(), "leave", full)
         child = Child(second.model)
     for fill in (2.0, 3.0, 4.0):
         assert second.sync(filled(second.source, fill)).ok
@@ -230,6 +230,38 @@ def test_g3_a_process_forks_before_or_after_a_swap_but_not_amid_one() -> None:
     pair.close()
 
 
+def test_g3_a_model_leaves_its_slot_before_a_fork_once_forwards_in_other_threads_have_ended() -> None:
+    """They read the parameters' addresses, shapes and storages, which change one after another."""
+    pair = Pair(SharedMemWeightSyncScheme, model=large)
+    pair.sync(filled(pair.source, 1.0))
+    with ThreadPoolExecutor(1) as pool:
+        with pair.receiver.serving():
+            forking = pool.submit(Child, pair.model)
+            with pytest.raises(TimeoutError):
+                forking.result(0.2)
+            assert pair.receiver.target().in_slot
+        child = forking.result(PATIENCE)
+    for fill in (2.0, 3.0, 4.0):
+        assert pair.sync(filled(pair.source, fill)).ok
+
+    assert child.weights() == {1.0}
+    pair.close()
+
+
+def test_a_fork_that_a_forward_waits_for_moves_nothing_that_this_forward_reads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forks, "FORK_PATIENCE", 0.1)
+    pair = Pair(SharedMemWeightSyncScheme, model=large)
+    pair.sync(filled(pair.source, 1.0))
+    with pair.receiver.serving():
+        assert in_a_thread(lambda: forked(lambda: None)) == [0]
+        assert pair.receiver.target().in_slot
+    assert "In the child, load its weights again before you use it" in caplog.text
+    assert pair.sync(filled(pair.source, 2.0)).ok
+    pair.close()
+
+
 def ended(child: int) -> int | None:
     """The exit code of a child; None if it hung, and was killed."""
     watch = process.ProcessWatch(child, 0)
@@ -262,7 +294,7 @@ def in_a_thread(work: Callable[[], object]) -> list[object]:
 def test_a_swap_whose_hook_waits_for_a_fork_in_another_thread_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(serving_lock, "FORK_PATIENCE", 0.1)
+    monkeypatch.setattr(forks, "FORK_PATIENCE", 0.1)
     found: list[object] = []
 
     class Forking(Waiting):

@@ -621,6 +621,30 @@ def test_a_send_that_finds_no_worker_raises_what_became_of_the_update_it_waited_
     assert pair.sender.state is State.READY
 
 
+@pytest.mark.parametrize("allow_empty", [True, False])
+@pytest.mark.parametrize("verb", ["send", "send_async"])
+def test_a_send_whose_last_worker_leaves_while_weights_are_packed_reports_none_where_that_is_allowed(
+    pair: Pair, verb: str, allow_empty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.sync()
+    pack = pair.sender._outgoing.pack
+
+    def slowly(*arguments: Any) -> Any:
+        pair.receiver.close()
+        pair.sender.progress()  # as a thread that polls does
+        return pack(*arguments)
+
+    monkeypatch.setattr(pair.sender._outgoing, "pack", slowly)
+    send = getattr(pair.sender, verb)
+    if allow_empty:
+        report = send(allow_empty=True)
+        assert (dict(report.outcomes), report.version) == ({}, None)
+    else:
+        with pytest.raises(ConfigurationError, match="there are no workers to send to"):
+            send()
+    assert (pair.sender.state, pair.sender.version) == (State.READY, 1)
+
+
 @pytest.mark.parametrize("on_failure", OnFailure)
 def test_close_wakes_a_thread_that_waits(pair: Pair, on_failure: OnFailure) -> None:
     waiting_now = reach(pair.sender, State.AWAITING_ACK)
