@@ -193,6 +193,21 @@ def test_the_refusal_of_a_base_that_nobody_was_sent_changes_nothing(one: Pair, v
     assert (report.ok, report.payload_nbytes) == (True, {0: 16})
 
 
+def test_a_worker_whose_link_fails_as_it_is_sent_the_whole_is_lost(one: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("broken")
+
+    step(one)
+    one.receiver.driver.held.drop()
+    one.sender.send_async()
+    one.receiver.receive(0)
+    monkeypatch.setattr(PipeLink, "send", fails)
+    one.sender.poll()
+    report = one.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert (report[0].kind, report[0].reason) == (OutcomeKind.LOST, "broken")
+
+
 def test_a_version_whose_base_is_refused_is_not_sent_behind_a_newer_one(one: Pair) -> None:
     one.receiver.driver.held.drop()
     step(one)
@@ -359,6 +374,22 @@ def test_chosen_weights_that_are_cast_travel_as_deltas() -> None:
             with torch.no_grad():
                 source.get_parameter("0.weight")[3] += 1.0
         assert not model.get_parameter("1.weight").any()
+
+
+def test_weights_of_another_layout_than_the_version_before_travel_whole() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, deltas() as trainer, deltas() as worker:
+        trainer.init_on_sender("policy", pipes=[ours])
+        loaded: dict[str, torch.Tensor] = {}
+        worker.init_on_worker("policy", pipe=theirs, model=Loader(lambda weights, _: loaded.update(weights)))
+        for count in (20_000, 25_000):
+            weights = {"w": torch.arange(float(count))}
+            trainer.get_sender().send_async(weights)
+            worker.get_receiver().receive(0)
+            report = trainer.get_sender().wait_async(timeout=PATIENCE)
+
+            assert report.payload_nbytes == {0: 4 * count}
+            assert torch.equal(loaded["w"], weights["w"])
 
 
 def test_workers_with_weights_of_their_own_get_them_whole() -> None:
