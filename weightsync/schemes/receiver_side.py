@@ -13,6 +13,8 @@ from weightsync.engine.background import Background, RelayCall
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import AckTimeoutError, ConfigurationError, StateError, WeightSyncError
 from weightsync.protocol.machine import Role
+from weightsync.protocol.report import SyncReport
+from weightsync.schemes.collector_kinds import await_own_workers
 from weightsync.schemes.relay import is_torchrls, relay_call
 from weightsync.schemes.rendezvous import Rendezvous
 from weightsync.weights.loader import Loader
@@ -116,7 +118,11 @@ class ReceiverSide:
                 raise WeightSyncError("other weights took its place in this worker before it was passed on")
             return form.extract_weights(receiver.target().destination)
 
-        return lambda: relay(receiver.version, weights)
+        def relayed() -> SyncReport | None:
+            await_own_workers(context, receiver.model_id)
+            return relay(receiver.version, weights)
+
+        return relayed
 
     def receive(self, timeout: float | None, strategy: WeightStrategy, chosen: Selection | None) -> Any:
         """The chosen weights that the model holds now, or a loader's version; None if no new version went live.
