@@ -16,7 +16,7 @@ from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import await_own_workers
 from weightsync.schemes.relay import is_torchrls, relay_call
-from weightsync.schemes.rendezvous import Rendezvous
+from weightsync.schemes.rendezvous import INITIALISED_ONCE, Rendezvous
 from weightsync.weights.loader import Loader
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
@@ -36,7 +36,8 @@ class ReceiverSide:
     def require_uninitialized(self) -> None:
         """Raises StateError: this side is initialised already."""
         if self.receiver is not None:
-            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+            allowed = ["get_receiver", "close"]
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", allowed, INITIALISED_ONCE)
 
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""
