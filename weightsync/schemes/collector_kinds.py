@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.schemes.relay import is_torchrls
@@ -83,6 +85,20 @@ def _started(collector: weakref.ref[Any], worker: int) -> Any:
     """The process of a worker; None: it has not been started yet."""
     processes = optional(collector(), "procs")
     return processes[worker] if isinstance(processes, list) and worker < len(processes) else None
+
+
+def await_own_workers(context: Any, model_id: str) -> None:
+    """Wait until a TorchRL collector has connected its scheme to its own processes, or is shut down.
+
+    Its constructor connects it, after it has connected the schemes of ``weight_recv_schemes=``: the first version may
+    have arrived by then.
+    """
+    scheme = context._weight_sync_schemes.get(model_id) if has_processes(context) else None
+    deadline, pause = Deadline(Timeout.START), threading.Event()
+    while scheme is not None and not (scheme.synchronized_on_sender or deadline.passed):
+        if optional(context, "_shutdown_complete") is True:
+            return
+        pause.wait(0.05)
 
 
 def note_worker_errors(error: WorkerLostError, context: Any) -> None:

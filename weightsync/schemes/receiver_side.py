@@ -13,8 +13,10 @@ from weightsync.engine.background import Background, RelayCall
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import AckTimeoutError, ConfigurationError, StateError, WeightSyncError
 from weightsync.protocol.machine import Role
+from weightsync.protocol.report import SyncReport
+from weightsync.schemes.collector_kinds import await_own_workers
 from weightsync.schemes.relay import is_torchrls, relay_call
-from weightsync.schemes.rendezvous import Rendezvous
+from weightsync.schemes.rendezvous import INITIALISED_ONCE, Rendezvous
 from weightsync.weights.loader import Loader
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
@@ -34,8 +36,8 @@ class ReceiverSide:
     def require_uninitialized(self) -> None:
         """Raises StateError: this side is initialised already."""
         if self.receiver is not None:
-            hint = "a scheme is initialised once on each side: make a new one, or initialise a copy."
-            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"], hint)
+            allowed = ["get_receiver", "close"]
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", allowed, INITIALISED_ONCE)
 
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""
@@ -117,7 +119,11 @@ class ReceiverSide:
                 raise WeightSyncError("other weights took its place in this worker before it was passed on")
             return form.extract_weights(receiver.target().destination)
 
-        return lambda: relay(receiver.version, weights)
+        def relayed() -> SyncReport | None:
+            await_own_workers(context, receiver.model_id)
+            return relay(receiver.version, weights)
+
+        return relayed
 
     def receive(self, timeout: float | None, strategy: WeightStrategy, chosen: Selection | None) -> Any:
         """The chosen weights that the model holds now, or a loader's version; None if no new version went live.

@@ -12,6 +12,8 @@ from weightsync.errors import StateError
 from weightsync.protocol.machine import Role
 
 _ONCE: Final = "A scheme connects once, for one trainer or collector: make a new scheme for another."
+#: Why a side is not initialised a second time.
+INITIALISED_ONCE: Final = "A scheme is initialised once, for one trainer or collector: make a new scheme for another."
 
 
 class ConnectState(enum.Enum):

@@ -201,15 +201,15 @@ def groups_of(
 
     Raises ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
     """
-    if not wanted:
+    unknown = sorted(own.keys() - set(known))
+    if not wanted and not (known and unknown):
         raise ConfigurationError(
             "weights were given per worker, but there is no worker to send them to. Nothing was sent. add_worker() "
             "adds a worker."
         )
     missing = sorted(set(wanted) - own.keys())
-    unknown = sorted(own.keys() - set(known))
     faults = [f"none for workers {missing}"] if missing else []
-    faults += [f"some for {unknown}, which are not among this sender's workers"] if unknown else []
+    faults += [f"some for {unknown}, which are not among this sender's workers, {list(known)}"] if unknown else []
     if faults:
         raise ConfigurationError(
             f"weights were given per worker, but {' and '.join(faults)}. Nothing was sent. Name the workers by "

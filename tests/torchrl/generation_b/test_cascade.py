@@ -85,6 +85,41 @@ def test_g2_weights_that_took_a_versions_place_before_it_was_handed_on_are_not_h
     assert manager.asked == [("policy", {1.0})]
 
 
+class Unconnected:
+    """A scheme to a collector's own workers."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.connected = False
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        self.reads += 1
+        return self.connected
+
+
+@pytest.mark.parametrize("what", ["it has connected", "it was shut down"])
+def test_a_collector_that_is_being_made_is_handed_the_first_version_once(what: str, scheme_class: Any) -> None:
+    """One of TorchRL's connects the schemes by which it receives before those to its own workers."""
+    duo = Duo(scheme_class, strategy="tensordict")
+    made: Any = Manager(duo)
+    made.num_workers, own = 1, Unconnected()
+    made._weight_sync_schemes = {"policy": own}
+    duo.arrive(context=made)
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        duo.receiving.connect(worker_idx=0, timeout=PATIENCE)
+        while not own.reads:
+            assert made.asked == []
+        assert made.asked == []
+        if what == "it has connected":
+            own.connected = True
+        else:
+            made._shutdown_complete = True
+
+    assert made.asked == [("policy", {1.0})]
+    duo.end()
+
+
 def test_a_context_that_was_set_before_init_is_handed_versions_too(scheme_class: Any) -> None:
     """TorchRL's InferenceServer sets it so, and counts versions by these calls."""
     duo = Duo(scheme_class, strategy="tensordict")

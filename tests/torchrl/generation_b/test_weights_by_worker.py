@@ -202,6 +202,11 @@ def test_weights_of_init_for_a_worker_that_has_left_keep_no_other_from_its_own(r
     assert set(report.outcomes) == {0, 1}
 
 
+def test_weights_for_unknown_workers_alone_are_refused_by_their_ids() -> None:
+    with contextlib.closing(Trio()) as trio, pytest.raises(ConfigurationError, match=r"some for \[7\].*\[0, 1, 2\]"):
+        trio.sending.send({7: small(1.0)})
+
+
 def test_weights_of_init_are_refused_once_every_worker_has_left() -> None:
     with trio(**of_init(1.0)) as three:
         for worker in range(3):
