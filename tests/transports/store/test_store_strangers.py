@@ -368,6 +368,23 @@ def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
     assert [made.wait(PATIENCE) for links in announcing._under_way._made.values() for made in links][-1]
 
 
+def test_a_link_that_loses_the_store_as_it_is_announced_holds_up_no_goodbye(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.sync().ok
+    claim = Client.claim
+
+    def loses_the_store(client: Client, key: str, *rest: Any) -> str:
+        if "/announced/" in key:
+            client.cut()
+        return claim(client, key, *rest)
+
+    monkeypatch.setattr(Client, "claim", loses_the_store)
+    pair.sender.add_worker(0, (pair.store, 1))
+
+    assert [made.wait(PATIENCE) for links in announcing._under_way._made.values() for made in links][-1]
+
+
 def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,13 +88,16 @@ class _Announcement:
         """Write the link's name to the first free announcement."""
         # Not a counter: a sender may die between counting and writing, and the worker would wait forever. Also not a
         # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
-        Models(self._rank, SENDERS).add(client, self._model_id)  # first: a worker that takes the link removes it
-        places = (f"{self._base}/announced/{number}" for number in itertools.count())
-        while (
-            client.value(place := next(places)) is not None or client.claim(place, self._announced) != self._announced
-        ):
-            continue
-        self.made.set()
+        try:
+            Models(self._rank, SENDERS).add(client, self._model_id)  # first: a worker that takes the link removes it
+            places = (f"{self._base}/announced/{number}" for number in itertools.count())
+            while (
+                client.value(place := next(places)) is not None
+                or client.claim(place, self._announced) != self._announced
+            ):
+                continue
+        finally:  # if the store is gone, it never will be announced: no goodbye is to wait for that
+            self.made.set()
 
     def withdraw(self, client: Client) -> None:
         """Claim the link, so that no worker can accept it."""
