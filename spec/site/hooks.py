@@ -70,7 +70,7 @@ REFERENCE = {
     "telemetry": ("OpenTelemetry and Prometheus", ()),
     "errors": ("Errors", ()),
     "torchrl": (
-        "TorchRL's transports and updaters",
+        "TorchRL's names: collectors, engines, transports, updaters",
         (
             "MPTransport",
             "SharedMemTransport",
@@ -90,6 +90,9 @@ REFERENCE = {
 }
 _MODULES = {
     "errors": ("weightsync.errors",),
+    "torchrl": tuple(
+        f"weightsync.torchrl.{each}" for each in ("collectors", "llm.vllm", "llm.sglang", "llm.double_buffer")
+    ),
     "telemetry": ("weightsync.telemetry.otel", "weightsync.telemetry.prometheus"),
     "testing": ("weightsync.testing",),
 }

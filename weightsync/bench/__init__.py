@@ -5,7 +5,7 @@
     judging    ratios, targets, noise          schemes        weightsync's schemes between processes
     reporting  tables, also for the docs       call_schemes   weightsync over torch's RPC and Ray, and their floors
     running    the run                         torchrl_schemes, models, processes
-                                               watching       ends what waits for a worker for ever
+                                               watching       ends what waits for a worker forever
 
 The first column needs no torch, `running` apart. The bench uses only the public API, as a user's program would.
 """

@@ -105,7 +105,7 @@ def unshare(tensors: Iterable[Tensor]) -> bool:
             if shared.data_ptr() not in copies:
                 copies[shared.data_ptr()] = shared.clone()  # type: ignore[no-untyped-call]
                 for device in devices_of((tensor,)):
-                    device.finish()  # torch unmaps a GPU's memory with its last tensor, also amid a copy of it
+                    device.finish()  # torch unmaps a GPU's memory with its last tensor, also during a copy of it
             with torch.inference_mode(tensor.is_inference()):
                 moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 moved.set_(copies[shared.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())

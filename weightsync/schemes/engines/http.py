@@ -61,7 +61,7 @@ class HttpCalls:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
-        #: Seconds to wait for an answer; None: for ever.
+        #: Seconds to wait for an answer; None: forever.
         self._patience: float | None = None
         #: The call that has not been answered yet, for messages; empty: none.
         self.awaited = ""

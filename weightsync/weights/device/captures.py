@@ -32,8 +32,8 @@ class KeepsAddresses(Protocol):
 class Captures:
     """Tells its watchers before a graph is captured, by whatever means: each way of torch's calls `capture_begin`.
 
-    Captures also wait for threads that use the device `apart` from them. To wait for a whole device is an error amid a
-    capture, in whatever thread, and ends the capture; by default so are many other calls.
+    Captures also wait for threads that use the device `apart` from them. During a capture a wait for a whole device is
+    an error, in every thread, and ends the capture; by default so are many other calls.
 
     Args:
         graph_class: torch's class of graphs. Its methods are wrapped once somebody watches, or is `apart`.
