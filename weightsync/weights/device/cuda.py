@@ -116,6 +116,10 @@ class _Planned:
         if self._bits is None:
             with torch.inference_mode():
                 self._bits = list(map(_place_of, tensors))
+            # Managed memory may count as another device's: torch then views a copy.
+            self._as_they_are = list(map(Tensor.data_ptr, self._bits)) != list(map(Tensor.data_ptr, tensors))
+            if self._as_they_are:
+                return tensors
         found = SlotViews(tensors)
         found.bits = self._bits
         return found
