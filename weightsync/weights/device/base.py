@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from weightsync.errors import TransportError
 from weightsync.weights.device.captures import KeepsAddresses
