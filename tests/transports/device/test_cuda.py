@@ -346,6 +346,16 @@ def test_what_is_copied_bit_for_bit_is_viewed_once_a_plan_wherever_it_lies_and_i
     assert memory() is None
 
 
+def test_memory_of_which_torch_makes_a_copy_to_view_it_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "viewed", lambda address, nbytes, place: borrowed(address, nbytes).clone())
+    device, form, model = CudaDevice(cast(Any, Driver()), 0), Captures(object), [torch.zeros(4).half()]
+    slot = SlotViews([torch.zeros(4).half()])
+    for fill in (1.0, 2.0, 3.0):
+        model[0].fill_(fill)
+        device.copy(slot, model, form)
+        assert slot[0].tolist() == [fill] * 4
+
+
 def test_a_capture_does_not_keep_its_watchers() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:

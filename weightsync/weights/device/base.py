@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from weightsync.errors import TransportError
 from weightsync.weights.device.captures import KeepsAddresses
@@ -177,7 +177,8 @@ class DeviceMemory:
 
     def _part(self, group: Group) -> Tensor:
         """Some of its bytes as memory of their own, which keeps the whole mapped."""
-        return from_dlpack(self.flat[group.offset : group.offset + group.nbytes])
+        # By a capsule: torch exports a tensor itself only where its device is the current one.
+        return from_dlpack(to_dlpack(self.flat[group.offset : group.offset + group.nbytes]))
 
     def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:
         """Queue a copy of weights of a layout into it in the current stream. `seal_with` waits for it.

@@ -115,7 +115,12 @@ class _Planned:
             return tensors
         if self._bits is None:
             with torch.inference_mode():
-                self._bits = list(map(_place_of, tensors))
+                bits = list(map(_place_of, tensors))
+            # Managed memory may count as another device's: torch then views a copy.
+            self._as_they_are = list(map(Tensor.data_ptr, bits)) != list(map(Tensor.data_ptr, tensors))
+            if self._as_they_are:
+                return tensors
+            self._bits = bits
         found = SlotViews(tensors)
         found.bits = self._bits
         return found

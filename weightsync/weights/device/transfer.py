@@ -96,6 +96,6 @@ class _At:
 # Views of the host's memory are good for whatever lies at that address while the caller holds it, as `kept_views` are.
 # Views of a device's memory keep it, so that no other has its address.
 @lru_cache(maxsize=256)
-def _kept(layout: Layout, first: int, last: int, place: _At) -> list[Tensor]:
+def _kept(layout: Layout, first: int, last: int, place: _At) -> SlotViews:
     with torch.inference_mode():
-        return views(layout, place.flat, first, last)
+        return SlotViews(views(layout, place.flat, first, last))
