@@ -65,7 +65,7 @@ def shared_memory_size(mount: Path = Path("/dev/shm"), cgroup: Path = Path("/sys
         return Finding(
             Status.LIMITED,
             f"{found}; {mount} cannot be written to",
-            f"Mount a tmpfs at {mount} that can be written to: Ray, WorkerGroup and your own queues need it.",
+            f"Mount a tmpfs at {mount} that can be written to: Ray and your own queues need it.",
         )
     room = os.statvfs(mount)
     free = room.f_bavail * room.f_frsize

@@ -221,6 +221,7 @@ class WorkerGroup:
                 member.release()
             self._launcher.close(list(self._first.values()))
             self._first.clear()
+            self._sent_to.clear()
             self._members.results.clear()
             atexit.unregister(self.close)
 

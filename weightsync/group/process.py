@@ -131,10 +131,12 @@ class ProcessLauncher:
         self.size = asked.least_one_worker()
         self._plan = asked.plan()
         self._context: Any = multiprocessing.get_context("spawn") if asked.ctx is None else asked.ctx
-        self._announced = Announced(self._context.RawValue("Q", 0))
+        #: None: not open.
+        self._announced: Announced | None = None
 
     def open(self) -> None:
-        """There is nothing to make."""
+        """Make the memory that announces versions: see `Launcher.open`."""
+        self._announced = Announced()
 
     def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.reached`."""
@@ -142,6 +144,7 @@ class ProcessLauncher:
 
     def launch(self, index: int, restarts: int) -> Launched:
         """Start a process: see `Launcher.launch`."""
+        assert self._announced is not None
         ours, theirs = self._context.Pipe()
         near, far = socket.socketpair()
         dumps, dump_to = self._context.Pipe(duplex=False)
@@ -159,6 +162,7 @@ class ProcessLauncher:
         return Launched(Running(process, channel, self._announced.announce), ours, process.handle)
 
     def close(self, unreached: Sequence[Launched]) -> None:
-        """Close the pipes that the sender does not have."""
+        """Close the pipes that the sender does not have, and drop the announcements."""
+        self._announced = None
         for life in unreached:
             life.endpoint.close()

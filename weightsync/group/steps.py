@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
 from typing import Any, Final, Protocol
+from weakref import finalize
 
 from torch import nn
 
@@ -64,12 +68,22 @@ class Announced:
     Where there is such memory, no message is needed: a worker sees it at its next step however much lies unread in its
     pipe. Elsewhere the worker's channel brings it.
 
+    The memory has no name: `multiprocessing` would have it in /dev/shm, which some containers lack.
+
     Args:
-        number: a 64-bit value of `multiprocessing`'s. The trainer alone writes it.
+        fd: the descriptor of the trainer's memory, in a worker process that was sent it; None: new memory. The trainer
+            alone writes it.
     """
 
-    def __init__(self, number: ctypes.c_uint64) -> None:
-        self._number = number
+    def __init__(self, fd: int | None = None) -> None:
+        self._fd = os.memfd_create("weightsync-group", os.MFD_CLOEXEC) if fd is None else fd
+        finalize(self, os.close, self._fd)
+        if fd is None:
+            os.ftruncate(self._fd, ctypes.sizeof(ctypes.c_uint64))
+        self._number = ctypes.c_uint64.from_buffer(mmap.mmap(self._fd, ctypes.sizeof(ctypes.c_uint64)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sent, (DupFd(self._fd),)
 
     @property
     def version(self) -> int:
@@ -79,6 +93,11 @@ class Announced:
     def announce(self, version: int) -> None:
         """In the trainer: this version is dispatched."""
         self._number.value = max(version, self._number.value)
+
+
+def _sent(passed: Any) -> Announced:
+    """In a worker process that was sent it. `multiprocessing` has passed its descriptor."""
+    return Announced(passed.detach())
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_ope
         ),
         ("loopback", (socket, "create_server", _refuse(errno.EADDRNOTAVAIL)), Status.FAILS, "ip link set lo up"),
         ("java", (toolchain, "find_java", _no_java), Status.ABSENT, "default-jre"),
-        ("shared_memory_size", (os, "access", lambda *_: False), Status.LIMITED, "Ray, WorkerGroup and your"),
+        ("shared_memory_size", (os, "access", lambda *_: False), Status.LIMITED, "Ray and your own queues"),
         ("ray", (os, "access", lambda *_: False), Status.FAILS, "Ray does not start"),
     ],
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import gc
+import os
 import threading
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing import heap
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import group_workers as workers
@@ -63,7 +66,7 @@ class Trainer:
 def steps_of(
     receiver: Receiver, limit: int | None, on_stale: OnStale = OnStale.RAISE, trainer: Trainer | None = None
 ) -> tuple[Steps, Announced]:
-    announced = Announced(ctypes.c_uint64(0))
+    announced = Announced()
     return Steps(receiver, announced, Staleness(limit, on_stale), trainer or Trainer()), announced  # type: ignore[arg-type]
 
 
@@ -123,6 +126,38 @@ def test_an_older_announcement_takes_nothing_back() -> None:
     announced.announce(3)
     announced.announce(2)
     assert announced.version == 3
+
+
+def test_a_group_keeps_no_file_in_dev_shm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some containers have none, or one that cannot be written to."""
+
+    def none(*_: Any) -> str:
+        raise FileNotFoundError("/dev/shm")
+
+    monkeypatch.setattr(heap.BufferWrapper, "_heap", heap.Heap())  # without room for more
+    monkeypatch.setattr(heap.Arena, "_choose_dir", none)
+    with make(workers.hold_a_step_and_catch_up, capacity=1, max_staleness=0) as group:
+        group.wait_async()
+        await_results(group)
+        for _ in range(6):
+            group.send_async()
+        assert [result.value for result in group.results()] == ["holding", "released", 7]
+
+
+def test_the_memory_of_an_announcement_goes_with_it() -> None:
+    gc.collect()  # groups of other tests
+    before = _open_announcements()
+    announced = Announced()
+    assert _open_announcements() == before + 2  # its own, and that of its mapping
+    del announced
+    gc.collect()
+    assert _open_announcements() == before
+
+
+def _open_announcements() -> int:
+    """How many descriptors of announcements this process has."""
+    found = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("weightsync-group" in name for name in found)
 
 
 @pytest.mark.parametrize("limit", [0, None])
