@@ -25,7 +25,7 @@ class PayloadModel(nn.Module):
         super().__init__()
         size, extra = divmod(payload.nbytes // 4, payload.tensors)
         for index in range(payload.tensors):
-            values = torch.empty(size + (index < extra))
+            values = torch.ones(size + (index < extra))  # written, so that its pages count as memory of the model
             self.register_parameter(f"weight_{index}", nn.Parameter(values))
 
 
