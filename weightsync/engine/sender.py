@@ -401,7 +401,7 @@ class WeightSender(Participant):
             self._driver.require(asked)
         if wanted.expected is not None or self.expected_workers is not None:
             self._workers.refuse_too_few(wanted, self.expected_workers)
-        if wanted.accepts_none_of(data.workers):
+        if wanted.targets is None and not data.workers and wanted.allow_empty:
             return self._to_nobody(deadline, pending if in_the_way else OnPending.RAISE)
         try:
             pure.targets_of(data, wanted.targets)
@@ -450,7 +450,7 @@ class WeightSender(Participant):
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
             raise self._reporter.all_ended(error) from None
         except ConfigurationError:
-            if wanted.accepts_none_of(self._driver.data.workers):  # the last one has left meanwhile
+            if wanted.targets is None and wanted.allow_empty and not self._driver.data.workers:  # they left meanwhile
                 return None
             raise
         finally:

@@ -87,6 +87,8 @@ class ServingLock:
                 served.forked_amid_swap()
                 return
             self._serving[own].append(entry)
+            if alone:
+                self._queued_since = None  # forwards give way to the next version as if this fork had not waited
             served.leave_host_slot(alone)
 
     def _may_fork(self, own: int, served: ServedModel) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from msgspec import Struct
@@ -34,10 +34,6 @@ class SendTargets(Struct, frozen=True):
     expected: int | None
     #: Whether a send to all may find no worker.
     allow_empty: bool
-
-    def accepts_none_of(self, workers: Collection[int]) -> bool:
-        """Whether there are no workers, and this send is for whichever there are."""
-        return self.allow_empty and self.targets is None and not workers
 
 
 class Workers:

@@ -18,6 +18,7 @@ import fcntl
 import itertools
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Hashable
 from enum import Enum
 from operator import attrgetter
@@ -96,6 +97,8 @@ class Pins:
 INLINE_BELOW_NBYTES: Final = 64 * 1024
 #: Unpinned buffers that a pool keeps besides the one in use: two alternate in a steady run.
 SPARE_BUFFERS: Final = 1
+#: For how many payloads a pool keeps a buffer more, once more than two were in use.
+KEPT_PAYLOADS: Final = 16
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 #: Its size can never change.
@@ -336,6 +339,8 @@ class Pool:
     def __init__(self, storage: Storage = Storage.SEGMENTS, make: Callable[[int], Buffer] | None = None) -> None:
         self._make = make or (lambda nbytes: Buffer(nbytes, storage))
         self._buffers: list[Buffer] = []
+        #: How many were in use when the last payloads came.
+        self._in_use: deque[int] = deque(maxlen=KEPT_PAYLOADS)
 
     def acquire(self, nbytes: int) -> Buffer:
         """A buffer of at least ``nbytes`` bytes that is not being read: a used one or a new one.
@@ -356,7 +361,9 @@ class Pool:
                 fitting.append(buffer)
         fitting.sort(key=_NBYTES)
         chosen = fitting[0] if fitting else self._make(nbytes)
-        self._buffers = [*held, chosen, *fitting[1 : 1 + SPARE_BUFFERS]]
+        self._in_use.append(len(held))
+        spare = min(SPARE_BUFFERS, max(SPARE_BUFFERS, *self._in_use) - len(held))
+        self._buffers = [*held, chosen, *fitting[1 : 1 + spare]]
         if chosen.mappable:
             chosen.unseal()
         return chosen

@@ -23,6 +23,7 @@ from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Refusal, SlotRef, Update
 from weightsync.transports import mapping as mappings
 from weightsync.transports.buffers import (
+    KEPT_PAYLOADS,
     SPARE_BUFFERS,
     Buffer,
     NoRoom,
@@ -376,6 +377,23 @@ def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
     assert kept[1] is pool.acquire(90)
     assert statistics(pool).buffers == 1 + SPARE_BUFFERS
     assert made
+
+
+def test_a_pool_that_needed_a_third_buffer_alternates_between_two_again_after_some_payloads():
+    """A worker that was slow once would otherwise cost the memory of one more payload for ever."""
+    pool, in_use = Pool(Storage.HEAP), []
+    for _ in range(3):  # one is served, one has not been answered, and one is filled
+        in_use.append(pool.acquire(100))
+        in_use[-1].pin("a worker")
+    numbers = []
+    for _ in range(KEPT_PAYLOADS + 1):
+        for buffer in in_use[:-1]:  # the worker has acked the newest
+            buffer.unpin("a worker")
+        in_use = [in_use[-1], pool.acquire(100)]
+        in_use[-1].pin("a worker")
+        numbers.append(statistics(pool).buffers)
+
+    assert numbers == [3] * (KEPT_PAYLOADS - 1) + [2] * 2
 
 
 def test_a_retired_buffer_is_never_seen_again():

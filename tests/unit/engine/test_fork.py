@@ -262,6 +262,17 @@ def test_a_fork_that_a_forward_waits_for_moves_nothing_that_this_forward_reads(
     pair.close()
 
 
+def test_forwards_give_way_to_the_next_version_for_as_long_as_if_they_had_not_given_way_to_a_fork() -> None:
+    pair = Pair(SharedMemWeightSyncScheme, model=large)
+    pair.sync(filled(pair.source, 1.0))
+    lock = pair.receiver._served.serving
+    lock.patience()  # a forward gives way
+
+    assert forked(lambda: None) == 0
+    assert lock._queued_since is None
+    pair.close()
+
+
 def ended(child: int) -> int | None:
     """The exit code of a child; None if it hung, and was killed."""
     watch = process.ProcessWatch(child, 0)
