@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,18 +26,35 @@ def begins_worker(scheme: DistributedWeightSyncScheme, store: Any) -> None:
     scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
 
 
-def all_threads_end() -> bool:
-    """Whether the threads of links, listeners and the heartbeat end."""
-    for thread in tuple(_running._alive()):
-        thread.join(PATIENCE)
-    return not _running._alive()
+@pytest.fixture(autouse=True)
+def _pythons_interrupt() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def all_threads_end() -> Callable[[], bool]:
+    """Whether the threads of links, listeners and the heartbeat that start from now on end."""
+    others = set(_running._alive())
+
+    def all_end() -> bool:
+        for thread in set(_running._alive()) - others:
+            thread.join(PATIENCE)
+        return _running._alive().keys() <= others
+
+    return all_end
 
 
 @pytest.mark.parametrize(
     ("begin", "which"), [*((begins_sender, which) for which in (2, 4)), *((begins_worker, which) for which in (1, 3))]
 )
 def test_an_interrupt_while_the_threads_start_leaves_none_and_the_side_can_begin_again(
-    store: Any, monkeypatch: pytest.MonkeyPatch, begin: Callable[[DistributedWeightSyncScheme, Any], None], which: int
+    store: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    all_threads_end: Callable[[], bool],
+    begin: Callable[[DistributedWeightSyncScheme, Any], None],
+    which: int,
 ) -> None:
     started, start = iter(range(1, 100)), threading.Thread.start
 
@@ -59,7 +76,7 @@ def test_an_interrupt_while_the_threads_start_leaves_none_and_the_side_can_begin
 
 
 def test_a_receiver_that_is_closed_while_another_thread_registers_listens_no_more(
-    store: Any, monkeypatch: pytest.MonkeyPatch
+    store: Any, monkeypatch: pytest.MonkeyPatch, all_threads_end: Callable[[], bool]
 ) -> None:
     scheme, listen = DistributedWeightSyncScheme(), distributed.listen
     begins_worker(scheme, store)

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from weightsync.cli._app import ended_by_signals
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@pytest.fixture(autouse=True)
-def usual_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    for number in NUMBERS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
