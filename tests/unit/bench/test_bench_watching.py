@@ -176,6 +176,7 @@ def test_a_run_ends_when_a_worker_of_torchrl_is_killed(monkeypatch: pytest.Monke
     honest = torchrl_schemes.TorchRLScheme.send
 
     def killing(scheme: torchrl_schemes.TorchRLScheme) -> None:
+        honest(scheme)  # its queues start their threads: one whose start is interrupted never ends
         for process in scheme._workers.processes:
             process.kill()
         honest(scheme)
