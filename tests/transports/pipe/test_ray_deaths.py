@@ -389,6 +389,15 @@ def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
     assert "a call to an actor could not be repeated" in caplog.text
 
 
+def answered_by(frames: Any) -> CallLink:
+    """A link whose update has this answer from the actor."""
+    actor = Actor()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(UPDATE, Buffer(3))
+    actor.calls[0].set_result(frames)
+    return link
+
+
 @pytest.mark.parametrize("scheme_is_there", [True, False])
 def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_there: bool) -> None:
     """Ray would end the process of one of TorchRL's collectors if a method raised in it."""
@@ -400,11 +409,7 @@ def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_t
     finally:
         scheme.close()
         ray_server._servers.pop("m", None)
-    actor = Actor()
-    link = CallLink(with_our_receiver(actor), "worker 0")
-    link.send(UPDATE, Buffer(3))
-
-    actor.calls[0].set_result(frames)
+    link = answered_by(frames)
 
     with pytest.raises(TransportError, match="was restarted" if scheme_is_there else "no receiver of model"):
         link.receive()
@@ -420,11 +425,7 @@ def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
     finally:
         scheme.close()
         ray_server._servers.pop("m", None)
-    actor = Actor()
-    link = CallLink(with_our_receiver(actor), "worker 0")
-    link.send(UPDATE, Buffer(3))
-
-    actor.calls[0].set_result(frames)
+    link = answered_by(frames)
 
     with pytest.raises(GivenUp, match="closed this link"):
         link.receive()

@@ -415,42 +415,37 @@ def test_a_link_that_nobody_took_is_ended_only_once_its_successor_is_announced(
     client.close()
 
 
-def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def no_thread(name: str) -> Iterator[list[threading.Thread]]:
+    """No thread of this name starts in the block. Gives those that did."""
     begun: list[threading.Thread] = []
     real = threading.Thread.start
 
-    def starting(thread: threading.Thread) -> None:
-        if thread.name.endswith("judge"):
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
             raise RuntimeError("can't start new thread")
         begun.append(thread)
         real(thread)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", starting)
-        with pytest.raises(TransportError, match="The thread for weightsync-heartbeat-judge cannot be started"):
-            heartbeat.Heartbeat(base_of(store)).start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        yield begun
+
+
+def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(store: Any) -> None:
+    said = "The thread for weightsync-heartbeat-judge cannot be started"
+    with no_thread("weightsync-heartbeat-judge") as begun, pytest.raises(TransportError, match=said):
+        heartbeat.Heartbeat(base_of(store)).start()
 
     (beating,) = begun
     beating.join(60.0)
     assert not beating.is_alive()
 
 
-def test_a_listener_that_gets_no_thread_leaves_the_heartbeat(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[threading.Thread] = []
-    real = threading.Thread.start
-
-    def starting(thread: threading.Thread) -> None:
-        if thread.name.endswith("listen"):
-            raise RuntimeError("can't start new thread")
-        begun.append(thread)
-        real(thread)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", starting)
-        with pytest.raises(TransportError, match="The thread for weightsync-listener-listen cannot be started"):
-            DistributedWeightSyncScheme().init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+def test_a_listener_that_gets_no_thread_leaves_the_heartbeat(store: Any) -> None:
+    said = "The thread for weightsync-listener-listen cannot be started"
+    with no_thread("weightsync-listener-listen") as begun, pytest.raises(TransportError, match=said):
+        DistributedWeightSyncScheme().init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
 
     for thread in begun:
         thread.join(PATIENCE)
