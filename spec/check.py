@@ -19,8 +19,9 @@ from modelcheck.mutants_display import hunt_mutants
 from modelcheck.second import SecondSuite, SecondVerdict, second_line, second_summary, story
 from rich.console import Console
 
+from weightsync.cli._app import console
 from weightsync.cli._check_display import verdict_line
-from weightsync.cli.check import DIFFERS, console, print_summary, run, tools
+from weightsync.cli.check import DIFFERS, print_summary, run, tools
 from weightsync.errors import WeightSyncError
 from weightsync.model import Coverage, Manifest, Tier, Verdict, find_model
 from weightsync.model.process import archived

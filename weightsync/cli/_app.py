@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from weightsync import __version__
@@ -117,6 +118,15 @@ def write_report(record: Any, report: Path | None) -> None:
 def is_printed(report: Path | None) -> bool:
     """Whether standard output is for the JSON alone."""
     return str(report) == "-"
+
+
+#: The width of what is printed if there is no terminal.
+PLAIN_WIDTH = 120
+
+
+def console(report: Path | None = None, plain_width: int = PLAIN_WIDTH) -> Console:
+    """The console for people: as wide as the terminal, or of a fixed width for logs; stderr, if JSON is printed."""
+    return Console(width=None if sys.stdout.isatty() else plain_width, stderr=is_printed(report))
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from weightsync.bench.reporting import compared_rows, require_matplotlib
 from weightsync.bench.reporting import plot as draw
 from weightsync.bench.results import describe
 from weightsync.bench.settings import DEFAULT_VERIFY, listed, members, numbers, payloads
-from weightsync.cli._app import Report, ended_by_signals, is_printed, refuse_unwritable, write_report
+from weightsync.cli._app import Report, console, ended_by_signals, is_printed, refuse_unwritable, write_report
 from weightsync.cli._bench_display import Display, show, show_compared
-from weightsync.cli.check import console
 from weightsync.errors import ConfigurationError
 
 _INTERRUPTED = 128 + signal.SIGINT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
+from weightsync.cli._app import Report, console, ended_by_signals, write_report
 from weightsync.cli._check_display import Display, listing, results, summary
 from weightsync.errors import ConfigurationError
 from weightsync.model import (
@@ -38,7 +37,6 @@ from weightsync.model.process import archived
 
 #: The exit code if something is not as expected.
 DIFFERS = 1
-_PLAIN_WIDTH = 120
 _TOOL_MISSING = 2
 
 
@@ -98,11 +96,6 @@ def check(  # noqa: PLR0917
         screen.print(line, markup=False)
     if vacuous or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(DIFFERS)
-
-
-def console(report: Path | None = None) -> Console:
-    """Return the console: as wide as the terminal, or of a fixed width for logs; stderr, if JSON is printed."""
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
 
 
 def _write(chosen: Sequence[Configuration], folder: Path) -> None:

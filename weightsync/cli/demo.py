@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
+from weightsync.cli._app import Report, console, ended_by_signals, write_report
 from weightsync.cli._demo_display import live_display, plain_display, proof_table, summary
 from weightsync.demo import RunState, SchemeName, Settings, run
 
@@ -46,17 +44,17 @@ def demo(  # noqa: PLR0917
     state = RunState(
         Settings(scheme=scheme, workers=workers, overlap=overlap, seconds=seconds, seed=seed, kill_worker=kill_worker)
     )
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
-    live = console.is_terminal and not plain and console.encoding.startswith("utf")
+    screen = console(report, _PLAIN_WIDTH)
+    live = screen.is_terminal and not plain and screen.encoding.startswith("utf")
     try:
-        with ended_by_signals(), (live_display if live else plain_display)(console, state):
+        with ended_by_signals(), (live_display if live else plain_display)(screen, state):
             run(state)
     except KeyboardInterrupt:
         typer.echo("weightsync: interrupted; all workers have ended.", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     write_report(state.record(), report)
-    console.print(proof_table(state))
+    screen.print(proof_table(state))
     for line in summary(state):
-        console.print(line, soft_wrap=True, highlight=False)
+        screen.print(line, soft_wrap=True, highlight=False)
     if state.failures:
         raise typer.Exit(_FAILED)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from weightsync.cli import _limits, _probes
-from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.cli._app import Report, console, write_report
 from weightsync.cli._probes import Finding, Status
 
 #: The exit code if a scheme that every installation has does not work.
 DOES_NOT_WORK = 1
-_PLAIN_WIDTH = 120
 _STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "bold red", Status.ABSENT: "dim"}
 
 PROBES = {
@@ -100,17 +97,17 @@ def doctor(
 
     The exit code is 0 if every scheme works whose packages are installed, and 1 if one does not.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
+    screen = console(report)
     found = Diagnosis({name: probed(probe) for name, probe in PROBES.items()})
     write_report(found.record(), report)
-    console.print(_probes.packages(), markup=False, highlight=False)
-    console.print()
-    console.print(schemes(found))
-    console.print()
-    console.print(findings(found))
+    screen.print(_probes.packages(), markup=False, highlight=False)
+    screen.print()
+    screen.print(schemes(found))
+    screen.print()
+    screen.print(findings(found))
     for name, finding in found.findings.items():
         if finding.remedy:
-            console.print(f"\n{name}: {finding.detail}.\n  {finding.remedy}", markup=False, highlight=False)
+            screen.print(f"\n{name}: {finding.detail}.\n  {finding.remedy}", markup=False, highlight=False)
     if not found.healthy:
         raise typer.Exit(DOES_NOT_WORK)
 

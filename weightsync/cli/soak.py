@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from weightsync.cli._app import Report, ended_by_signals, is_printed, write_report
+from weightsync.cli._app import Report, console, ended_by_signals, write_report
 from weightsync.local_workers import SchemeName
 from weightsync.soak.run import Action, Soak, Tally, Usage
 
 #: The exit code if something happened that must not.
 FINDINGS = 1
-_PLAIN_WIDTH = 120
 #: A tebibyte: more is a typing error, and infinity is not a size.
 _MOST_MIB = 2.0**20
 _LABELS = {"rss_nbytes": "memory, MiB", "descriptors": "descriptors", "threads": "threads", "children": "processes"}
@@ -37,18 +34,16 @@ def soak(  # noqa: PLR0917
     Each report is compared with what the workers serve, and the workers read their weights continuously.
     The exit code is 0 if no fault was found, and 1 otherwise. --json writes the full result.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
+    screen = console(report)
     run = Soak(scheme, workers, int(mib * 2**20), seed)
-    with ended_by_signals(), Live(console=console, refresh_per_second=4, transient=True) as live:
-        tally = run.run(minutes * 60, lambda so_far: live.update(counted(so_far)) if console.is_terminal else None)
+    with ended_by_signals(), Live(console=screen, refresh_per_second=4, transient=True) as live:
+        tally = run.run(minutes * 60, lambda so_far: live.update(counted(so_far)) if screen.is_terminal else None)
     write_report({"scheme": scheme.value, "workers": workers, **tally.record()}, report)
-    console.print(counted(tally))
-    console.print(held(tally))
-    console.print(
-        f"{tally.versions} versions in {tally.seconds:.0f} s; workers read their weights {tally.reads} times."
-    )
+    screen.print(counted(tally))
+    screen.print(held(tally))
+    screen.print(f"{tally.versions} versions in {tally.seconds:.0f} s; workers read their weights {tally.reads} times.")
     for finding in tally.findings:
-        console.print(f"FOUND: {finding}", style="bold red", markup=False)
+        screen.print(f"FOUND: {finding}", style="bold red", markup=False)
     if tally.findings:
         raise typer.Exit(FINDINGS)
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.cli._app import PLAIN_WIDTH, Report, is_printed, write_report
 from weightsync.cli._trace_display import drawn, perfetto, svg
 from weightsync.errors import ConfigurationError
 from weightsync.verify import Run, UnreadableTraceError
@@ -20,7 +20,6 @@ from weightsync.verify.chart import Chart, chart_of
 
 #: The exit code if a trace cannot be read, or has no such run.
 CANNOT_READ = 2
-_PLAIN_WIDTH = 120
 _MOST_ROWS = 200
 
 Places = Annotated[
@@ -57,8 +56,8 @@ def show(
     """
     chart, count = _chart(places, run)
     write_report(chart.record(), report)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PLAIN_WIDTH
-    console = Console(width=max(width, _PLAIN_WIDTH), stderr=is_printed(report))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
+    console = Console(width=max(width, PLAIN_WIDTH), stderr=is_printed(report))
     lines = list(drawn(chart, width))
     shown = lines if limit <= 0 else lines[: limit + 1]
     for line in shown:

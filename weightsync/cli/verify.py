@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from weightsync.cli._app import Report, is_printed, write_report
+from weightsync.cli._app import Report, console, write_report
 from weightsync.model import ToolMissingError, find_toolchain
 from weightsync.protocol.machine import Role
 from weightsync.verify import Followed, Judgement, Run, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
 from weightsync.verify import verify as judged
 
-_PLAIN_WIDTH = 120
 _DOES_NOT_CONFORM = 1
 _CANNOT_SAY = 2
 #: How many wrong lines to show; the others are only counted.
@@ -44,7 +41,7 @@ def verify(
     The exit code is 0 if all runs conform, 1 if one does not (or, with --complete, if a file is missing), and 2 if the
     traces cannot be judged.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=is_printed(report))
+    screen = console(report)
     try:
         verdict = judged(places)
     except UnreadableTraceError as error:
@@ -54,16 +51,16 @@ def verify(
     missing = verdict.missing if complete else ()
     wrong = verdict.findings + missing + (() if followed is None else tuple(followed.findings))
     _write(verdict, followed, report)
-    console.print(results(verdict))
+    screen.print(results(verdict))
     for finding in wrong[:_SHOWN]:
-        console.print()
+        screen.print()
         for line in shown(finding):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            screen.print(line, markup=False, highlight=False, soft_wrap=True)
     if missing:
-        console.print(f"{len(missing)} links lead to machines whose trace is missing; --complete requires all traces.")
-    console.print(summary(verdict), markup=False, highlight=False)
+        screen.print(f"{len(missing)} links lead to machines whose trace is missing; --complete requires all traces.")
+    screen.print(summary(verdict), markup=False, highlight=False)
     if followed is not None:
-        console.print(followed.summary(), markup=False, highlight=False)
+        screen.print(followed.summary(), markup=False, highlight=False)
     if wrong:
         raise typer.Exit(_DOES_NOT_CONFORM)
 
