@@ -59,9 +59,7 @@ class DevicePools:
             return None
         pool = self._pools.get(device.identity)
         if pool is None:
-            pool = self._pools[device.identity] = Pool(
-                make=lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes))
-            )
+            pool = self._pools[device.identity] = Pool(lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes)))
         return pool
 
     def close(self) -> None:

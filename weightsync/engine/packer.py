@@ -112,14 +112,12 @@ class Packer:
     """Packs the weights of one sender. The plan is made once for each layout.
 
     Args:
+        verify: what the workers compare.
         wire_dtype: what wider floating tensors are cast to while they are packed; None if nothing is cast.
         selection: which weights are sent; None: all.
         finite: the name of the model whose weights are refused if they are not finite; None if they are not checked.
         sends_deltas: whether a version may travel as a delta against the one before.
     """
-
-    #: Whether a version may travel as a delta against the one before.
-    sends_deltas = False
 
     def __init__(
         self,

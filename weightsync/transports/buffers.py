@@ -329,15 +329,14 @@ _NBYTES: Final = attrgetter("nbytes")
 
 
 class Pool:
-    """The payload buffers of one sender. Called under its driver's lock.
+    """The payload buffers of one sender. Called under its packer's lock.
 
     Args:
-        storage: the kind of memory of its buffers.
-        make: makes a buffer of at least the given size in bytes; None: one of that kind.
+        make: makes a buffer of at least the given size in bytes; None: one in a segment, if it is large.
     """
 
-    def __init__(self, storage: Storage = Storage.SEGMENTS, make: Callable[[int], Buffer] | None = None) -> None:
-        self._make = make or (lambda nbytes: Buffer(nbytes, storage))
+    def __init__(self, make: Callable[[int], Buffer] | None = None) -> None:
+        self._make = make or (lambda nbytes: Buffer(nbytes, Storage.SEGMENTS))
         self._buffers: list[Buffer] = []
         #: How many were in use when the last payloads came.
         self._in_use: deque[int] = deque(maxlen=KEPT_PAYLOADS)

@@ -316,7 +316,7 @@ class Pools(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool(Storage.HEAP)
+        self.pool = Pool(Buffer)
         self.pinned: dict[int, set[int]] = {}
         self.retired: set[int] = set()
         self.known: dict[int, Buffer] = {}
@@ -364,7 +364,7 @@ TestPools = Pools.TestCase
 
 
 def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
-    pool = Pool(Storage.HEAP)
+    pool = Pool(Buffer)
     made = [pool.acquire(size) for size in (300, 100, 200)]
     kept = []
     for size in (300, 100, 200, 400):
@@ -381,7 +381,7 @@ def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
 
 def test_a_pool_that_needed_a_third_buffer_alternates_between_two_again_after_some_payloads():
     """A worker that was slow once would otherwise cost the memory of one more payload for ever."""
-    pool, in_use = Pool(Storage.HEAP), []
+    pool, in_use = Pool(Buffer), []
     for _ in range(3):  # one is served, one has not been answered, and one is filled
         in_use.append(pool.acquire(100))
         in_use[-1].pin("a worker")
@@ -406,7 +406,7 @@ def test_a_retired_buffer_is_never_seen_again():
 
 
 def test_a_pool_takes_the_smaller_of_two_and_passes_over_one_that_is_retired():
-    pool = Pool(Storage.HEAP)
+    pool = Pool(Buffer)
     large = pool.acquire(300)
     large.pin("held")
     small = pool.acquire(100)
@@ -475,7 +475,7 @@ def test_two_links_pin_one_buffer_each_for_itself():
 
 
 def test_a_worker_that_cannot_be_asked_keeps_its_buffers_for_ever():
-    pins, pool = Pins(), Pool(Storage.HEAP)
+    pins, pool = Pins(), Pool(Buffer)
     buffer = pool.acquire(10)
     pins.hold(update(1), buffer)
     pins.retire()
