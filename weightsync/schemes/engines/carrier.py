@@ -91,7 +91,7 @@ def beside(
         Exception: the call could not be made, for example of a body that is not JSON.
     """
     failures: list[BaseException] = []
-    calling, lock = [True], threading.Lock()
+    call_failed, lock = threading.Event(), threading.Lock()
 
     def run() -> None:
         try:
@@ -99,7 +99,7 @@ def beside(
                 raise ConfigurationError("it returned an awaitable, and nothing here awaits it.")
         except BaseException as error:  # noqa: BLE001 - whatever a carrier raises is reported to the sender
             with lock:
-                if calling:  # otherwise the engine's calls may belong to another link by now
+                if not call_failed.is_set():  # otherwise the engine's calls may belong to another link by now
                     failures.append(error)
                     abort()
 
@@ -109,7 +109,7 @@ def beside(
         call()
     except BaseException as error:
         with lock:
-            calling.clear()
+            call_failed.set()
         give_up()
         carrying.join(_PATIENCE)
         if failures and isinstance(error, TransportError):

@@ -12,7 +12,7 @@ from typing import Final
 
 from weightsync.errors import AuthenticationError
 from weightsync.keys import SharedKey
-from weightsync.transports.calls.server_link import Frames, Parcel
+from weightsync.transports.calls.server_link import Frames, Parcel, changed
 from weightsync.transports.sealing import (
     TURNED_AWAY,
     Identity,
@@ -174,17 +174,7 @@ class _Session:
 
     def sealed(self, answer: Future[Frames]) -> Future[Frames]:
         """An answer sealed with the key, each frame with its own number."""
-        outer: Future[Frames] = Future()
-
-        def over(inner: Future[Frames]) -> None:
-            error = inner.exception()
-            if error is not None:
-                outer.set_exception(error)
-                return
-            outer.set_result([self._seal.seal(next(self._answers), frame) for frame in inner.result()])
-
-        answer.add_done_callback(over)
-        return outer
+        return changed(answer, lambda frames: [self._seal.seal(next(self._answers), frame) for frame in frames])
 
     def skip(self, number: int) -> None:
         """Drop a kept call that will never be asked for."""

@@ -15,7 +15,7 @@ from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, UntrustedCall
 from weightsync.transports.calls.same_host import REACHES, reaches
-from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
+from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, changed, opened
 from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
 from weightsync.transports.sealing import decoded, is_envelope
@@ -106,18 +106,7 @@ class CallServer:
             self._accepted.wait_for(lambda: self._links.get(parcel.link) not in self._being_accepted)
             if self._gate is not gate:  # a receiver listens since then, perhaps with a key
                 raise _GateReplaced
-            link = self._links.get(parcel.link)
-            accept = None
-            if self._accept is None:
-                waiting = sum(each.unread_nbytes for each in self._unmet)
-                self._require_room(0 if link is not None else len(self._unmet), waiting)
-            if link is None:
-                link = self._new_link(parcel.link)
-                accept = self._accept
-                if accept is None:
-                    self._unmet.append(link)
-                else:
-                    self._being_accepted.add(link)
+            link, accept = self._link_of(parcel.link)
             unfit = isinstance(brought, ProtocolError) and link in self._unmet
             if unfit:
                 self._unmet.remove(link)
@@ -128,10 +117,27 @@ class CallServer:
             brought = link.located(brought, parcel.place)
         try:
             answer = link.bring(parcel.number, brought)
-            return _marked(answer) if self._key is None and _is_within_reach(brought) else answer
+            if self._key is None and _is_within_reach(brought):
+                return changed(answer, lambda frames: [*frames, REACHES])
+            return answer
         finally:
             if accept is not None:
                 self._give(link, accept)
+
+    def _link_of(self, name: str) -> tuple[CallServerLink, Callable[[Link], None] | None]:
+        """A call's link; and, if it is a new one and a receiver listens, what takes it. The caller holds the lock."""
+        link = self._links.get(name)
+        if self._accept is None:
+            waiting = sum(each.unread_nbytes for each in self._unmet)
+            self._require_room(0 if link is not None else len(self._unmet), waiting)
+        if link is not None:
+            return link, None
+        link = self._new_link(name)
+        if self._accept is None:
+            self._unmet.append(link)
+        else:
+            self._being_accepted.add(link)
+        return link, self._accept
 
     def _give(self, link: CallServerLink, accept: Callable[[Link], None]) -> None:
         """Give the receiver a link. From then on any call of that link can have the receiver read it."""
@@ -288,18 +294,3 @@ def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
 def _is_within_reach(brought: Received | ProtocolError | None) -> bool:
     hello = brought.message if isinstance(brought, Received) else None
     return isinstance(hello, Hello) and reaches(hello)
-
-
-def _marked(answer: Future[Frames]) -> Future[Frames]:
-    """The answer of a handshake, with the remark that this process can map the sender's segments."""
-    marked: Future[Frames] = Future()
-
-    def over(inner: Future[Frames]) -> None:
-        error = inner.exception()
-        if error is None:
-            marked.set_result([*inner.result(), REACHES])
-        else:
-            marked.set_exception(error)
-
-    answer.add_done_callback(over)
-    return marked

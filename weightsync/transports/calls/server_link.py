@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
@@ -269,6 +270,21 @@ def opened(parcel: Parcel) -> Received | ProtocolError:
         return Received(message, parcel.payload[: message.nbytes])
     except ProtocolError as error:
         return error
+
+
+def changed(answer: Future[Frames], change: Callable[[Frames], Frames]) -> Future[Frames]:
+    """The answer, changed once it is there; an error stays as it is."""
+    outer: Future[Frames] = Future()
+
+    def over(inner: Future[Frames]) -> None:
+        error = inner.exception()
+        if error is None:
+            outer.set_result(change(inner.result()))
+        else:
+            outer.set_exception(error)
+
+    answer.add_done_callback(over)
+    return outer
 
 
 def _nbytes(received: Received | ProtocolError | None) -> int:
