@@ -65,11 +65,11 @@ class StateError(WeightSyncError):
     state.
 
     Attributes:
-        machine: which machine refused the call, "sender" or "receiver".
-        state: the machine's state.
+        machine: what refused the call: "sender" or "receiver"; or "scheme", "worker group", a class of TorchRL's API.
+        state: its state.
         asked: the method that was called.
         allowed: the methods that may be called now.
-        steps: the last steps of the machine, oldest first: (input, state before, state after).
+        steps: the last steps of a sender or receiver, oldest first: (input, state before, state after). Else empty.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class SyncError(WeightSyncError):
     What to do: look at `report.outcomes`, worker by worker; or pass ``on_failure="report"`` and decide yourself.
 
     Attributes:
-        report: the `SyncReport`, with one outcome per worker.
+        report: the `SyncReport`, with one outcome per worker. None: the call was no send (`await_workers`, `connect`
+            in a worker), or another rank has the report (`send_sharded`).
     """
 
     def __init__(self, message: str, report: Any = None) -> None:
@@ -117,8 +118,11 @@ class AckTimeoutError(SyncError, TimeoutError):
     What to do: `wait_async()` again, or `abandon()` the update. The message says when each worker was last heard
     from, and whether it has read the update: a worker that has not read it does not call `receive()`.
 
+    In a worker `connect()` raises it if no first version arrived in time, and `run_worker()` if no group was started.
+    Either may be called again.
+
     Attributes:
-        pending: ids of the workers that have not answered.
+        pending: ids of the workers that have not answered; empty in a worker.
     """
 
     def __init__(self, message: str, report: Any = None, pending: Sequence[int] = ()) -> None:

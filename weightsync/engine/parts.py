@@ -125,11 +125,7 @@ def outgoing_parts(
 
 
 class IncomingParts:
-    """The hashes of a payload whose update has not arrived yet.
-
-    Raises (`arrived`):
-        ProtocolError: a part belongs to a payload of another size than the parts before it.
-    """
+    """The hashes of a payload whose update has not arrived yet."""
 
     def __init__(self) -> None:
         self._payload_id, self._nbytes = b"", 0
@@ -137,7 +133,10 @@ class IncomingParts:
         self.hashes: ChunkHashes | None = None
 
     def arrived(self, part: Part, received: Received) -> None:
-        """Hash a range that has arrived, if its update will carry a digest."""
+        """Hash a range that has arrived, if its update will carry a digest.
+
+        Raises ProtocolError: it belongs to a payload of another size than the ranges before it.
+        """
         whole = received.payload
         if whole is None or not part.hashed:
             return

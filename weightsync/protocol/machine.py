@@ -105,13 +105,7 @@ REMEMBERED: Final = 8
 
 
 def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: Input) -> State:
-    """The state that a row leads to.
-
-    Returns:
-        The state afterwards.
-
-    Raises StateError: there is no such row.
-    """
+    """The state that a row leads to. Raises StateError: there is no such row."""
     after = rows.get((state, input))
     if after is None:
         raise refusal(rows, state, type(input), method_of(input))

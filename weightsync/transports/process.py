@@ -103,7 +103,7 @@ def _own_start(pid: int) -> int:
 
 
 def started_at(pid: int) -> int | None:
-    """When process ``pid`` started, in clock ticks since boot; None if that cannot be read."""
+    """When process ``pid`` started: as `read_start`, but None if that cannot be read."""
     try:
         return read_start(pid)
     except OSError:
@@ -111,7 +111,10 @@ def started_at(pid: int) -> int | None:
 
 
 def read_start(pid: int) -> int:
-    """The same. Raises OSError: it cannot be read, since that process has ended or no descriptor is left here."""
+    """When process ``pid`` started, in clock ticks since boot.
+
+    Raises OSError: it cannot be read, since that process has ended or no descriptor is left here.
+    """
     stat = Path(f"/proc/{pid}/stat").read_bytes()
     # The second field is the program's name in parentheses, and may contain spaces and parentheses itself.
     return int(stat.rpartition(b")")[2].split()[19])
