@@ -395,9 +395,9 @@ class WeightSender(Participant):
         with Shield(self._driver.waker.fire):
             self._driver.look()
         state, data = self._driver.machine.state, self._driver.data
-        unlaid = state is State.UNINITIALIZED and bool(self._workers.endpoints)
+        without_links = state is State.UNINITIALIZED and bool(self._workers.endpoints)
         in_the_way = state is State.PENDING_ASYNC and pending is not OnPending.RAISE
-        if not (in_the_way or unlaid):
+        if not (in_the_way or without_links):
             self._driver.require(asked)
         if wanted.expected is not None or self.expected_workers is not None:
             self._workers.refuse_too_few(wanted, self.expected_workers)
@@ -407,7 +407,7 @@ class WeightSender(Participant):
             pure.targets_of(data, wanted.targets)
         except (WorkerLostError, RefusedError) as error:
             raise self._reporter.all_ended(error) from None
-        if unlaid:
+        if without_links:
             self.connect()
         if in_the_way and pending is OnPending.WAIT:
             previous = self._wait(deadline)

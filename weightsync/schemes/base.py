@@ -49,9 +49,6 @@ from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
-#: The base class, and the functions with which schemes read their arguments.
-__all__ = ["WeightSyncScheme", "checked", "given_or_found"]
-
 #: The keywords of `init_on_worker` that every scheme takes.
 _ALWAYS_ON_WORKER = ("model", "names", "loader", "name_map", "bucket_bytes", "worker_idx")
 
@@ -89,10 +86,10 @@ class WeightSyncScheme(Configured):
     per_worker_weights = False
     #: Whether ``delta=True`` is possible: the bytes of each payload are sent, to weightsync receivers.
     _carries_deltas = False
-    #: The keywords of `init_on_sender` (here) and `init_on_worker` (below) beyond those of all schemes.
-    _sender_arguments: tuple[str, ...] = ()
     #: Which workers of TorchRL's collectors this scheme can reach; None: it needs none of them.
     _reached: WorkerKind | None = None
+    #: The keywords of `init_on_sender`, and of `init_on_worker`, beyond those of all schemes.
+    _sender_arguments: tuple[str, ...] = ()
     _worker_arguments: tuple[str, ...] = ()
     _not_copied: tuple[str, ...] = ("_sender_side", "_receiver_side", "_context", "_events", "applied_selection")
 

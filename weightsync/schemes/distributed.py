@@ -14,10 +14,11 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.arguments import one_by_one
-from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
+from weightsync.schemes.sources import given_or_found
 from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.fanout import Fanout

@@ -15,7 +15,7 @@ from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
 from weightsync.schemes.arguments import POLICY
-from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
@@ -34,6 +34,7 @@ from weightsync.schemes.peers.ray_actors import (
 )
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender, ActorServer, actor_server_of
 from weightsync.schemes.relay import is_torchrls
+from weightsync.schemes.sources import given_or_found
 from weightsync.schemes.worker_set import refuse_repeated
 from weightsync.transports.base import Link
 from weightsync.transports.calls.server import Frames

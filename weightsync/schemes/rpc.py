@@ -15,11 +15,12 @@ from weightsync.errors import ConfigurationError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
 from weightsync.schemes.arguments import one_by_one
-from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport, SharedPresenter
 from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to, worker_of
+from weightsync.schemes.sources import given_or_found
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_called, require_rpc
 from weightsync.weights.strategy import WeightStrategy

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsync.errors import ConfigurationError
-from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.client import Engine, EngineClient
+from weightsync.schemes.sources import given_or_found
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallLink
 

@@ -114,8 +114,8 @@ class _Listener:
         self._rendezvous = rendezvous
         self._model_id = model_id
         store = base_of(rendezvous.store)
-        self.where = store.host, store.port, base_key(model_id, rendezvous.rank)
         self._base = base_key(model_id, rendezvous.rank)
+        self.where = store.host, store.port, self._base
         self._accept, self._leave = accept, leave
         self._other = _OtherProcess(self._base)
         self._over = threading.Event()
