@@ -232,11 +232,10 @@ class Bench:
             self.sender.oracle.remove(worker, "removed")
             self.sender.driver.remove(worker, "removed")
 
-    def close_sender(self, sender: Sender | None = None) -> None:
+    def close_sender(self) -> None:
         """Close the sender."""
-        sender = sender or self.sender
-        with self.step(f"{sender.name} closes"):
-            self._take(sender, sending.Close())
+        with self.step(f"{self.sender.name} closes"):
+            self._take(self.sender, sending.Close())
 
     def hear(self, sender: Sender | None = None) -> None:
         """Process all messages that the workers have sent to the sender."""
@@ -331,9 +330,9 @@ class Bench:
             for recorder in receiver.links.values():
                 recorder.close()
 
-    def lose_sender(self, sender: Sender | None = None) -> None:
+    def lose_sender(self) -> None:
         """End the sender without a goodbye."""
-        sender = sender or self.sender
+        sender = self.sender
         with self.step(f"{sender.name} ends without a goodbye"):
             sender.gone = True
             for version in list(sender.driver._packed):

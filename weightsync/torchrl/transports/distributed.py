@@ -11,6 +11,7 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
 from weightsync.schemes.arguments import POLICY, UNSET, Form, Unset
+from weightsync.schemes.distributed import IN_FLIGHT
 from weightsync.schemes.facade_services import torchrl_class
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
@@ -18,7 +19,6 @@ from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.store import HINT, Hints
 from weightsync.weights.strategy import WeightStrategy
 
-_IN_FLIGHT: Final = 4
 #: Seconds between two checks for an instruction of another kind, in an endless wait.
 _LOOK: Final = 1.0
 
@@ -71,7 +71,7 @@ class DistributedTransport(TransportFacade):
             raise ConfigurationError(
                 "DistributedTransport was given no store or no rank: it reaches no worker. Nothing was sent."
             )
-        in_flight = 1 if self.sync else _IN_FLIGHT
+        in_flight = 1 if self.sync else IN_FLIGHT
         return StoreEnd(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _endpoints(self) -> Mapping[int, Any]:

@@ -151,10 +151,7 @@ class MPTransport(TransportFacade):
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> Any:
         """Wait ``timeout`` seconds for the first weights, and return them as `receive_weights` does."""
-        return self.receive_weights(self._wait_seconds(), weights=weights, model=model, strategy=strategy)
-
-    def _wait_seconds(self) -> float | None:
-        return seconds(self.timeout)
+        return self.receive_weights(seconds(self.timeout), weights=weights, model=model, strategy=strategy)
 
     def _endpoints(self) -> Mapping[int, Any]:
         return {0: self._queue("sender") if self._form is Form.B else self.pipe_end()}
