@@ -309,11 +309,11 @@ def require_context(value: Any) -> None:
         )
 
 
-def require_name(value: Any, argument: str) -> str:
-    """The value, checked to be a str that a message can carry, not empty. Raises ConfigurationError: it is not."""
+def require_name(value: Any) -> str:
+    """The name of a model, checked: a str that a message can carry, not empty. Raises ConfigurationError: it is not."""
     if not isinstance(value, str) or not value:
         raise ConfigurationError(
-            f"{argument}= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "
+            f"model_id= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "
             "Nothing has changed."
         )
     try:
@@ -322,7 +322,7 @@ def require_name(value: Any, argument: str) -> str:
         fits = False
     if not fits:
         raise ConfigurationError(
-            f"{argument}= is {value[:40]!r}, of {len(value)} characters: give a name that UTF-8 encodes in at most "
+            f"model_id= is {value[:40]!r}, of {len(value)} characters: give a name that UTF-8 encodes in at most "
             f"{MAX_NAME_NBYTES} bytes. Nothing has changed."
         )
     return value

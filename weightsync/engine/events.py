@@ -165,14 +165,9 @@ class Subscription:
 
 
 class Events:
-    """The events of one scheme. Safe to use from several threads; a forked child has no callbacks.
+    """The events of one scheme. Safe to use from several threads; a forked child has no callbacks."""
 
-    Args:
-        capacity: how many events may wait for the callbacks.
-    """
-
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._begin()
         forget_after_fork(self)
 
@@ -225,7 +220,7 @@ class Events:
         subscriptions = self._subscriptions
         if not subscriptions or self._closed:
             return
-        if self._queue.qsize() >= self._capacity:
+        if self._queue.qsize() >= CAPACITY:
             self._drop(1)
             return
         self._queue.put((event, subscriptions))
@@ -244,7 +239,7 @@ class Events:
     def _drop(self, count: int) -> None:
         with self._lock:
             before, self.dropped = self.dropped, self.dropped + count
-        if before == 0 or before // self._capacity != self.dropped // self._capacity:
+        if before == 0 or before // CAPACITY != self.dropped // CAPACITY:
             logger.warning("%d events were dropped: a callback of on_event() is too slow", self.dropped)
 
     def _deliver(self) -> None:

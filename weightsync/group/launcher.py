@@ -44,7 +44,7 @@ class GroupArguments:
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError: the model is no module with whole weights; or its name or ``ctx`` is wrong."""
-        require_name(self.model_id, "model_id")
+        require_name(self.model_id)
         if self.ctx is not None:
             require_context(self.ctx)
         if not isinstance(self.model, nn.Module):

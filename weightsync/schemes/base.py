@@ -180,7 +180,7 @@ class WeightSyncScheme(Configured):
         """
         side = self._sender_side
         side.require_uninitialized()
-        model_id = require_name("policy" if model_id is None else model_id, "model_id")
+        model_id = require_name("policy" if model_id is None else model_id)
         if context is None and self._receiver_side.receiver is None:
             context = self.context
         setup = side.read(model_id, context, kwargs)
@@ -211,7 +211,7 @@ class WeightSyncScheme(Configured):
         """
         side = self._receiver_side
         side.require_uninitialized()
-        require_name(model_id, "model_id")
+        require_name(model_id)
         if context is None and self._sender_side.sender is None:
             context = self.context
         given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")

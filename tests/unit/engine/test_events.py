@@ -13,7 +13,6 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,7 @@ def test_a_callback_that_never_returns_delays_no_sync_and_no_close_and_what_is_d
     logged: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(module, "_CLOSING_S", 0.01)
-    monkeypatch.setattr(module, "Events", partial(Events, capacity=3))
+    monkeypatch.setattr(module, "CAPACITY", 3)
     stuck, seen = threading.Event(), threading.Event()
 
     def callback(event: SyncEvent) -> None:
