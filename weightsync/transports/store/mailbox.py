@@ -86,11 +86,11 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class StoreMessage:
-    """A message to be written."""
+    """A message that is to be written to the link's own connection: it does not go through the store."""
 
     frame: bytes
     payload: memoryview | None
-    #: TorchRL's key and value for it.
+    #: TorchRL's key and value for it, which are written to the store.
     hint: tuple[str, str] | None = None
     #: Called once the payload is no longer read.
     done: Callable[[], None] = _nothing
