@@ -65,7 +65,7 @@ class StateError(WeightSyncError):
     state.
 
     Attributes:
-        machine: what refused the call: "sender" or "receiver"; or "scheme", "worker group", a class of TorchRL's API.
+        machine: what refused the call: "sender" or "receiver", or what uses one, such as "scheme" or "worker group".
         state: its state.
         asked: the method that was called.
         allowed: the methods that may be called now.
@@ -103,8 +103,8 @@ class SyncError(WeightSyncError):
     What to do: look at `report.outcomes`, worker by worker; or pass ``on_failure="report"`` and decide yourself.
 
     Attributes:
-        report: the `SyncReport`, with one outcome per worker. None: the call was no send (`await_workers`, `connect`
-            in a worker), or another rank has the report (`send_sharded`).
+        report: the `SyncReport`, with one outcome per worker. None: the call sends nothing (`await_workers`, `connect`
+            in a worker or without weights), or another rank has the report (`send_sharded`).
     """
 
     def __init__(self, message: str, report: Any = None) -> None:
