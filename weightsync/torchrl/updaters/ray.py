@@ -32,6 +32,7 @@ class RayWeightUpdater(WeightUpdaterBase):
     `remote_collectors` may be changed between pushes: the next push calls an actor that replaces a dead one.
 
     Args:
+        policy_weights: the weights that a push without weights sends, as they are then.
         remote_collectors: the actors' handles; a worker's id is its index.
         max_interval: how many pushes skip a worker between two that reach it, even if it is named. A worker's first
             push, the push after a failed one, and the first push to an actor that replaces another are never skipped. A
