@@ -72,7 +72,6 @@ def test_what_is_cheaper_to_write_lies_in_no_segment() -> None:
     assert Buffer(INLINE_BELOW_NBYTES, Storage.SEGMENTS).segment is not None
     assert Buffer(INLINE_BELOW_NBYTES, Storage.HEAP).segment is None
     assert Pool().acquire(INLINE_BELOW_NBYTES).segment is not None
-    assert Pool(Storage.HEAP).acquire(INLINE_BELOW_NBYTES).segment is None
 
 
 def test_memory_of_ones_own_that_is_not_there_is_a_transport_error() -> None:

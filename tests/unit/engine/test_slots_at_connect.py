@@ -24,7 +24,7 @@ from torch import nn
 from weightsync import LayoutError, TransportError
 from weightsync.schemes.none import NoWeightSyncScheme
 from weightsync.transports import buffers
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Pool, Segment, Storage
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Segment
 from weightsync.weights.tensors import address_of
 
 __all__ = ["pair", "scheme_class"]
@@ -277,7 +277,7 @@ def test_a_pickled_scheme_carries_no_slot_and_makes_its_own_when_it_connects(one
 
 
 def test_the_kernel_is_asked_for_huge_pages_for_slots_and_for_heap_buffers() -> None:
-    segment, heap = Segment(2**22), Pool(Storage.HEAP).acquire(2**22)
+    segment, heap = Segment(2**22), Pool(Buffer).acquire(2**22)
     asked, address = {}, 0
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         head = line.split()[0]
