@@ -162,7 +162,7 @@ class Applier:
         assert pending is not None
         stopwatch = Stopwatch()
         try:
-            digest = self.verified(pending)
+            named = self.verified(pending)
             in_slot = pending.slot is not None
             staged = target.stage(pending.layout, self._to_stage(pending), pending.update.extras, in_slot)
             if isinstance(pending.slot, Mapping) and pending.slot.pinnable and target.device is not None:
@@ -171,7 +171,7 @@ class Applier:
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
             self.refuse_for(pending, error)
             return False
-        self._served.staged = Ready(pending, staged, digest, stopwatch.seconds)
+        self._served.staged = Ready(pending, staged, named, stopwatch.seconds)
         return True
 
     def _to_stage(self, pending: Pending) -> memoryview | DeviceMemory:
