@@ -284,7 +284,7 @@ def _copy_from(device: Device, read: Weights, packed: Packed, readers: Readers, 
         return
     if buffer.segment is not None:
         buffer.segment.pin(partial(device.register, read_only=False))
-    pack_from(device, read, layout, buffer.view)
+    pack_from(device, read, layout, buffer.view, plan)
     if _compared(packed, readers):
         packed.digested()
 

@@ -6,17 +6,19 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from weightsync.weights.device import cuda
+from weightsync.weights.device import cuda, transfer
 from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
 from weightsync.weights.device.cuda import Bounce, CudaDevice
+from weightsync.weights.device.transfer import pack_from, scatter_onto
+from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.tensors import BITS, SlotViews, bits_of, borrowed, groups_of
 
 
@@ -209,6 +211,30 @@ def test_pieces_of_every_size_arrive_from_memory_that_is_pinned_or_not(
     assert bytes(torch.cat([bits_of(tensor) for tensor in tensors]).tolist()) == bytes(host.tolist())
     assert ("the host waits for an event of beside" in log) is not pinned
     assert log[-2:] == ["the host waits for here", "the host waits for beside"]
+
+
+@pytest.mark.parametrize("chosen", [range(6), [0, 2, 3, 5]], ids=["all", "without those that are tied"])
+def test_what_crosses_the_host_again_and_again_is_grouped_and_viewed_once(
+    device: tuple[CudaDevice, list[str]], chosen: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, planned, sent, form = device[0], [], Captures(object), Captures(object)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(transfer, "STAGING_NBYTES", 16)
+    monkeypatch.setattr(cuda, "groups_of", lambda *pair: planned.append("grouped") or groups_of(*pair))
+    monkeypatch.setattr(cuda, "viewed", lambda start, n, _: planned.append("viewed") or borrowed(start, n))
+    source = read_weights({f"{i}": torch.full((3,), float(i)).bfloat16() for i in range(6)})
+    layout, into = layout_of(source), [torch.zeros(3, dtype=torch.bfloat16) for _ in range(6)]
+    seen = []
+    for _ in range(3):
+        planned.clear()
+        view = memoryview(bytearray(layout.nbytes))
+        pack_from(made, source, layout, view, sent)
+        scatter_onto(made, layout, into, chosen, view, known=form)
+        seen.append(sorted(set(planned)))
+        assert all(torch.equal(into[index], source.tensors[f"{index}"]) for index in chosen)
+        torch._foreach_add_(list(source.tensors.values()), 10)
+
+    assert seen == [["grouped"], ["viewed"], []]
 
 
 class Watcher:

@@ -239,14 +239,14 @@ class CudaDevice:
             for turn, piece in enumerate(pieces):
                 if piece.host.numel() > STAGING_NBYTES:
                     with torch.cuda.stream(self._beside):
-                        self.copy(piece.among(piece.host), piece.tensors)
+                        self.copy(piece.among(piece.host), piece.tensors, piece.known)
                     continue
                 staged = self._staging[turn % 2][: piece.host.numel()]
                 before = crossed[turn % 2]
                 if before is not None:
                     here.wait_event(before)
                 with torch.cuda.stream(here):
-                    self.copy(piece.among(staged), piece.tensors)
+                    self.copy(piece.among(staged), piece.tensors, piece.known)
                 self._beside.wait_event(here.record_event())
                 with torch.cuda.stream(self._beside):
                     piece.host.copy_(staged, non_blocking=True)
@@ -268,7 +268,7 @@ class CudaDevice:
                 self._send(staged, piece.host)
                 here.wait_event(self._beside.record_event())
                 with torch.cuda.stream(here):
-                    self.copy(piece.tensors, piece.among(staged))
+                    self.copy(piece.tensors, piece.among(staged), piece.known)
                 spread[turn % 2] = here.record_event()
 
     def _send_large(self, piece: Piece) -> None:
