@@ -61,17 +61,12 @@ def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen
     """
     found = memory.views(layout)
     if len(chosen) < len(tensors):
-        tensors, found = list(map(tensors.__getitem__, chosen)), _part_of(found, chosen)
+        part = found.part
+        if part is None or part[0] != chosen:
+            part = found.part = chosen, SlotViews(map(found.__getitem__, chosen))
+        tensors, found = list(map(tensors.__getitem__, chosen)), part[1]
     memory.device.copy(tensors, found, known)
     count_writes(tensors)
-
-
-def _part_of(found: SlotViews, chosen: Sequence[int]) -> SlotViews:
-    """Some views of a slot, which are kept until others are asked for."""
-    part = found.part
-    if part is None or part[0] != chosen:
-        part = found.part = chosen, SlotViews(map(found.__getitem__, chosen))
-    return part[1]
 
 
 class _Run:
@@ -105,11 +100,6 @@ def _runs(layout: Layout) -> tuple[tuple[int, int], ...]:
     return chunks_of(layout, STAGING_NBYTES)
 
 
-def _among(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, flat: Tensor) -> SlotViews:
-    found = _kept(layout, first, last, _At(flat))
-    return found if some is None else _part_of(found, some)
-
-
 class _At:
     """Bytes, known by where they are."""
 
@@ -124,9 +114,14 @@ class _At:
         return hash(self._key)
 
 
+def _among(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, flat: Tensor) -> SlotViews:
+    return _kept(layout, first, last, some, _At(flat))
+
+
 # Views of the host's memory are good for whatever lies at that address while the caller holds it, as `kept_views` are.
 # Views of a device's memory keep it, so that no other has its address.
 @lru_cache(maxsize=256)
-def _kept(layout: Layout, first: int, last: int, place: _At) -> SlotViews:
+def _kept(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, place: _At) -> SlotViews:
     with torch.inference_mode():
-        return SlotViews(views(layout, place.flat, first, last))
+        found = views(layout, place.flat, first, last)
+        return SlotViews(found if some is None else map(found.__getitem__, some))
