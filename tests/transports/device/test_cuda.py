@@ -18,7 +18,7 @@ from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
 from weightsync.weights.device.cuda import Bounce, CudaDevice
 from weightsync.weights.device.transfer import pack_from, scatter_onto
-from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import BITS, SlotViews, bits_of, borrowed, groups_of
 
 
@@ -211,6 +211,32 @@ def test_pieces_of_every_size_arrive_from_memory_that_is_pinned_or_not(
     assert bytes(torch.cat([bits_of(tensor) for tensor in tensors]).tolist()) == bytes(host.tolist())
     assert ("the host waits for an event of beside" in log) is not pinned
     assert log[-2:] == ["the host waits for here", "the host waits for beside"]
+
+
+def test_weights_cross_one_by_one_where_there_is_no_memory_to_gather_them_in(
+    device: tuple[CudaDevice, list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, empty = device[0], torch.empty
+    del made.__dict__["_staging"]
+
+    def full(*arguments: Any, device: object = None, **options: Any) -> Tensor:
+        if "cuda" in str(device):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return empty(*arguments, device=device, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: False)
+    given = {"a": torch.rand(2, 3).t(), "b": torch.tensor(2.5), "c": torch.rand(0, 2), "d": torch.rand(40).bfloat16()}
+    source = read_weights(given)
+    layout = layout_of(source)
+    into = [torch.zeros_like(each) for each in ordered(source, layout)]
+    view = memoryview(bytearray(layout.nbytes))
+    for _ in range(2):
+        pack_from(made, source, layout, view)
+        scatter_onto(made, layout, into, range(len(into)), view)
+
+    assert all(map(torch.equal, into, ordered(source, layout)))
+    assert caplog.text.count("one by one: it has no memory") == 1
 
 
 @pytest.mark.parametrize("chosen", [range(6), [0, 2, 3, 5]], ids=["all", "without those that are tied"])
