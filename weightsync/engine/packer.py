@@ -166,7 +166,7 @@ class Packer:
             if device is not None:
                 if readers is None:
                     return
-                pool = self._on_devices.pool(device, readers) or pool
+                pool = self._on_devices.pool(device, plan.sent.nbytes, readers) or pool
             pool.reserve(plan.sent.nbytes)
 
     def pack(
