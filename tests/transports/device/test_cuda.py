@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -13,10 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from weightsync.engine.device_slots import open_slot
+from weightsync.protocol.messages import SlotRef
+from weightsync.transports.buffers import NoRoom
 from weightsync.weights.device import cuda, transfer
 from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
 from weightsync.weights.device.cuda import Bounce, CudaDevice
+from weightsync.weights.device.registry import installed
 from weightsync.weights.device.transfer import pack_from, scatter_onto
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import BITS, SlotViews, bits_of, borrowed, groups_of
@@ -261,6 +266,25 @@ def test_what_crosses_the_host_again_and_again_is_grouped_and_viewed_once(
         torch._foreach_add_(list(source.tensors.values()), 10)
 
     assert seen == [["grouped"], ["viewed"], []]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA-capable device(s) is/are busy")]
+)
+def test_a_slot_on_a_gpu_that_this_process_may_not_use_is_refused_as_one_without_room(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(ordinal: int) -> None:
+        raise error
+
+    class Backend:
+        def named(self, identity: bytes) -> CudaDevice:
+            return CudaDevice(cast(Any, Driver()), 1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    text = f"cannot use cuda:1: {re.escape(str(error))}"
+    with installed("cuda", cast(Any, Backend())), pytest.raises(NoRoom, match=text):
+        open_slot(SlotRef(segment=1, seal=bytes(16), device=bytes(16), nbytes=8), -1)
 
 
 class Watcher:

@@ -187,7 +187,10 @@ class CudaDevice:
 
     def open(self, fd: int, nbytes: int) -> DeviceMemory:
         """See `Device.open`."""
-        torch.cuda.synchronize(self._ordinal)
+        try:
+            torch.cuda.synchronize(self._ordinal)
+        except RuntimeError as error:  # no context there: it is full, or only one process at a time may use it
+            raise DeviceError(f"This process cannot use cuda:{self._ordinal}: {error}.") from error
         handle = self._driver.take(fd)
         try:
             readers = [peer for peer in self._peers if self._driver.reaches(peer, self._ordinal)]
