@@ -165,8 +165,8 @@ class Applier:
             named = self.verified(pending)
             in_slot = pending.slot is not None
             staged = target.stage(pending.layout, self._to_stage(pending), pending.update.extras, in_slot)
-            if isinstance(pending.slot, Mapping) and pending.slot.pinnable and target.device is not None:
-                register = partial(target.device.register, read_only=True)
+            if isinstance(pending.slot, Mapping) and pending.slot.pinnable and (device := target.device) is not None:
+                register = partial(device.register, read_only=True)
                 staged = replace(staged, pinned=pending.slot.pinned(pending.layout.nbytes, register))
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
             self.refuse_for(pending, error)

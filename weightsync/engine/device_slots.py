@@ -41,25 +41,35 @@ class DevicePools:
 
         None if the weights are copied through host memory: no worker can open a slot there, or no memory is left.
         """
-        pool = self.pool(device, readers)
-        if pool is None:
-            return None
         try:
+            pool = self.pool(device, layout.nbytes, readers)
+            if pool is None:
+                return None
             buffer = pool.acquire(layout.nbytes)
         except DeviceError as error:
             self._full.add(device.identity)
+            self._pools.pop(device.identity, None)
             logger.warning("weights on a device are copied through host memory from now on: %s", str(error))
             return None
         assert isinstance(buffer, DeviceBuffer)
         return buffer
 
-    def pool(self, device: Device, readers: DeviceReaders) -> Pool | None:
-        """The slots on a device; None: see `acquire`."""
+    def pool(self, device: Device, nbytes: int, readers: DeviceReaders) -> Pool | None:
+        """The slots on a device; None: see `acquire`.
+
+        Args:
+            nbytes: the size of a payload. All slots are made at once: a worker would keep a single one mapped.
+
+        Raises:
+            DeviceError: there is no memory for all of them, so there are none.
+        """
         if device.identity in self._full or not any(device.identity in link for link in readers.reached()):
             return None
         pool = self._pools.get(device.identity)
         if pool is None:
-            pool = self._pools[device.identity] = Pool(lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes)))
+            pool = Pool(lambda nbytes: DeviceBuffer(allocate_memory(device, nbytes)))
+            pool.reserve(nbytes)
+            self._pools[device.identity] = pool
         return pool
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ class Packer:
             if device is not None:
                 if readers is None:
                     return
-                pool = self._on_devices.pool(device, readers) or pool
+                pool = self._on_devices.pool(device, plan.sent.nbytes, readers) or pool
             pool.reserve(plan.sent.nbytes)
 
     def pack(
@@ -282,7 +282,7 @@ def _copy_from(device: Device, read: Weights, packed: Packed, readers: Readers, 
         return
     if buffer.segment is not None:
         buffer.segment.pin(partial(device.register, read_only=False))
-    pack_from(device, read, layout, buffer.view)
+    pack_from(device, read, layout, buffer.view, plan)
     if _compared(packed, readers):
         packed.digested()
 

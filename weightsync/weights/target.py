@@ -493,7 +493,7 @@ def _copy_out(
         for device in {payload.device, *plan.devices}:
             device.finish()
     elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):
-        scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload)
+        scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload, known=form)
     else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
         for device in plan.devices:

@@ -56,7 +56,7 @@ class Form:
         with self._reading():
             self._addresses = list(map(Tensor.data_ptr, tensors))
             self._traits = _traits(tensors)
-        self._guards = _guards_of(tensors)
+        self._guard(tensors)
 
     def fits(self, tensors: Collection[Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same form."""
@@ -64,23 +64,41 @@ class Form:
             with self._reading():
                 if list(map(Tensor.data_ptr, tensors)) != self._addresses:
                     return False
-                if self._guards is not None and self._guards.check(*tensors):
+                distinct, twins = _distinct(tensors) if self._twins else (tensors, self._twins)
+                if self._guards is not None and twins == self._twins and self._guards.check(*distinct):
                     return True
                 fits = _traits(tensors) == self._traits
         except RuntimeError:  # one of them is sparse by now
             return False
         if fits and self._guards is not None:  # other tensors need a gradient by now, or this is another mode
-            self._guards = _guards_of(tensors)
+            self._guard(tensors)
         return fits
+
+    def _guard(self, tensors: Collection[Tensor]) -> None:
+        distinct, self._twins = _distinct(tensors)
+        self._guards = _guards_of(distinct)
+
+
+def _distinct(tensors: Collection[Tensor]) -> tuple[Collection[Tensor], list[int]]:
+    """Each tensor once, and where among them each of these is; an empty list if none is given twice."""
+    ids = list(map(id, tensors))
+    found = dict(zip(ids, tensors, strict=True))
+    if len(found) == len(ids):
+        return tensors, []
+    places = dict(zip(found, range(len(found)), strict=True))
+    return list(found.values()), list(map(places.__getitem__, ids))
 
 
 def _guards_of(tensors: Collection[Tensor]) -> TensorGuards | None:
     """A guard of torch's compiler: it checks in one call what `_traits` reads one by one. It refers to no tensor.
 
     It also checks which of them need a gradient, and torch's modes: if it fails, nothing follows. None: this torch has
-    none that can be made so, or a tensor is given twice, which they never pass.
+    none that can be made so.
+
+    Args:
+        tensors: each once, since a guard fails for one that is given twice.
     """
-    if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
+    if TensorGuards is None:
         return None
     try:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from weightsync.weights.device import cuda
+from weightsync.engine.device_slots import open_slot
+from weightsync.protocol.messages import SlotRef
+from weightsync.transports.buffers import NoRoom
+from weightsync.weights.device import cuda, transfer
 from weightsync.weights.device.base import DeviceError, Piece
 from weightsync.weights.device.captures import Captures
 from weightsync.weights.device.cuda import Bounce, CudaDevice
+from weightsync.weights.device.registry import installed
+from weightsync.weights.device.transfer import pack_from, scatter_onto
+from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.tensors import BITS, SlotViews, bits_of, borrowed, groups_of
 
 
@@ -209,6 +216,75 @@ def test_pieces_of_every_size_arrive_from_memory_that_is_pinned_or_not(
     assert bytes(torch.cat([bits_of(tensor) for tensor in tensors]).tolist()) == bytes(host.tolist())
     assert ("the host waits for an event of beside" in log) is not pinned
     assert log[-2:] == ["the host waits for here", "the host waits for beside"]
+
+
+def test_weights_cross_one_by_one_where_there_is_no_memory_to_gather_them_in(
+    device: tuple[CudaDevice, list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, empty = device[0], torch.empty
+    del made.__dict__["_staging"]
+
+    def full(*arguments: Any, device: object = None, **options: Any) -> Tensor:
+        if "cuda" in str(device):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return empty(*arguments, device=device, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: False)
+    given = {"a": torch.rand(2, 3).t(), "b": torch.tensor(2.5), "c": torch.rand(0, 2), "d": torch.rand(40).bfloat16()}
+    source = read_weights(given)
+    layout = layout_of(source)
+    into = [torch.zeros_like(each) for each in ordered(source, layout)]
+    view = memoryview(bytearray(layout.nbytes))
+    for _ in range(2):
+        pack_from(made, source, layout, view)
+        scatter_onto(made, layout, into, range(len(into)), view)
+
+    assert all(map(torch.equal, into, ordered(source, layout)))
+    assert caplog.text.count("one by one: it has no memory") == 1
+
+
+@pytest.mark.parametrize("chosen", [range(6), [0, 2, 3, 5]], ids=["all", "without those that are tied"])
+def test_what_crosses_the_host_again_and_again_is_grouped_and_viewed_once(
+    device: tuple[CudaDevice, list[str]], chosen: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, planned, sent, form = device[0], [], Captures(object), Captures(object)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(transfer, "STAGING_NBYTES", 16)
+    monkeypatch.setattr(cuda, "groups_of", lambda *pair: planned.append("grouped") or groups_of(*pair))
+    monkeypatch.setattr(cuda, "viewed", lambda start, n, _: planned.append("viewed") or borrowed(start, n))
+    source = read_weights({f"{i}": torch.full((3,), float(i)).bfloat16() for i in range(6)})
+    layout, into = layout_of(source), [torch.zeros(3, dtype=torch.bfloat16) for _ in range(6)]
+    seen = []
+    for _ in range(3):
+        planned.clear()
+        view = memoryview(bytearray(layout.nbytes))
+        pack_from(made, source, layout, view, sent)
+        scatter_onto(made, layout, into, chosen, view, known=form)
+        seen.append(sorted(set(planned)))
+        assert all(torch.equal(into[index], source.tensors[f"{index}"]) for index in chosen)
+        torch._foreach_add_(list(source.tensors.values()), 10)
+
+    assert seen == [["grouped"], ["viewed"], []]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA-capable device(s) is/are busy")]
+)
+def test_a_slot_on_a_gpu_that_this_process_may_not_use_is_refused_as_one_without_room(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(ordinal: int) -> None:
+        raise error
+
+    class Backend:
+        def named(self, identity: bytes) -> CudaDevice:
+            return CudaDevice(cast(Any, Driver()), 1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    text = f"cannot use cuda:1: {re.escape(str(error))}"
+    with installed("cuda", cast(Any, Backend())), pytest.raises(NoRoom, match=text):
+        open_slot(SlotRef(segment=1, seal=bytes(16), device=bytes(16), nbytes=8), -1)
 
 
 class Watcher:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import fake_device as fake_device_module
 import pytest
@@ -31,7 +32,7 @@ from fleet import (
     serve_until_gone,
 )
 from msgspec.structs import replace
-from test_kernels import mapped, policy
+from test_kernels import copied, mapped, policy
 from torch import nn
 
 from weightsync import (
@@ -46,7 +47,7 @@ from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, SlotRef, Update
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.device import DeviceBuffer
-from weightsync.weights.device.base import DeviceError
+from weightsync.weights.device.base import DeviceError, DeviceMemory
 from weightsync.weights.device.captures import must_not_move
 from weightsync.weights.device.registry import device_of
 
@@ -130,6 +131,34 @@ def test_a_trainer_whose_device_is_full_sends_by_way_of_the_host(caplog: pytest.
         for _ in range(3):
             assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
         assert caplog.text.count("copied through host memory from now on") == 1
+
+
+@pytest.mark.parametrize("way", ["mapped", "copied out"])
+def test_a_device_with_room_for_a_single_slot_keeps_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: WeakSet[DeviceMemory] = WeakSet()
+    nbytes = sum(each.nbytes for each in large().parameters())
+    with fake_device(FakeDevice(capacity=nbytes * 3 // 2)) as device:
+        monkeypatch.setattr(FakeDevice, "allocate", noting(FakeDevice.allocate, held))
+        monkeypatch.setattr(FakeDevice, "open", noting(FakeDevice.open, held))
+        with paired(mapped if way == "mapped" else copied, model=large) as pair:
+            for fill in (1.0, 2.0, 3.0, 4.0):
+                filled(pair.source, fill)
+                assert pair.sync().ok
+                assert constants(pair.model) == {fill}
+            gc.collect()
+            assert len(held) == 0
+            assert device is not None
+
+
+def noting(make: Callable[..., DeviceMemory], held: WeakSet[DeviceMemory]) -> Callable[..., DeviceMemory]:
+    """Have memory that is made so noted."""
+
+    def noted(*arguments: object) -> DeviceMemory:
+        made = make(*arguments)
+        held.add(made)
+        return made
+
+    return noted
 
 
 @pytest.mark.usefixtures("device")

@@ -127,6 +127,26 @@ def test_a_tensor_that_is_listed_twice_fits_as_long_as_it_stays() -> None:
     assert not form.fits(tensors)
 
 
+def test_tensors_that_are_listed_twice_are_checked_in_one_call_too(
+    guards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = some()
+    form = Form([*tensors, *tensors[:2]])
+    monkeypatch.setattr(module, "_traits", lambda tensors: pytest.fail("read one by one") if guards else form._traits)
+
+    assert form.fits([*tensors, *tensors[:2]])
+
+
+def test_a_view_that_takes_the_place_of_a_tensor_that_was_listed_twice_does_not_fit() -> None:
+    first, second = torch.randn(4, 4), torch.randn(3)
+    other = first.view(2, 8)
+    form = Form([first, first, other, second])
+
+    assert not form.fits([first, other, other, second])
+    assert form.fits([first, first, other, second])
+    assert form.fits([first, first.view(4, 4), other, second])
+
+
 def test_a_tensor_that_takes_the_place_of_another_in_the_list_does_not_fit() -> None:
     tensors = some()
     form = Form(tensors)

@@ -41,7 +41,9 @@ class Piece(NamedTuple):
     host: Tensor
     tensors: list[Tensor]
     #: The tensors as views of as many bytes, wherever these are.
-    among: Callable[[Tensor], list[Tensor]]
+    among: Callable[[Tensor], SlotViews]
+    #: The same object for as long as the tensors are of the same form: see `Device.copy`.
+    known: object | None = None
 
 
 class Waits(Protocol):

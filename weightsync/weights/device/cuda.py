@@ -187,7 +187,10 @@ class CudaDevice:
 
     def open(self, fd: int, nbytes: int) -> DeviceMemory:
         """See `Device.open`."""
-        torch.cuda.synchronize(self._ordinal)
+        try:
+            torch.cuda.synchronize(self._ordinal)
+        except RuntimeError as error:  # no context there: it is full, or only one process at a time may use it
+            raise DeviceError(f"This process cannot use cuda:{self._ordinal}: {error}.") from error
         handle = self._driver.take(fd)
         try:
             readers = [peer for peer in self._peers if self._driver.reaches(peer, self._ordinal)]
@@ -220,9 +223,15 @@ class CudaDevice:
         return torch.cuda.Stream(self._ordinal)  # type: ignore[no-untyped-call]
 
     @cached_property
-    def _staging(self) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False):
-            first, second = torch.empty((2, STAGING_NBYTES), dtype=torch.uint8, device=f"cuda:{self._ordinal}")
+    def _staging(self) -> tuple[Tensor, Tensor] | None:
+        """Memory in which pieces are gathered; None: there is none, and each tensor crosses by itself."""
+        try:
+            with torch.inference_mode(False):
+                first, second = torch.empty((2, STAGING_NBYTES), dtype=torch.uint8, device=f"cuda:{self._ordinal}")
+        except torch.cuda.OutOfMemoryError:
+            text = "weights cross between cuda:%d and the host one by one: it has no memory to gather them in"
+            logger.warning(text, self._ordinal)
+            return None
         return first, second
 
     @cached_property
@@ -236,17 +245,18 @@ class CudaDevice:
         here = torch.cuda.current_stream(self._ordinal)
         with self._all_ended(here), torch.inference_mode():
             crossed: list[torch.cuda.Event | None] = [None, None]
+            areas = self._staging
             for turn, piece in enumerate(pieces):
-                if piece.host.numel() > STAGING_NBYTES:
+                if areas is None or piece.host.numel() > STAGING_NBYTES:
                     with torch.cuda.stream(self._beside):
-                        self.copy(piece.among(piece.host), piece.tensors)
+                        self.copy(piece.among(piece.host), piece.tensors, piece.known)
                     continue
-                staged = self._staging[turn % 2][: piece.host.numel()]
+                staged = areas[turn % 2][: piece.host.numel()]
                 before = crossed[turn % 2]
                 if before is not None:
                     here.wait_event(before)
                 with torch.cuda.stream(here):
-                    self.copy(piece.among(staged), piece.tensors)
+                    self.copy(piece.among(staged), piece.tensors, piece.known)
                 self._beside.wait_event(here.record_event())
                 with torch.cuda.stream(self._beside):
                     piece.host.copy_(staged, non_blocking=True)
@@ -257,29 +267,30 @@ class CudaDevice:
         here = torch.cuda.current_stream(self._ordinal)
         with self._all_ended(here), torch.inference_mode():
             spread: list[torch.cuda.Event | None] = [None, None]
+            areas = self._staging
             for turn, piece in enumerate(pieces):
-                if piece.host.numel() > STAGING_NBYTES:
-                    self._send_large(piece)
+                if areas is None or piece.host.numel() > STAGING_NBYTES:
+                    self._send_alone(piece)
                     continue
-                staged = self._staging[turn % 2][: piece.host.numel()]
+                staged = areas[turn % 2][: piece.host.numel()]
                 before = spread[turn % 2]
                 if before is not None:
                     self._beside.wait_event(before)
                 self._send(staged, piece.host)
                 here.wait_event(self._beside.record_event())
                 with torch.cuda.stream(here):
-                    self.copy(piece.tensors, piece.among(staged))
+                    self.copy(piece.tensors, piece.among(staged), piece.known)
                 spread[turn % 2] = here.record_event()
 
-    def _send_large(self, piece: Piece) -> None:
-        """Queue the copy of a piece that is one tensor, larger than the staging area."""
-        (target,), (source,) = piece.tensors, piece.among(piece.host)
-        plain = target.is_contiguous() and source.is_contiguous() and not is_lazily_changed(target)
-        if plain and target.dtype is source.dtype:
-            self._send(target.view(-1).view(torch.uint8), piece.host)
-            return
-        with torch.cuda.stream(self._beside):
-            self.copy([target], [source])
+    def _send_alone(self, piece: Piece) -> None:
+        """Queue the copies of tensors for which there is no room in a staging area, one by one."""
+        for target, source in zip(piece.tensors, piece.among(piece.host), strict=True):
+            plain = target.is_contiguous() and source.is_contiguous() and not is_lazily_changed(target)
+            if plain and target.dtype is source.dtype:
+                self._send(target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8))
+            else:
+                with torch.cuda.stream(self._beside):
+                    self.copy([target], [source])
 
     def _send(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy of bytes of the host in the stream beside."""

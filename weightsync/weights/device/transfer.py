@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import repeat
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,26 +17,39 @@ from weightsync.weights.reading import Weights, ordered
 from weightsync.weights.tensors import SlotViews, address_of, borrowed, count_writes
 
 
-def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview) -> None:
+def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview, known: object | None = None) -> None:
     """Like `weightsync.weights.packing.pack`, for weights that are all on a device, behind the current stream.
+
+    Args:
+        known: the same object for as long as the weights and the layout have the same form: see `Device.copy`.
 
     Raises LayoutError: a tensor, which the error names, cannot be copied.
     """
     base = address_of(view)
     zero_gaps(layout, base)
     try:
-        device.to_host(_pieces(layout, ordered(weights, layout), range(len(layout.entries)), base))
+        device.to_host(_pieces(layout, ordered(weights, layout), range(len(layout.entries)), base, known))
     except Exception:
         pack(weights, layout, view)  # its error names the tensor
         raise
 
 
 def scatter_onto(
-    device: Device, layout: Layout, tensors: list[Tensor], chosen: Sequence[int], view: memoryview
+    device: Device,
+    layout: Layout,
+    tensors: list[Tensor],
+    chosen: Sequence[int],
+    view: memoryview,
+    *,
+    known: object | None = None,
 ) -> None:
-    """Like `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy."""
+    """Like `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy.
+
+    Args:
+        known: see `Device.copy`; the layout and the entries are the same too.
+    """
     if chosen:
-        device.from_host(_pieces(layout, tensors, chosen, address_of(view)))
+        device.from_host(_pieces(layout, tensors, chosen, address_of(view), known))
         count_writes(list(map(tensors.__getitem__, chosen)))
 
 
@@ -54,29 +69,35 @@ def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen
     count_writes(tensors)
 
 
-def _pieces(layout: Layout, tensors: Sequence[Tensor], chosen: Sequence[int], base: int) -> list[Piece]:
-    found = []
-    for first, last in _runs(layout):
-        indices = range(first, last)
-        if len(chosen) < len(layout.entries):
-            wanted = frozenset(chosen)
-            indices = [index for index in indices if index in wanted]  # type: ignore[assignment]
+class _Run:
+    """What some of the tensors of a payload are known by."""
+
+
+#: For each object that weights are known by, what the runs of them that cross together are known by.
+_known_runs: WeakKeyDictionary[object, list[_Run]] = WeakKeyDictionary()
+
+
+def _pieces(
+    layout: Layout, tensors: Sequence[Tensor], chosen: Sequence[int], base: int, known: object | None
+) -> list[Piece]:
+    found, runs, wanted = [], _runs(layout), frozenset(chosen)
+    by = repeat(None) if known is None else _known_runs.setdefault(known, [_Run() for _ in runs])
+    for (first, last), run in zip(runs, by, strict=False):
+        indices: Sequence[int] = range(first, last)
+        if len(wanted) < len(layout.entries):
+            indices = [index for index in indices if index in wanted]
         start, tail = layout.entries[first].offset, layout.entries[last - 1]
         host = borrowed(base + start, tail.offset + tail.nbytes - start)
         some = tuple(index - first for index in indices) if len(indices) < last - first else None
         if indices:
-            found.append(Piece(host, [tensors[index] for index in indices], partial(_among, layout, first, last, some)))
+            among = partial(_among, layout, first, last, some)
+            found.append(Piece(host, [tensors[index] for index in indices], among, run))
     return found
 
 
 @lru_cache(maxsize=8)
 def _runs(layout: Layout) -> tuple[tuple[int, int], ...]:
     return chunks_of(layout, STAGING_NBYTES)
-
-
-def _among(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, flat: Tensor) -> list[Tensor]:
-    found = _kept(layout, first, last, _At(flat))
-    return found if some is None else [found[index] for index in some]
 
 
 class _At:
@@ -93,9 +114,14 @@ class _At:
         return hash(self._key)
 
 
+def _among(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, flat: Tensor) -> SlotViews:
+    return _kept(layout, first, last, some, _At(flat))
+
+
 # Views of the host's memory are good for whatever lies at that address while the caller holds it, as `kept_views` are.
 # Views of a device's memory keep it, so that no other has its address.
 @lru_cache(maxsize=256)
-def _kept(layout: Layout, first: int, last: int, place: _At) -> SlotViews:
+def _kept(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, place: _At) -> SlotViews:
     with torch.inference_mode():
-        return SlotViews(views(layout, place.flat, first, last))
+        found = views(layout, place.flat, first, last)
+        return SlotViews(found if some is None else map(found.__getitem__, some))
