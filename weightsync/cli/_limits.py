@@ -55,6 +55,13 @@ def address_space() -> Finding:
 
 def shared_memory_size(mount: Path = Path("/dev/shm"), cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
     """What memfd and /dev/shm may hold. Memfds count as memory of the container, whatever the size of /dev/shm."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        return Finding(
+            Status.LIMITED,
+            f"memfds of at most {_size(limit)}, as all files",
+            "Run `ulimit -f unlimited`: a memfd holds all weights of a version.",
+        )
     memory = _number(cgroup / "memory.max")
     found = "memfds as large as memory" if memory is None else f"memfds within the container's {_size(memory)}"
     if not mount.is_dir():

@@ -235,6 +235,7 @@ class WeightReceiver(Participant):
         )
 
     def _write(self, target: Target, weights: Any, inplace: bool) -> None:
+        self._served.unshare()
         try:
             if inplace:
                 target.apply(weights)

@@ -290,6 +290,8 @@ class ServedModel:
         self.path: str | None = None
         #: The target for the model, into which versions are swapped; None: not needed yet.
         self.target: Target | None = None
+        #: `target`, while its tensors may be in memory that other processes share: see `unshare`.
+        self._shared: Target | None = None
         #: Whether a loader was served, now or before: its pages of a slot hide what the trainer writes there.
         self._had_loader = False
         #: What is staged for `target`; None: nothing.
@@ -324,6 +326,13 @@ class ServedModel:
             self._guard(model)  # before anything changes: it may take no hooks
             with self._driver.lock:
                 self._replace(model, path)
+                self.unshare()
+
+    def unshare(self) -> None:
+        """Move a new model out of memory that other processes share. No other thread may be serving it."""
+        if self._shared is not None:
+            self._shared.unshare()
+            self._shared = None
 
     def _replace(self, model: Any, path: str | None) -> None:
         """Serve another model; the caller holds the driver's lock."""
@@ -331,7 +340,7 @@ class ServedModel:
         if self.target is not None:
             self.target.leave()  # also where the model stays: the next target does not know what lies in a slot
         self.model, self.path = model, path
-        self.target = self.staged = None
+        self.target = self.staged = self._shared = None
         try:
             if not isinstance(model, str):
                 self._make_target()
@@ -449,6 +458,9 @@ class ServedModel:
                 return
             self._replace(found, self.path)
         self._guard(found)
+        # Otherwise a swap does it: a kernel of a thread that serves may be reading where the tensors are.
+        with contextlib.suppress(ModelBusyError), self.serving.alone(Deadline(0), "receive"), self._driver.lock:
+            self.unshare()
 
     def _make_target(self) -> Target:
         if self.model is None:
@@ -476,7 +488,7 @@ class ServedModel:
                 return LoaderTarget(model, self._pending_version)
         target = Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
         if isinstance(model, nn.Module):
-            target.unshare()
+            self._shared = target
         return target
 
     def _pending_version(self) -> int:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.copies import require_whole
 from weightsync.engine.sender import WeightSender
-from weightsync.errors import ResultTimeoutError, StateError, SyncError, WorkerFailedError
+from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
 from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
 from weightsync.group.launcher import GroupArguments, Launched, names_of, rules_of
 from weightsync.group.launchers import launcher_for
@@ -231,6 +231,13 @@ class WorkerGroup:
         self._state = State.CLOSED
         for member in self._members.by_index.values():
             member.running = None
+
+    def __reduce__(self) -> NoReturn:
+        """Raises ConfigurationError: a copy would have this group's workers, and close their descriptors."""
+        raise ConfigurationError(
+            "a WorkerGroup can be neither pickled nor copied. If run= or make_model= is a method, its object may have "
+            "the group as an attribute: give a function, or have the object's __getstate__() leave the group out."
+        )
 
     def __enter__(self) -> Self:
         self.start()

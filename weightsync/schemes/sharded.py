@@ -83,6 +83,8 @@ def send_sharded(
     if scheme is None or not sends:
         return _learned(ranks.result_of(root), root, failing)
     try:
+        side = scheme._sender_side
+        side.rendezvous.require_connected("send_sharded", side.require_sender("send_sharded"))
         extras = {extra_state_name(module): state for module, state in weights.extras().items()}
         given = scheme.strategy.extract_weights(whole | extras)
         report = scheme.send(given, worker_ids, timeout=ranks.deadline.remaining, on_failure=OnFailure.REPORT)

@@ -14,6 +14,7 @@ begun to write it since.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import mmap
@@ -137,7 +138,7 @@ class Segment:
         nbytes: the size, which never changes.
 
     Raises:
-        TransportError: there is not enough memory, or no file descriptor is left.
+        TransportError: there is not enough memory, no file descriptor is left, or files may not be that large.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -153,7 +154,8 @@ class Segment:
         try:
             self._allocate()
         except OSError as error:
-            raise TransportError(f"No shared memory for {nbytes} bytes: {error.strerror}.") from error
+            remedy = " Run `ulimit -f unlimited` before the trainer." if error.errno == errno.EFBIG else ""
+            raise TransportError(f"No shared memory for {nbytes} bytes: {error.strerror}.{remedy}") from error
         forget_after_fork(self)
 
     def _allocate(self) -> None:

@@ -187,6 +187,21 @@ def test_without_weights_both_sides_meet_and_the_worker_has_no_version_yet(schem
         assert constants(b.model) == {5.0}
 
 
+def test_a_scheme_that_begins_without_workers_connects_once_one_was_added(scheme_class: Any) -> None:
+    with scheme_class() as a, scheme_class() as b:
+        ours, theirs = multiprocessing.Pipe()
+        a.init_on_sender(model_id="policy", model=filled(small(), 4.0), num_workers=0)
+        b.init_on_receiver(model_id="policy", pipe=theirs, model=small())
+        with pytest.raises(ConfigurationError, match=r"there are no workers to send to.*add_worker\(\) adds a worker"):
+            a.connect(timeout=PATIENCE)
+
+        a.get_sender().add_worker(0, ours)
+        with beside(lambda: a.connect(timeout=PATIENCE)):
+            b.connect(timeout=PATIENCE)
+        assert constants(b.model) == {4.0}
+        assert a.send(weights(5.0)).ok
+
+
 def test_a_worker_that_went_before_it_met_the_trainer_is_named(scheme_class: Any) -> None:
     (ours, theirs), (one, other) = multiprocessing.Pipe(), multiprocessing.Pipe()
     with scheme_class() as scheme:

@@ -260,10 +260,11 @@ def test_calls_that_are_recorded_and_made_again_bring_nothing(call_server: tuple
 
     anew = CallServer("policy")  # the worker after a restart
     found: list[Any] = []
-    anew.open(found.append, KEY)
+    stop = anew.open(found.append, KEY)
     for parcel in (early, proof, Parcel("b" * 32, 0, early.frame), Parcel(LINK.name, 1, early.frame)):
         anew.submit(parcel)
     assert found == []
+    stop()
 
 
 def test_a_sender_without_a_key_is_told_of_a_worker_that_has_one(call_server: tuple[CallServer, list[Any]]) -> None:
@@ -289,10 +290,11 @@ def test_a_call_that_was_let_through_as_a_receiver_with_a_key_begins_to_listen_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call_server, given, opened = CallServer("policy", "calls", str), list[Link](), module_of_servers.opened
+    kept = []
 
     def open_meanwhile(parcel: Parcel) -> Any:
         monkeypatch.setattr(module_of_servers, "opened", opened)
-        call_server.open(given.append, KEY)
+        kept.append(call_server.open(given.append, KEY))
         return opened(parcel)
 
     monkeypatch.setattr(module_of_servers, "opened", open_meanwhile)

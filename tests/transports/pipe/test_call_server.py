@@ -5,6 +5,7 @@ No call waits for one that never comes.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from weightsync import ConfigurationError, ProtocolError, RPCWeightSyncScheme, TransportError
 from weightsync.protocol import codec
@@ -251,6 +253,33 @@ def test_calls_that_come_before_anybody_listens_wait_at_the_call_server() -> Non
     again()
     for link in links:
         link.close()
+
+
+def test_a_receiver_that_is_dropped_listens_no_more_and_its_links_end_once_another_listens() -> None:
+    call_server, links, later = CallServer("m"), [], []
+    stop = call_server.open(links.append)
+    waiting = call_server.submit(parcel(0))
+    assert call_server.listening
+    del stop
+    gc.collect()
+    assert not call_server.listening
+    call_server.submit(parcel(0, link="b"))
+    assert len(links) == 1
+    stop = call_server.open(later.append)
+
+    assert "was dropped without close()" in str(waiting.exception(timeout=0))
+    assert brought(later[0]) == [0]
+    stop()
+    later[0].close()
+
+
+def test_another_receiver_over_rpc_takes_the_place_of_one_that_was_dropped() -> None:
+    first = RPCWeightSyncScheme()
+    first.init_on_worker("dropped", model=nn.Linear(2, 2))
+    del first
+    gc.collect()
+    with RPCWeightSyncScheme() as another:
+        another.init_on_worker("dropped", model=nn.Linear(2, 2))
 
 
 def test_a_call_that_will_never_come_is_waited_for_no_longer(opened: Any) -> None:

@@ -20,7 +20,7 @@ from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe.framing import ReceiveBuffers
-from weightsync.transports.store import blocking_threads
+from weightsync.transports.store import blocking_threads, heartbeat
 from weightsync.transports.store.blocking_threads import Outgoing
 from weightsync.transports.store.link_threads import LinkThreads
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
@@ -211,6 +211,30 @@ def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_her
 
     _until(lambda: sender.failed)
     assert [each.message.version for each in sender.collect()[0]] == [1, 2]
+
+
+def test_a_link_whose_store_is_lost_as_it_joins_the_heartbeat_has_failed(
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat tells all links of a loss in turn: one that raises keeps the others from it."""
+    join, told = heartbeat.join, threading.Event()
+
+    def join_late(store: Any, callbacks: heartbeat.Callbacks) -> heartbeat.HeartbeatMember:
+        def lose() -> None:
+            callbacks.store_lost("silent")
+            told.set()
+
+        member = join(store, callbacks)
+        losing = threading.Thread(target=lose)
+        losing.start()
+        losing.join(0.2)
+        return member
+
+    monkeypatch.setattr(heartbeat, "join", join_late)
+    link = create_link(0)
+
+    assert told.wait(30.0)
+    assert "is lost with the store: silent" in str(link.failed)
 
 
 def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(create_link: Callable[[int], LinkThreads]) -> None:

@@ -65,6 +65,12 @@ def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_ope
         ("segments", (os, "memfd_create", _refuse(errno.EPERM)), Status.FAILS, "seccomp"),
         ("descriptors", (resource, "getrlimit", lambda _: (256, 4096)), Status.LIMITED, "ulimit -n"),
         ("address_space", (resource, "getrlimit", lambda _: (1 << 30, 1 << 30)), Status.LIMITED, "ulimit -v unlimited"),
+        (
+            "shared_memory_size",
+            (resource, "getrlimit", lambda _: (1 << 20, 1 << 20)),
+            Status.LIMITED,
+            "ulimit -f unlimited",
+        ),
         ("processes", (resource, "getrlimit", lambda _: (200, 400)), Status.LIMITED, "ulimit -u 4096` (at most 400)"),
         ("pipes", (fcntl, "fcntl", lambda *_: 4096), Status.LIMITED, "fs.pipe-user-pages-soft"),
         (

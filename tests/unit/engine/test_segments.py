@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_segment_that_was_never_made_closes_nothing() -> None:
 
     for number in (0, 1, 2):
         os.fstat(number)
+
+
+def test_memory_that_is_larger_than_a_file_may_be_names_the_limit() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, limits[1]))
+    try:
+        with pytest.raises(TransportError, match=r"File too large\. Run `ulimit -f unlimited`"):
+            Segment(LARGE)  # its seal comes on top
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Segment(LARGE).nbytes == LARGE
 
 
 @pytest.mark.parametrize(("nbytes", "fits"), [(102_400, True), (102_401, False)])

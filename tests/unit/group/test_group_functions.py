@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
+import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -163,6 +165,30 @@ def test_what_cannot_be_pickled_for_a_process_is_named(make: Make) -> None:
 
     with pytest.raises(ConfigurationError, match=r"cannot be pickled \(run= is act\(\); .*top level of a module"):
         make(act).start()
+
+
+class Trainer:
+    """Has the group in which its method runs."""
+
+    group: WorkerGroup
+
+    def act(self, worker: Worker) -> None: ...
+
+
+@pytest.mark.parametrize("make_over", [PIPES, RAY], indirect=True)
+def test_a_method_of_an_object_that_has_the_group_is_refused_before_a_worker_runs(make_over: Make) -> None:
+    trainer = Trainer()
+    trainer.group = make_over(trainer.act)
+    with pytest.raises(ConfigurationError, match="its object may have the group as an attribute: give a function"):
+        trainer.group.start()
+    assert trainer.group.processes == {}
+
+
+def test_a_group_can_be_neither_pickled_nor_copied(make: Make) -> None:
+    with make(workers.act) as group:
+        for copying in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(ConfigurationError, match="a WorkerGroup can be neither pickled nor copied"):
+                copying(group)
 
 
 def test_a_coroutine_that_is_refused_is_closed() -> None:

@@ -101,6 +101,46 @@ def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_rep
     assert held(first) == held(pair.actor.policy) == {1.0}
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_module_that_is_found_while_a_thread_serves_leaves_shared_memory_only_once_that_is_over(
+    pair: Any, by_hand: bool
+) -> None:
+    """A kernel that reads a parameter keeps no reference to its memory, which would be unmapped beneath it."""
+    policy = pair.actor.policy.share_memory()
+    elsewhere, before = policy.weight.detach(), held(policy)
+    serving, over = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with pair.receiver.serving():
+            serving.set()
+            over.wait(PATIENCE)
+
+    with ThreadPoolExecutor(1) as beside:
+        served = beside.submit(serve)
+        serving.wait(PATIENCE)
+        pair.sender.send_async()
+        assert pair.receiver.receive(timeout=0) is False
+        assert pair.receiver.model is policy
+        assert policy.weight.data_ptr() == elsewhere.data_ptr()
+        over.set()
+        served.result(PATIENCE)
+    if by_hand:
+        pair.receiver.apply_weights(filled(5.0).state_dict())
+    else:
+        assert pair.receiver.receive(timeout=PATIENCE) is True
+
+    assert held(policy) == ({5.0} if by_hand else {1.0})
+    assert set(elsewhere.flatten().tolist()) <= before
+
+
+def test_a_module_that_is_found_while_no_thread_serves_leaves_shared_memory_at_once(pair: Any) -> None:
+    policy = pair.actor.policy.share_memory()
+
+    assert not pair.receiver.receive(timeout=0)
+
+    assert not policy.weight.is_shared()
+
+
 def test_g2_a_module_with_other_weights_serves_no_version_until_the_next(pair: Any) -> None:
     send(pair, 1.0)
     pair.actor.policy = filled(0.0)

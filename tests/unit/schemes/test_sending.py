@@ -592,6 +592,17 @@ def test_without_workers_the_report_is_empty_where_that_is_allowed(scheme_class:
         assert scheme.get_sender().version == 0
 
 
+def test_a_sender_that_begins_without_workers_sends_to_those_that_are_added(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as scheme, scheme_class() as worker:
+        scheme.init_on_sender("policy", num_workers=0, model=filled(small(), 4.0))
+        worker.init_on_worker("policy", pipe=theirs, model=small())
+        scheme.get_sender().add_worker(0, ours)
+        scheme.get_sender().send_async()
+        assert worker.get_receiver().receive(timeout=PATIENCE)
+        assert scheme.get_sender().wait_async().ok
+
+
 # --------------------------------------------------------------------------------------------- threads
 
 

@@ -23,6 +23,7 @@ from weightsync import (
     OutcomeKind,
     RefusedError,
     SenderClosed,
+    StateError,
     SyncError,
     TransportError,
     send_sharded,
@@ -144,9 +145,16 @@ def send_within_another_group(setup: WorkerSetup, rank: int) -> None:
         send_sharded(None, setup.model, group=group, timeout=PATIENCE)
 
 
-def send_unconnected(setup: WorkerSetup) -> None:
+def send_closed(setup: WorkerSetup) -> None:
     setup.scheme.close()
     send(setup)
+
+
+def send_unconnected(setup: WorkerSetup, rank: int) -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        if rank == 0:
+            scheme.init_on_sender("policy", num_workers=1)
+        send_sharded(scheme, setup.model, timeout=PATIENCE)
 
 
 class Unreadable(nn.Module):
@@ -338,10 +346,20 @@ def test_a_failed_send_is_raised_on_every_rank(crew: Crew, tmp_path: Path) -> No
     assert [report[0].kind for report in reports] == [OutcomeKind.REFUSED, OutcomeKind.REFUSED]
     assert [type(error) for error in ranks.do(send)] == [RefusedError, RefusedError]
 
-    found = ranks.do(send_unconnected)
+    found = ranks.do(send_closed)
     assert type(found[1]) is SyncError
     assert f"{type(found[0]).__name__}: {found[0]}" in str(found[1])
     ranks.scheme.close()
+
+
+def test_a_rank_that_has_not_connected_says_so_on_every_rank(ranks: Ranks) -> None:
+    for rank, each in enumerate(ranks.ranks):
+        each.tell(send_unconnected, rank)
+    found = [_outcome(each) for each in ranks.ranks]
+    assert [type(error) for error in found] == [StateError, SyncError]
+    assert "send_sharded(): the scheme (sender) is not connected and allows connect()" in str(found[0])
+    assert str(found[0]) in str(found[1])
+    assert [report.version for report in ranks.do(send)] == [1, 1]
 
 
 def test_extra_state_that_cannot_be_read_fails_every_rank_at_once_and_only_the_sending_ranks_is_read(

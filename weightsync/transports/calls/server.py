@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Final
+from weakref import ref
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
@@ -38,6 +39,21 @@ class _GateReplaced(Exception):
     """The call is to be checked again."""
 
 
+class _Listener:
+    """What a receiver holds while it listens. To call it ends that, and so does dropping it."""
+
+    def __init__(self, call_server: CallServer, accept: Callable[[Link], None]) -> None:
+        self._call_server = call_server
+        self.accept = accept
+
+    def __call__(self) -> None:
+        self._call_server._shut()
+
+
+def _nobody() -> None:
+    """In place of a reference to a `_Listener`: no receiver listens."""
+
+
 class CallServer:
     """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here."""
 
@@ -54,7 +70,8 @@ class CallServer:
         #: Links that the receiver is being given. Their other calls wait, or the receiver would not know the link.
         self._being_accepted: set[CallServerLink] = set()
         self._accepted = threading.Condition(self._lock)
-        self._accept: Callable[[Link], None] | None = None
+        #: Gives what the receiver holds while it listens; None: it was dropped.
+        self._listener: Callable[[], _Listener | None] = _nobody
 
     def submit(self, parcel: Parcel) -> Future[Frames]:
         """Process a call, from any thread: see `CallServerLink.bring`.
@@ -163,6 +180,12 @@ class CallServer:
         return link
 
     @property
+    def _accept(self) -> Callable[[Link], None] | None:
+        """What gives the receiver a link; None: no receiver listens."""
+        listener = self._listener()
+        return None if listener is None else listener.accept
+
+    @property
     def _key(self) -> SharedKey | None:
         return None if self._gate is None else self._gate.key
 
@@ -257,14 +280,17 @@ class CallServer:
             key: shared with the senders. A sender with another key, or without one, is turned away.
 
         Returns:
-            A function that ends this.
+            A function that ends this; so does dropping it.
 
         Raises ConfigurationError: a receiver listens already.
         """
+        listener = _Listener(self, accept)
         with self._lock:
             if self._accept is not None:
                 raise ConfigurationError(f"Model {self.model_id!r} has a receiver in this process: close that first.")
-            self._accept = accept
+            dropped = self._listener is not _nobody
+            left = [link for link in self._links.values() if dropped and link not in self._unmet]
+            self._listener = ref(listener)
             same = self._key == key
             if self._gate is None or not same:
                 self._gate = CallAuthenticator(key, self.model_id, self._way, self._worker)
@@ -272,6 +298,8 @@ class CallServer:
             sealed, self._sealed = self._sealed, []
             if same:
                 self._being_accepted.update(unmet)
+        for link in left:
+            link.close("its receiver was dropped without close(), and another one listens now.")
         for link in unmet:
             if same:
                 self._give(link, accept)
@@ -279,11 +307,11 @@ class CallServer:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
             self.submit(parcel).add_done_callback(partial(complete_like, waiting))
-        return self._shut
+        return listener
 
     def _shut(self) -> None:
         with self._lock:
-            self._accept = None
+            self._listener = _nobody
 
 
 def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:

@@ -77,9 +77,9 @@ class LinkThreads:
         #: The link's part in a fan-out, at the trainer's end; None: it has none.
         self.branch = None if fanout is None else Branch(fanout, self.post, side.peer, guard.keyed)
         self._arrivals = arrivals_of(self, side, guard, self._group, self.branch)
-        self._remark = heartbeat.Remark()
-        callbacks = heartbeat.Callbacks(self._lose, self._lose_store, self._look)
-        self._heartbeat_member = heartbeat.join(rendezvous.store, callbacks)
+        self._remark, callbacks = heartbeat.Remark(), heartbeat.Callbacks(self._lose, self._lose_store, self._look)
+        with self._condition:  # a loss of the store, which a callback reports at any time from here on, waits for it
+            self._heartbeat_member = heartbeat.join(rendezvous.store, callbacks)
         try:
             start(self, self._write, self._read)
         except TransportError as error:
