@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
@@ -128,6 +130,27 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
         link.receive()
     assert not buffer.pinned
     link.close()
+
+
+@pytest.mark.parametrize("call_client", [with_our_receiver, without])
+def test_the_weights_that_a_dead_actor_was_sent_are_freed_with_its_link(call_client: Callable[[Actor], Any]) -> None:
+    """Not whenever Python next collects garbage: a program that makes little of it may run for hours until then."""
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(call_client(actor), "worker 0")
+    link.send(UPDATE, buffer)
+    sent = weakref.ref(buffer)
+    del buffer
+    gc.disable()
+    try:
+        actor.calls.pop().set_exception(ray.exceptions.ActorDiedError())
+        with pytest.raises(TransportError, match="worker 0 did not return"):
+            link.receive()
+        link.close()
+        del link
+
+        assert sent() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("call_client", [with_our_receiver, without])
