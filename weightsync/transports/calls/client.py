@@ -111,12 +111,13 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
                 payload.unpin(token)
             raise
         self._calls.append(answers)
-        answers.add_done_callback(lambda _: self._release_payload(payload, token))
+        answers.add_done_callback(lambda over: self._release_payload(over, payload, token))
 
-    def _release_payload(self, payload: Buffer | None, token: object) -> None:
+    def _release_payload(self, over: Answers, payload: Buffer | None, token: object) -> None:
         """Release the payload. Runs in the thread in which the call ends, possibly after the link was closed."""
         if payload is not None:
             payload.unpin(token)
+        _drop_frames(_error_of(over))
         self._place.met()
         self._waker.fire()
 
@@ -196,6 +197,16 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
 
 def _error_of(call: Answers) -> BaseException | None:
     return CancelledError("it was cancelled") if call.cancelled() else call.exception()
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the frames of an error and of its causes: they hold the call, which holds the weights and the error."""
+    found = [] if error is None else [error]
+    for each in found:
+        each.__traceback__ = None
+        cause = each.__cause__ or each.__context__
+        if cause is not None and cause not in found:
+            found.append(cause)
 
 
 class BlockingLink(CallLink):

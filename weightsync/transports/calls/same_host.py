@@ -137,6 +137,7 @@ class SharedPayloads:
         """The worker can no longer be asked: memory that it may be reading is never written again."""
         with self._lock:
             self._shares = self._reached = False
+            self._decided = None
             self._pins.retire()
 
 

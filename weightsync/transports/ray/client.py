@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -77,9 +78,11 @@ class _RayCallClient:
         self._row: CachedObject | None = None
         self._session = Session(peer)
         self._calls: set[Answers] = set()
+        self._closed = False
 
     def close(self) -> None:
         """Begin no further calls: see `CallClient.close`."""
+        self._closed = True
         if self._row is not None:
             put_away(self._row)
             self._row = None
@@ -131,10 +134,15 @@ class _RayCallClient:
             settle(answers, error=error)
 
     def _repeat_after(self, restarting: _Restarting, answers: Answers, call: _Call) -> None:
-        if restarting.handshake is None:
-            ACTOR_WATCH.call_soon(lambda: self._repeat(answers, restarting, call))
+        if restarting.handshake is None:  # the worker's next link may have made its own by then
+            ACTOR_WATCH.call_soon(lambda: self._repeat(answers, restarting, None if self._closed else call))
         else:
-            restarting.handshake.add_done_callback(lambda _: self._repeat(answers, restarting, call))
+            restarting.handshake.add_done_callback(partial(self._repeat_behind, [(answers, restarting, call)]))
+
+    def _repeat_behind(self, waiting: list[tuple[Answers, _Restarting, _Call]], handshake: Answers) -> None:
+        """Repeat a call behind its handshake, or fail it too. The handshake keeps its callbacks, but not the call."""
+        answers, restarting, call = waiting.pop()
+        self._repeat(answers, restarting, call if handshake.exception() is None else None)
 
     def _repeat(self, answers: Answers, error: Exception, call: _Call | None) -> None:
         if call is None:
@@ -194,7 +202,6 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._handshake: Answers | None = None
         #: Why the handshake waits to be called; None: it does not.
         self._held: _TooManyCalls | None = None
-        self._closed = False
         self._next = 0
         self._lost: list[int] = []
         self._unsent_layout = b""
@@ -263,11 +270,10 @@ class ActorCallClient(_RayCallClient, SharesMemory):
 
     def close(self) -> None:
         """Begin no further calls: see `CallClient.close`."""
-        self._closed = True
+        super().close()
         self._shared.close()
         if self._held is not None and self._handshake is not None:
             settle(self._handshake, error=self._held)
-        super().close()
 
     def _carried(self, update: Update, payload: Buffer | None) -> tuple[Update, Any]:
         """What the call carries: the payload's place, the payload itself, or a reference to it in the object store."""

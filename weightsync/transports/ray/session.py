@@ -117,10 +117,10 @@ class ActorWatch:
         ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
         while True:
             with self._lock:
-                if not self._calls:
+                soon, self._soon = self._soon, []
+                if not self._calls and not soon:
                     self._thread = None
                     return
-                soon, self._soon = self._soon, []
             for act in soon:
                 try:
                     act()
