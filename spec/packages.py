@@ -12,6 +12,7 @@ named at the end, and fails the run where the environment's ``CI`` is set.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -29,11 +30,14 @@ TESTS = (
     "tests/unit/weights",
     "tests/unit/schemes",
     "tests/unit/engine",
+    "tests/unit/cli",
     "tests/protocol/pure",
     "tests/transports/pipe",
 )
-#: What the matrix installs: the package with the extras that its tests need, and what these tests need beside them.
-INSTALLED = ("-e", f"{ROOT}[cli,otel,prometheus,rl,test]", "opentelemetry-sdk>=1.30")
+#: The package's extras that these tests need.
+EXTRAS = ("cli", "otel", "prometheus", "rl")
+#: What the matrix installs: the package with these extras, and what the tests need beside them.
+INSTALLED = ("-e", f"{ROOT}[{','.join(EXTRAS)},test]", "opentelemetry-sdk>=1.30")
 #: Unset for the tests: without ``CI`` a tool may be missing; without the other each process does not compile the tests.
 _UNSET = {"CI", "PYTHONDONTWRITEBYTECODE"}
 #: Seconds for the smoke program.
@@ -119,10 +123,10 @@ def _releases(python: str) -> list[list[str]]:
 
 
 def _lowest() -> list[str]:
-    """The lowest releases of torch and tensordict that the package allows."""
+    """The lowest releases that the package allows of what it needs, alone and with `EXTRAS`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    bounds = [re.fullmatch(r"(torch|tensordict)>=([\d.]+)", each) for each in project["dependencies"]]
-    return [f"{bound[1]}=={bound[2]}.*" for bound in bounds if bound]
+    extras = (project["optional-dependencies"][name] for name in EXTRAS)
+    return [f"{each.replace('>=', '==')}.*" for each in itertools.chain(project["dependencies"], *extras)]
 
 
 def _resolved(python: str, wanted: list[str]) -> list[str]:

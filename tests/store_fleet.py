@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fleet import PATIENCE, Pair, WorkerSetup, filled, large
+from missing import not_tested
 from torch import nn
 
 from weightsync import DistributedTransport, DistributedWeightSyncScheme, WeightReceiver, WeightSender
@@ -20,6 +21,15 @@ from weightsync.clock import Deadline
 def reach(port: int) -> Any:
     """A connection of one's own to the store."""
     return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+
+
+def keys_of(store: Any) -> list[str]:
+    """The names of what a store has."""
+    try:
+        keys: list[str] = store.list_keys()
+    except AttributeError:
+        not_tested("WHICH KEYS A STORE HAS", "this torch does not say")
+    return keys
 
 
 def big(fill: float = 0.0) -> nn.Module:

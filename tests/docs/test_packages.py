@@ -43,6 +43,20 @@ def test_a_python_that_cannot_be_had_is_named_and_fails_in_ci(
     assert packages.matrix([]) == 1
 
 
+def test_the_lowest_releases_are_those_of_all_that_is_installed_for_the_tests() -> None:
+    found = packages._lowest()
+
+    assert {each.partition("==")[0] for each in found} >= {
+        "torch",
+        "tensordict",
+        "numpy",
+        "msgspec",
+        "typer",
+        "gymnasium",
+    }
+    assert all(re.fullmatch(r"[a-z-]+==\d+(\.\d+)+\.\*", each) for each in found)
+
+
 def test_no_test_imports_a_conftest() -> None:
     """Several modules have that name: which one is imported depends on the folders that the run was given."""
     importing = re.compile(r"^\s*(?:from|import) conftest\b", re.MULTILINE)

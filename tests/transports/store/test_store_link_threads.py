@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from store_fleet import keys_of
 
 from weightsync import TransportError
 from weightsync.protocol import codec
@@ -253,7 +254,7 @@ def test_introductions_are_removed_from_the_store_once_they_are_read(
     worker.post(_ack(1))
     _until(lambda: sender.collect()[0])
 
-    _until(lambda: not any(f"{LINK}/{way}/" in key for way in ("down", "up") for key in store.list_keys()))
+    _until(lambda: not any(f"{LINK}/{way}/" in key for way in ("down", "up") for key in keys_of(store)))
 
 
 def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:

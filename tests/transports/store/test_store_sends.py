@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fleet import PATIENCE, Crew, constants, descriptors, filled, large, serve, shows, small
-from store_fleet import StorePair, joins_a_group_of_its_own, leaves_its_group, meet, sums, turn_to
+from store_fleet import StorePair, joins_a_group_of_its_own, keys_of, leaves_its_group, meet, sums, turn_to
 from torch import nn
 
 from weightsync import (
@@ -65,7 +65,7 @@ def test_small_payloads_go_through_the_store_and_need_no_group(store: Any) -> No
         pair.sync()
 
         assert {1.0} == constants(pair.model)
-        assert not [key for key in _keys(store) if "/group/" in key]
+        assert not [key for key in keys_of(store) if "/group/" in key]
 
 
 def test_a_send_async_carries_the_weights_as_they_were(pair: StorePair) -> None:
@@ -381,11 +381,6 @@ def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_appli
 
     assert pair.sync().ok
     assert {1.0} == constants(pair.model)
-
-
-def _keys(store: Any) -> list[str]:
-    keys: list[str] = store.list_keys()
-    return keys
 
 
 def _stable(look: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 
 import pytest
@@ -36,7 +37,10 @@ def sent_by_a_collector(model: nn.Module) -> nn.Module:
         return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
 
     weights = TensorDict.from_module(model, as_module=True)
-    with weights.data.to("meta").apply(without_data, weights).to_module(model, preserve_module_state=False):
+    # As TorchRL calls it. An older tensordict lacks the option, and does the same without it.
+    known = inspect.signature(TensorDict.to_module).parameters
+    options = {"preserve_module_state": False} if "preserve_module_state" in known else {}
+    with weights.data.to("meta").apply(without_data, weights).to_module(model, **options):
         sent = pickle.dumps(model)
     return pickle.loads(sent)
 
