@@ -143,18 +143,18 @@ class CallServer:
 
     def _link_of(self, name: str) -> tuple[CallServerLink, Callable[[Link], None] | None]:
         """A call's link; and, if it is a new one and a receiver listens, what takes it. The caller holds the lock."""
-        link = self._links.get(name)
-        if self._accept is None:
+        link, accept = self._links.get(name), self._accept  # read once: a receiver may be dropped at any time
+        if accept is None:
             waiting = sum(each.unread_nbytes for each in self._unmet)
             self._require_room(0 if link is not None else len(self._unmet), waiting)
         if link is not None:
             return link, None
         link = self._new_link(name)
-        if self._accept is None:
+        if accept is None:
             self._unmet.append(link)
         else:
             self._being_accepted.add(link)
-        return link, self._accept
+        return link, accept
 
     def _give(self, link: CallServerLink, accept: Callable[[Link], None]) -> None:
         """Give the receiver a link. From then on any call of that link can have the receiver read it."""
