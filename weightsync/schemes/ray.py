@@ -165,10 +165,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         """Connect this side: see `WeightSyncScheme.connect`.
 
-        In an actor of a `RayCollector` it may be called again: the collector connects all of its actors again if the
-        trainer's side failed to connect in its first update.
+        On both sides of a `RayCollector` it may be called again: the collector makes all calls of `connect` again if
+        one of them failed in its first update.
         """
-        if not (self.synchronized_on_receiver and is_torchrls(self.context)):
+        connected = self.synchronized_on_sender or self.synchronized_on_receiver
+        if not (connected and is_torchrls(self.context)):
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:

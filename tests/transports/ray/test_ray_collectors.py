@@ -15,7 +15,7 @@ from ray_fleet import ray
 from torch import nn
 from torchrl.collectors import MultiSyncCollector
 
-from weightsync import Evidence, LayoutError, RayWeightSyncScheme, RayWeightUpdater
+from weightsync import Evidence, LayoutError, RayWeightSyncScheme, RayWeightUpdater, WorkerLostError
 from weightsync.clock import Deadline
 
 with warnings.catch_warnings():
@@ -158,6 +158,23 @@ def test_actors_outlive_a_first_update_that_failed_and_goodbyes(collector: Calla
     scheme.close()
 
     assert acted(iter(running)) == [{1}, {1}]
+
+
+def test_a_first_update_that_failed_for_a_dead_actor_is_made_without_it(collector: Callable[..., Any]) -> None:
+    """As docs/migrating.md says: TorchRL itself calls each actor in its list."""
+    scheme = RayWeightSyncScheme()
+    running = collector(policy=policy(0), weight_sync_schemes={"policy": scheme})
+    ray.kill(running.remote_collectors[1])
+    with pytest.raises(WorkerLostError, match="worker 1"):
+        running.update_policy_weights_(policy(1))
+
+    scheme.get_sender().remove_worker(1)
+    with pytest.raises(ray.exceptions.RayActorError):
+        running.update_policy_weights_(policy(1))
+    running.remote_collectors.pop(1)
+    running.num_collectors -= 1
+    running.update_policy_weights_(policy(1))
+    assert acted(iter(running)) == [{1}]
 
 
 def test_our_updater_pushes_to_a_collectors_actors(collector: Callable[..., Any]) -> None:
