@@ -368,8 +368,10 @@ class ServedModel:
             self.serving.leave_queue()
 
     def end_fork(self, fork: ref[Fork]) -> None:
-        """In the parent: go on."""
+        """In the parent: go on, and wake a thread that waits to swap."""
         self.serving.leave(fork)
+        if self._driver.data.pending is not None:
+            self._driver.waker.fire()
 
     @property
     def in_slot(self) -> bool:

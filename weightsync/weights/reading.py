@@ -267,7 +267,8 @@ def _to_tensordict(destination: TensorDictBase, name: str, value: ExtraState) ->
 def _read_mapping(source: Mapping[Any, Any], prefix: str, into: Weights) -> None:
     for name, value in source.items():
         if not isinstance(name, str):
-            raise ConfigurationError(f"The key {name!r} below '{prefix[:-1]}' is not a str.")
+            where = f" below '{prefix[:-1]}'" if prefix else ""
+            raise ConfigurationError(f"The key {name!r}{where} of the weights is not a str: give each tensor a name.")
         if is_extra_state(name):
             # A read-only mapping, without __setitem__, can be read; setting its extra state raises.
             _add_slot(into, prefix + name, ExtraSlot(partial(source.__getitem__, name), partial(_put, source, name)))

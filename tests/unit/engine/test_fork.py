@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, TransportError
 from weightsync.engine import copies, forks
+from weightsync.engine.background import Background
 from weightsync.transports import process, sealing
 from weightsync.transports.calls import client, server_link
 from weightsync.transports.pipe import connection
@@ -271,6 +273,24 @@ def test_forwards_give_way_to_the_next_version_for_as_long_as_if_they_had_not_gi
     assert forked(lambda: None) == 0
     assert lock._queued_since is None
     pair.close()
+
+
+def test_g10_a_version_that_a_background_reader_gets_during_a_fork_goes_live_after_it() -> None:
+    """No forward follows that would look for it."""
+    pair = Pair(MultiProcessWeightSyncScheme)
+    reader = Background(pair.receiver, lambda: None)
+    forks.forks.before()
+    reader.start()
+    pair.sender.send_async(filled(pair.source, 2.0))
+    while pair.receiver._served.staged is None:
+        time.sleep(0.01)
+    time.sleep(0.1)  # until the reader waits
+    forks.forks.after()
+
+    report = pair.sender.wait_async(timeout=PATIENCE / 2, on_failure="report")
+    reader.stop()
+    pair.close()
+    assert report.ok
 
 
 def ended(child: int) -> int | None:

@@ -114,6 +114,7 @@ def test_a_tensordict_below_a_dict_is_read() -> None:
         ({"a": {"b": 3}}, "'a.b' is a builtins.int"),
         ({"a": None}, "'a' is a builtins.NoneType"),
         ({"a": {1: torch.ones(1)}}, "key 1 below 'a'"),
+        ({1: torch.ones(1)}, "key 1 of the weights is not a str: give each tensor a name"),
         (TensorDict({"a": {"b": NonTensorData([1])}}), "'a.b' is a tensordict"),
         (None, "builtins.NoneType"),
         ([torch.ones(1)], "builtins.list"),
