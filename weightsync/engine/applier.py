@@ -203,7 +203,8 @@ class Applier:
             # Asked before the swap: no user code may run between the swap and APPLIED.
             reader = self._listening.background_reader
             relays = reader is not None and reader.relays()
-            self._served.unshare()
+            if self._served.shared is not None:
+                self._served.unshare()
             target.swap(ready.staged)
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error

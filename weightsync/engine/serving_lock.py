@@ -291,7 +291,7 @@ class ServedModel:
         #: The target for the model, into which versions are swapped; None: not needed yet.
         self.target: Target | None = None
         #: `target`, while its tensors may be in memory that other processes share: see `unshare`.
-        self._shared: Target | None = None
+        self.shared: Target | None = None
         #: Whether a loader was served, now or before: its pages of a slot hide what the trainer writes there.
         self._had_loader = False
         #: What is staged for `target`; None: nothing.
@@ -330,9 +330,9 @@ class ServedModel:
 
     def unshare(self) -> None:
         """Move a new model out of memory that other processes share. No other thread may be serving it."""
-        if self._shared is not None:
-            self._shared.unshare()
-            self._shared = None
+        if self.shared is not None:
+            self.shared.unshare()
+            self.shared = None
 
     def _replace(self, model: Any, path: str | None) -> None:
         """Serve another model; the caller holds the driver's lock."""
@@ -340,7 +340,7 @@ class ServedModel:
         if self.target is not None:
             self.target.leave()  # also where the model stays: the next target does not know what lies in a slot
         self.model, self.path = model, path
-        self.target = self.staged = self._shared = None
+        self.target = self.staged = self.shared = None
         try:
             if not isinstance(model, str):
                 self._make_target()
@@ -490,7 +490,7 @@ class ServedModel:
                 return LoaderTarget(model, self._pending_version)
         target = Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
         if isinstance(model, nn.Module):
-            self._shared = target
+            self.shared = target
         return target
 
     def _pending_version(self) -> int:
