@@ -142,4 +142,5 @@ def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["0 [0.0]", "1 [1.0]", "2 [2.0]"]
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # an older torch says so there
+    assert said == ["0 [0.0]", "1 [1.0]", "2 [2.0]"]
