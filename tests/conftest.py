@@ -138,6 +138,7 @@ _LONG = (
     "tests/unit/demo/test_demo_command.py",
     "tests/unit/bench/test_bench_runs.py",
     "tests/docs/test_site.py",
+    "tests/protocol/schedules/test_schedules.py",
     "tests/transports/conformance/test_example_in_docs.py",
     "tests/protocol/traces/test_corrupted.py",
     "tests/unit/cli/test_soak.py",

@@ -7,7 +7,6 @@ a note for each rank in the world's store; from then on each has its own connect
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from weightsync.group.worker import Job, Plan, Worker, live
 from weightsync.keys import SharedKey
 from weightsync.options import OnStale
 from weightsync.schemes.distributed import DistributedWeightSyncScheme
+from weightsync.transports.exposure import is_loopback
 from weightsync.transports.store.store import Client, PrefixStore, Store, base_of
 from weightsync.transports.store.stream import own_address
 
@@ -156,7 +156,8 @@ class RankLauncher:
     def open(self) -> None:
         """Listen for the ranks' channels: see `Launcher.open`."""
         self._notes = notes = Client(self._world.store)
-        local = _is_loopback(base_of(self._world.store).host)
+        host = base_of(self._world.store).host
+        local = host == "localhost" or is_loopback(host)
         self._reception = ChannelListener(own_address(local, notes.own_address), SharedKey.given(self.scheme._key))
         # Last: the ranks wait for a note of each number.
         number = notes.add(_PREFIX, 1)
@@ -186,12 +187,6 @@ class RankLauncher:
         if self._reception is not None:
             self._reception.close()
             self._reception = None
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def run_worker(

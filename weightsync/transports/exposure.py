@@ -52,16 +52,20 @@ def warn_exposed(link: str, remedy: str = _OUR_KEY) -> None:
 
 def is_exposed(host: str, port: int) -> bool:
     """Whether other hosts can reach a server at that address: it is not the loopback's, or not only."""
-    return not _is_loopback(host) or _listens_everywhere(port)
+    return not _names_loopback(host) or _listens_everywhere(port)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an address is one of a loopback; False for the name of a host."""
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
-        pass  # a host name
+        return False
+
+
+def _names_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        return is_loopback(host) or is_loopback(socket.gethostbyname(host))
     except OSError:
         return False
 
@@ -84,6 +88,6 @@ def _listens_everywhere(port: int) -> bool:
 def leaves_host(sock: socket.socket) -> bool:
     """Whether the other end of a connected socket may be on another host."""
     try:
-        return sock.family != socket.AF_UNIX and not _is_loopback(sock.getpeername()[0])
+        return sock.family != socket.AF_UNIX and not is_loopback(sock.getpeername()[0])
     except OSError:
         return False

@@ -89,6 +89,25 @@ def test_g11_an_engine_whose_thread_cannot_start_is_lost_for_that_reason_and_its
             scheme.connect(timeout=PATIENCE)
 
 
+class Silent:
+    """A transport of a user's own, which brings nothing."""
+
+    def send_weights(self, model_id: str, weights: object) -> None: ...
+    def receive_weights(self, timeout: float = 1.0) -> None: ...
+    def check_connection(self) -> bool:
+        return True
+
+
+def test_a_receiver_whose_own_transports_thread_cannot_start_closes_and_another_listens() -> None:
+    with MultiProcessWeightSyncScheme().create_receiver() as receiver:
+        receiver.register_model(small())
+        with no_threads(), pytest.raises(TransportError, match=f"The thread for the weightsync transport .* {REASON}"):
+            receiver.register_worker_transport(Silent())
+
+        receiver.register_worker_transport(Silent())
+        assert not receiver.receive(timeout=0)
+
+
 def test_a_thread_for_jobs_that_could_not_start_starts_with_the_next_job() -> None:
     thread, done = JobThread("weightsync jobs"), threading.Event()
     with no_threads(), pytest.raises(TransportError, match=f"The thread for weightsync jobs {REASON}"):

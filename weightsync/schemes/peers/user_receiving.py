@@ -40,9 +40,15 @@ def listen_by(
 
     Returns:
         A function that ends it.
+
+    Raises TransportError: no thread can be started. The receiver has no sender any more.
     """
     reader = TransportReader(transport, model_id, strategy, accept)
-    reader.start()
+    try:
+        reader.start()
+    except TransportError:
+        reader.close()
+        raise
     return reader.close
 
 
@@ -72,9 +78,15 @@ class TransportReader:
         accept(self._far)
 
     def start(self) -> None:
-        """Begin to ask for weights."""
-        if self._thread is not None:
-            self._thread.start()
+        """Begin to ask for weights. Raises TransportError: no thread can be started."""
+        thread = self._thread
+        if thread is None:
+            return
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            raise TransportError(f"The thread for the {thread.name} cannot be started: {error}.") from error
 
     def close(self) -> None:
         """Stop asking. Weights that were applied are still acked.

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from ipaddress import ip_address
 from typing import Final, NamedTuple
 
 import xxhash
@@ -22,6 +21,7 @@ from weightsync.protocol.codec import malformed
 from weightsync.protocol.messages import Ack, Message, NoBase, Refusal, Update
 from weightsync.transports.base import Gathering
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.exposure import is_loopback
 from weightsync.transports.sealing import sent_digest
 from weightsync.transports.store.mailbox import INLINE_NBYTES, StoreMessage
 from weightsync.transports.store.routes import TOKEN_NBYTES, Ask, Listen, Listening, Routed, Supply, Why
@@ -153,7 +153,7 @@ class Branch:
 
     def listens(self, route: Listening) -> None:
         """Note the address at which its worker listens."""
-        self._host, self._at_loopback = route.host, _is_loopback(route.address)
+        self._host, self._at_loopback = route.host, is_loopback(route.address.rpartition(":")[0])
         self.address = route.address
 
     def answered(self, message: Message) -> None:
@@ -280,10 +280,3 @@ _ALL: Final = 2**64
 
 def _nothing() -> None:
     return None
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address.rpartition(":")[0]).is_loopback
-    except ValueError:  # a name
-        return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
-import ipaddress
 import os
 import select
 import socket
@@ -22,6 +21,7 @@ from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Message
+from weightsync.transports.exposure import is_loopback
 from weightsync.transports.store.mailbox import INLINE_NBYTES
 
 _LENGTH: Final = struct.Struct("!I")
@@ -314,7 +314,7 @@ def own_address(stays_on_host: bool, towards_store: str | None) -> str:
 
 def _is_reachable(address: str | None) -> TypeGuard[str]:
     """Whether other hosts may reach an address: it is none of a loopback."""
-    return address is not None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return address is not None and not is_loopback(address)
 
 
 def named_address() -> str:
