@@ -3,58 +3,25 @@
 from __future__ import annotations
 
 import abc
-import enum
 import multiprocessing.context
-import operator
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from multiprocessing.util import Finalize
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Protocol, Self
 from weakref import WeakSet
 
-from weightsync.clock import MAX_FENCE
+from weightsync.engine.context import Context
 from weightsync.engine.packer import Packer, Sources
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.errors import ConfigurationError
 from weightsync.protocol._tables import State
-from weightsync.protocol.codec import MAX_NAME_NBYTES
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import PerProcess, forget_after_fork
 from weightsync.weights.selection import Selection
 from weightsync.weights.target import Mode
 from weightsync.weights.threads import Keeping
-
-
-class Context:
-    """The user's object on which models are found, or None. It is referenced weakly, if it can be."""
-
-    def __init__(self, context: Any = None) -> None:
-        self.set(context)
-
-    def set(self, context: Any) -> None:
-        """Use another object from now on, or none."""
-        # One assignment: another thread may be asking.
-        try:
-            self._held: tuple[weakref.ref[Any] | None, Any] = weakref.ref(context), type(context).__name__
-        except TypeError:  # None, or an object that cannot be referenced weakly
-            self._held = None, context
-
-    def __call__(self) -> Any:
-        """The object, or None. Raises ConfigurationError: it was garbage-collected."""
-        reference, kept = self._held
-        if reference is None:
-            return kept
-        context = reference()
-        if context is None:
-            raise ConfigurationError(
-                f"the context (a {kept}) was garbage-collected, because a scheme keeps only a weak reference to "
-                "it. Keep it alive while weights are sent."
-            )
-        return context
 
 
 class Closing(abc.ABC):
@@ -232,117 +199,6 @@ def is_clean(error: BaseException) -> bool:
 def pipes_travel() -> bool:
     """Whether pipe ends may be carried: a process is being spawned now. Any other copy would share the descriptor."""
     return multiprocessing.context.get_spawning_popen() is not None
-
-
-def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
-    """The worker's id as an int; numpy's integers are accepted.
-
-    Raises ConfigurationError: it is not an int of 0 or more.
-    """
-    number = _whole(worker_id)
-    if number is None:
-        raise ConfigurationError(
-            f"{argument}= is {worker_id!r}: a worker's id is an int of 0 or more. Nothing has changed."
-        )
-    return number
-
-
-def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """The ids that a send's ``worker_ids`` names; None: all.
-
-    Raises:
-        ConfigurationError: one of them is not an id.
-    """
-    if worker_ids is None:
-        return None
-    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
-    given: Iterable[Any] = worker_ids if several else (worker_ids,)  # type: ignore[assignment]
-    return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in given)
-
-
-def require_whole(value: Any, argument: str, what: str) -> int:
-    """The value as an int of 0 or more; numpy's integers are accepted.
-
-    Raises ConfigurationError: it is not an int of 0 or more.
-    """
-    number = _whole(value)
-    if number is None:
-        raise ConfigurationError(f"{argument}= is {value!r}: give {what} as an int, 0 or more. Nothing has changed.")
-    return number
-
-
-def require_fence(value: Any, what: str = "the incarnation to rise above") -> int:
-    """The value as an incarnation that a new one can be above.
-
-    Raises ConfigurationError: it is not an int of 0 or more, or no incarnation is above it.
-    """
-    fence = require_whole(value, "fence", what)
-    if fence > MAX_FENCE:
-        raise ConfigurationError(
-            f"fence= is {fence}: it is so large that no incarnation is above it. Nothing has changed."
-        )
-    return fence
-
-
-def expected_number(value: Any) -> int | None:
-    """The value of ``expected_workers`` as an int; None if none was given.
-
-    Raises ConfigurationError: it is not a number of workers.
-    """
-    return None if value is None else require_whole(value, "expected_workers", "the number of workers")
-
-
-def _whole(value: Any) -> int | None:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-    return number if number >= 0 else None
-
-
-def require_context(value: Any) -> None:
-    """Check that ``ctx=`` makes pipes and processes. Raises ConfigurationError: it is not a multiprocessing context."""
-    if not isinstance(value, multiprocessing.context.BaseContext | ModuleType):
-        raise ConfigurationError(
-            f"ctx= is {value!r}: give a multiprocessing context, such as multiprocessing.get_context('fork'). "
-            "Nothing was started."
-        )
-
-
-def require_name(value: Any) -> str:
-    """The name of a model, checked: a str that a message can carry, not empty. Raises ConfigurationError: it is not."""
-    if not isinstance(value, str) or not value:
-        raise ConfigurationError(
-            f"model_id= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "
-            "Nothing has changed."
-        )
-    try:
-        fits = len(value.encode()) <= MAX_NAME_NBYTES
-    except UnicodeEncodeError:
-        fits = False
-    if not fits:
-        raise ConfigurationError(
-            f"model_id= is {value[:40]!r}, of {len(value)} characters: give a name that UTF-8 encodes in at most "
-            f"{MAX_NAME_NBYTES} bytes. Nothing has changed."
-        )
-    return value
-
-
-class Missing(enum.Enum):
-    """The value of an attribute that a context does not have."""
-
-    MISSING = "missing"
-
-
-MISSING: Final = Missing.MISSING
-
-
-def optional(context: Any, name: str) -> Any:
-    """Return the context's attribute, or MISSING if it has none of that name."""
-    try:
-        return getattr(context, name)
-    except AttributeError:
-        return MISSING
 
 
 class SchemeServices(Sources, Protocol):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
-from weightsync.engine.copies import Participant, pipes_travel, require_fence, worker_ids_of
+from weightsync.engine.arguments import require_fence, worker_ids_of
+from weightsync.engine.copies import Participant, pipes_travel
 from weightsync.engine.driver import Shield
 from weightsync.engine.events import Events
 from weightsync.engine.observing import SenderObserver

@@ -8,7 +8,8 @@ from typing import Any, Final, NoReturn
 from msgspec import Struct
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import SchemeServices, expected_number, require_worker_id
+from weightsync.engine.arguments import expected_number, require_worker_id
+from weightsync.engine.copies import SchemeServices
 from weightsync.engine.driver import Shield, close
 from weightsync.engine.packer import Packer
 from weightsync.engine.sender_driver import SenderDriver

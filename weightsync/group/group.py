@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn, Self
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import require_whole
+from weightsync.engine.arguments import require_whole
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
 from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late

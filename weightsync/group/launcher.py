@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from weightsync.engine.copies import require_context, require_name, require_whole
+from weightsync.engine.arguments import require_context, require_name, require_whole
 from weightsync.errors import ConfigurationError
 from weightsync.group.function import require_make_model, require_run
 from weightsync.group.members import Rules, Running

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
+from weightsync.engine.arguments import require_name, require_worker_id, worker_ids_of
 from weightsync.engine.background import Background, RelayCall
-from weightsync.engine.copies import Configured, Context, optional, require_name, require_worker_id, worker_ids_of
+from weightsync.engine.context import Context, optional
+from weightsync.engine.copies import Configured
 from weightsync.engine.events import Callback, OnDemandEvents, Subscription, SyncEvent, Tracer
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver

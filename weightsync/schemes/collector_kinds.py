@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.schemes.relay import is_torchrls
 

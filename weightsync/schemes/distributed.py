@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from weightsync.clock import Deadline, seconds
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, switch

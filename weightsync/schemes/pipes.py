@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from weightsync.engine.copies import close_at_exit, pipes_travel, require_context, require_worker_id
+from weightsync.engine.arguments import require_context, require_worker_id
+from weightsync.engine.copies import close_at_exit, pipes_travel
 from weightsync.engine.device_slots import open_slot
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError

@@ -9,7 +9,7 @@ import torch
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.background import Background
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.engine.packer import Packed
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import Verify, WireDtype

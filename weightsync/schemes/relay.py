@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import SyncError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from weightsync.clock import Deadline
-from weightsync.engine.copies import expected_number, require_fence
+from weightsync.engine.arguments import expected_number, require_fence
 from weightsync.engine.sender import WeightSender
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import StateError

@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.schemes.relay import is_torchrls, leads_on
 from weightsync.transports.wakeup import AwaitedProcess

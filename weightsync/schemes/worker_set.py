@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from tensordict import TensorDictBase
 
 from weightsync.clock import Deadline
-from weightsync.engine.copies import MISSING, optional, require_whole, require_worker_id
+from weightsync.engine.arguments import require_whole, require_worker_id
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, RefusedError, WeightSyncError, WorkerLostError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
-from weightsync.engine.copies import optional
+from weightsync.engine.context import optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.transports.buffers import Buffer

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import rpc
 
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Message, Update, WeightsForm

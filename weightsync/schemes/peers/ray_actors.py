@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy
 import torch
 
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.keys import SharedKey
 from weightsync.options import Option

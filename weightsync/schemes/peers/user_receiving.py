@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.engine.manual_ack import UPDATED
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence

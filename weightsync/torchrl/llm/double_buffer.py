@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from weightsync.clock import Deadline
-from weightsync.engine.copies import MISSING, optional
+from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.vllm import require_reset

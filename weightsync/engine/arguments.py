@@ -1,0 +1,107 @@
+"""Checks of arguments that several calls take: workers' ids, numbers, the model's name, the multiprocessing context."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import operator
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from weightsync.clock import MAX_FENCE
+from weightsync.errors import ConfigurationError
+from weightsync.protocol.codec import MAX_NAME_NBYTES
+
+
+def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
+    """The worker's id as an int; numpy's integers are accepted.
+
+    Raises ConfigurationError: it is not an int of 0 or more.
+    """
+    number = _whole(worker_id)
+    if number is None:
+        raise ConfigurationError(
+            f"{argument}= is {worker_id!r}: a worker's id is an int of 0 or more. Nothing has changed."
+        )
+    return number
+
+
+def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The ids that a send's ``worker_ids`` names; None: all.
+
+    Raises:
+        ConfigurationError: one of them is not an id.
+    """
+    if worker_ids is None:
+        return None
+    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
+    given: Iterable[Any] = worker_ids if several else (worker_ids,)  # type: ignore[assignment]
+    return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in given)
+
+
+def require_whole(value: Any, argument: str, what: str) -> int:
+    """The value as an int of 0 or more; numpy's integers are accepted.
+
+    Raises ConfigurationError: it is not an int of 0 or more.
+    """
+    number = _whole(value)
+    if number is None:
+        raise ConfigurationError(f"{argument}= is {value!r}: give {what} as an int, 0 or more. Nothing has changed.")
+    return number
+
+
+def require_fence(value: Any, what: str = "the incarnation to rise above") -> int:
+    """The value as an incarnation that a new one can be above.
+
+    Raises ConfigurationError: it is not an int of 0 or more, or no incarnation is above it.
+    """
+    fence = require_whole(value, "fence", what)
+    if fence > MAX_FENCE:
+        raise ConfigurationError(
+            f"fence= is {fence}: it is so large that no incarnation is above it. Nothing has changed."
+        )
+    return fence
+
+
+def expected_number(value: Any) -> int | None:
+    """The value of ``expected_workers`` as an int; None if none was given.
+
+    Raises ConfigurationError: it is not a number of workers.
+    """
+    return None if value is None else require_whole(value, "expected_workers", "the number of workers")
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+    return number if number >= 0 else None
+
+
+def require_context(value: Any) -> None:
+    """Check that ``ctx=`` makes pipes and processes. Raises ConfigurationError: it is not a multiprocessing context."""
+    if not isinstance(value, multiprocessing.context.BaseContext | ModuleType):
+        raise ConfigurationError(
+            f"ctx= is {value!r}: give a multiprocessing context, such as multiprocessing.get_context('fork'). "
+            "Nothing was started."
+        )
+
+
+def require_name(value: Any) -> str:
+    """The name of a model, checked: a str that a message can carry, not empty. Raises ConfigurationError: it is not."""
+    if not isinstance(value, str) or not value:
+        raise ConfigurationError(
+            f"model_id= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "
+            "Nothing has changed."
+        )
+    try:
+        fits = len(value.encode()) <= MAX_NAME_NBYTES
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise ConfigurationError(
+            f"model_id= is {value[:40]!r}, of {len(value)} characters: give a name that UTF-8 encodes in at most "
+            f"{MAX_NAME_NBYTES} bytes. Nothing has changed."
+        )
+    return value
