@@ -101,8 +101,7 @@ class WeightSender(Participant):
         self._driver.require(SenderInput.CONNECT)
         layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
         with Shield(self._driver.waker.fire), self._driver.lock:
-            if self._driver.layout is None:
-                self._driver.layout = layout
+            self._driver.layout = layout if self._driver.layout is None else self._driver.layout
             self._driver.take(pure.Connect(incarnation))
         self._packer.reserve()  # while the workers start
 
