@@ -25,6 +25,7 @@ from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of_weights
 from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.selection import Selection
 from weightsync.weights.tree_digest import digest
 
 
@@ -261,6 +262,21 @@ def test_only_weights_that_are_found_on_the_context_ask_for_it() -> None:
     trainer.contexts.clear()
     trainer.outgoing().pack("policy")
     assert trainer.contexts[0] == "the context"
+
+
+def test_advice_about_buffers_that_are_not_persistent_is_of_the_model_on_the_context() -> None:
+    module = nn.Linear(2, 1)
+    module.register_buffer("mask", torch.ones(2), persistent=False)
+    trainer = Trainer(module)
+
+    with pytest.raises(LayoutError, match=r"send the model itself, or its state_dict\(\)"):
+        trainer.outgoing().pack(TensorDict.from_module(module))
+    assert trainer.contexts[1:] == ["the context"] * 2
+
+
+def test_a_packer_with_a_selection_packs_what_that_chooses() -> None:
+    packed = Packer(selection=Selection("a")).pack(weights())
+    assert packed.layout.names == ("a",)
 
 
 def test_weights_of_another_model_are_refused_with_what_differs_and_how() -> None:

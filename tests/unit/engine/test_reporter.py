@@ -429,3 +429,101 @@ def test_only_lost_workers_with_a_traceback_in_the_report_of_another_version_are
     assert (report.of(OutcomeKind.LOST), report.of(OutcomeKind.REFUSED)) == ((0, 1), (2,))
     assert report.reported_before == {1: 1}
     assert "in loader" in str(report)
+
+
+# ------------------------------------------------------------------------------ what an update given up leaves behind
+
+
+def _failed(fleet: Fleet, worker: int) -> None:
+    fleet.receives(worker, replace(refusal(0, RefusalKind.FAILED), remote_traceback="in step"))
+
+
+def test_reports_name_all_earlier_reports_that_have_a_traceback_also_after_an_update_was_given_up() -> None:
+    made = Reported(Scripted(), Scripted(), Scripted())
+    for version, failing in ((1, 1), (2, 2)):
+        made.sends()
+        _failed(made.fleet, failing)
+        made.fleet.receives(0, ack(version))
+        if version == 1:
+            made.fleet.receives(2, ack(version))
+        made.concluded(version)
+        made.reporter.delivered()
+    made.sends()
+    made.gives_up(3)
+    made.sends()
+    made.fleet.receives(0, ack(4))
+
+    assert made.concluded(4).reported_before == {1: 1, 2: 2}
+
+
+@pytest.mark.parametrize(("owing", "before"), [(OutcomeKind.PENDING, {}), (TIMED_OUT, {1: 1})])
+def test_the_report_of_an_update_that_was_only_begun_is_no_report_of_a_traceback(
+    owing: OutcomeKind, before: dict[int, int]
+) -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends()
+    _failed(made.fleet, 1)
+    made.reporter.so_far(owing)
+    made.reporter.delivered()
+    made.fleet.receives(0, ack(1))
+    made.concluded(1)  # its caller was interrupted
+    made.sends()
+
+    assert made.reporter.so_far(TIMED_OUT).reported_before == before
+
+
+def test_a_send_without_targets_names_the_report_that_has_a_traceback_whatever_its_version() -> None:
+    made = Reported(Scripted(), Scripted())
+    lost = {1: "boom"}
+    made.sends(targets=(0,))
+    _failed(made.fleet, 1)
+    first = made.reporter.all_ended(WorkerLostError("all lost", lost=lost)).report
+    again = made.reporter.all_ended(WorkerLostError("all lost", lost=lost)).report
+    assert (first.reported_before, again.reported_before) == ({}, {1: 0})
+
+    made = Reported(Scripted(), Scripted())
+    made.sends()
+    _failed(made.fleet, 1)
+    made.fleet.receives(0, ack(1))
+    made.concluded(1)
+    made.reporter.delivered()
+    assert made.reporter.all_ended(WorkerLostError("all lost", lost=lost)).report.reported_before == {1: 1}
+
+
+def test_whoever_only_left_is_in_the_next_reports_too() -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends(targets=(0,))
+    made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+    made.gives_up(1)
+    made.sends(targets=(0,))
+
+    assert made.reporter.so_far(TIMED_OUT).left == {1: "enough"}
+    made.fleet.receives(0, ack(2))
+    made.driver.take(pure.Wait())
+    assert made.reporter.concluded(2).left == {1: "enough"}
+
+
+def test_what_two_reports_that_no_caller_gets_say_is_all_in_the_next_one() -> None:
+    made = Reported(Scripted())
+    refused = Outcome(kind=OutcomeKind.REFUSED, reason="no")
+    for worker in (1, 2):
+        withheld = replace(made.reporter.empty(), left={worker: "enough"}, not_caught_up={worker + 2: refused})
+        made.reporter.carry(withheld)
+
+    report = made.reporter.empty()
+    assert (dict(report.left), dict(report.not_caught_up)) == ({1: "enough", 2: "enough"}, {3: refused, 4: refused})
+
+
+def test_what_is_logged_of_a_superseded_update_is_not_said_of_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends()
+    made.fleet.receives(0, refusal(1))
+    made.driver.take(pure.Abandon())
+    made.reporter.concluded(1)  # no caller got it: the next report has it
+    made.sends()
+    made.fleet.receives(1, refusal(1), refusal(2))
+    made.gives_up(2)
+
+    (logged,) = caplog.messages
+    assert "version 2" in logged
+    assert "version 1" not in logged

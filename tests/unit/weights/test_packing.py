@@ -14,7 +14,7 @@ from torch import Tensor
 from weightsync import ConfigurationError, LayoutError
 from weightsync.weights import packing
 from weightsync.weights.layout import Layout
-from weightsync.weights.packing import Pieces, digest_of, movable, pack, pack_digested
+from weightsync.weights.packing import Pieces, digest_of, movable, pack, pack_digested, views
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import DTYPES, address_of
 from weightsync.weights.tree_digest import CHUNK, digest
@@ -172,3 +172,7 @@ def test_a_digest_follows_the_copy_chunk_by_chunk() -> None:
     assert written[-1][1] == layout.nbytes
     assert all(start // CHUNK == (end - 1) // CHUNK for start, end in written)
     assert pack_digested(weights, layout, payload, b"x", pieces) == digest(payload, b"x")
+
+
+def test_no_tensors_are_no_views() -> None:
+    assert views(Layout(()), torch.empty(0, dtype=torch.uint8)) == []

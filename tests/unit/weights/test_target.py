@@ -68,6 +68,79 @@ def test_a_policy_is_served_whole(mode: Mode, seed: int) -> None:
     worker.body(torch.randn(4, 3)).sum().backward()
 
 
+@modes
+def test_parameters_of_a_dict_stay_where_they_are(mode: Mode) -> None:
+    parameter = nn.Parameter(torch.zeros(64))
+    before = parameter.data_ptr()
+    target = Target({"a": parameter}, mode)
+
+    target.swap(target.stage(*packed({"a": torch.ones(64)})))
+
+    assert (parameter.data_ptr(), parameter.tolist()) == (before, [1.0] * 64)
+
+
+class Counts(nn.Module):
+    """Has a weight, and a number as its extra state."""
+
+    def __init__(self, weight: nn.Parameter, number: int) -> None:
+        super().__init__()
+        self.weight, self.number = weight, number
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        self.number = state
+
+
+@modes
+def test_extra_state_goes_to_the_module_that_is_there_now_also_if_it_has_the_tensors_of_another(mode: Mode) -> None:
+    first, second = (Counts(nn.Parameter(torch.zeros(2)), 0) for _ in range(2))
+    second.weight = first.weight
+    model = nn.Sequential(first)
+    target = Target(model, mode)
+    sent = packed(nn.Sequential(Counts(nn.Parameter(torch.ones(2)), 1)))
+    model[0] = second
+    target.swap(target.stage(*sent))
+
+    assert (first.number, second.number) == (0, 1)
+    staged = target.stage(*packed(nn.Sequential(Counts(nn.Parameter(torch.ones(2)), 2))))
+    model[0] = first
+    first.weight = second.weight
+    target.swap(staged)
+    assert (first.number, second.number) == (2, 1)
+
+
+def _second_is_transposed() -> nn.Sequential:
+    source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    source[1].weight.data = torch.rand(8, 8).t()
+    return source
+
+
+def test_parameters_in_the_order_that_was_sent_are_mapped_though_others_are_not() -> None:
+    worker, source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), _second_is_transposed()
+    before = [each.weight.data_ptr() for each in worker]
+    target = Target(worker, Mode.MAP)
+
+    target.swap(target.stage(*packed(source)))
+
+    assert snapshot(worker) == snapshot(source)
+    assert [each.weight.data_ptr() == address for each, address in zip(worker, before, strict=True)] == [False, True]
+
+
+def test_parameters_that_are_copied_into_since_they_arrive_in_another_order_write_nothing_that_others_see() -> None:
+    worker, source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).share_memory(), _second_is_transposed()
+    seen = worker[1].weight.detach()
+    before = seen.tolist()
+    target = Target(worker, Mode.MAP)
+    target.unshare()
+
+    target.swap(target.stage(*packed(source)))
+
+    assert snapshot(worker) == snapshot(source)
+    assert seen.tolist() == before
+
+
 def moved(model: nn.Linear) -> None:
     model.weight.data = model.weight.data.clone()
 
