@@ -883,3 +883,32 @@ def test_a_frame_has_a_short_length_unless_it_is_too_long_for_one_and_no_empty_p
 def test_an_outflow_begins_idle():
     with socket.socket() as sock:
         assert Outflow(sock).idle
+
+
+def test_a_link_that_was_withdrawn_is_closed_and_leaves_its_connection_to_the_next_one() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    first, worker = PipeLink(ours, "policy"), PipeLink(theirs, "policy")
+    first.withdraw()
+    assert (first.wants_write(), first.all_read()) == (None, None)
+    with pytest.raises(TransportError, match="is closed"):
+        first.send(ack(1))
+
+    again = PipeLink(ours, "policy")
+    again.send(ack(2))
+    assert [each.message for each in worker.receive()] == [ack(2)]
+    for link in (first, again, worker):
+        link.close()
+
+
+def test_a_refusal_of_a_version_frees_what_the_worker_need_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    trainer, worker = PipeLink(ours, "policy"), PipeLink(theirs, "policy")
+    answered: list[object] = []
+    monkeypatch.setattr(trainer._pins, "answered", answered.append)
+    refusal = Refusal(model_id="policy", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no")
+    worker.send(refusal)
+
+    assert [each.message for each in trainer.receive()] == [refusal]
+    assert answered == [refusal]
+    trainer.close()
+    worker.close()

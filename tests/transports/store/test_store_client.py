@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -310,7 +311,7 @@ def test_a_connection_takes_no_longer_however_many_descriptors_the_process_has(
 def test_a_connection_is_found_among_all_sockets_where_torch_does_not_name_its_descriptor(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "_descriptor", lambda _: None)
+    monkeypatch.setattr(stores, "_DESCRIBED", re.compile("(?!)"))
     client = Client(store)
     assert client.own_address == "127.0.0.1"
     client.cut()

@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,14 @@ from weightsync import (
     WorkerLostError,
 )
 from weightsync.engine import applier
+from weightsync.engine.applier import Applier
 from weightsync.protocol.messages import Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind
 from weightsync.transports import mapping as mappings
 from weightsync.transports.mapping import Mapping
 from weightsync.weights import target as targets
+from weightsync.weights.target import Mode
+from weightsync.weights.tree_digest import digest
 
 
 class Moody(nn.Module):
@@ -372,3 +376,38 @@ def test_nothing_is_tidied_of_a_slot_that_is_gone(pair: Pair) -> None:
     pair.receiver._applier._left = lambda: None  # a weak reference to a slot whose link has ended
     assert not pair.receiver.receive(timeout=0.0)
     assert pair.receiver._applier._left is None
+
+
+@pytest.mark.parametrize("base", [None, 1])
+@pytest.mark.parametrize("mode", [Mode.MAP, Mode.COPY])
+def test_a_payload_that_the_next_delta_is_against_is_mapped_so_that_nobody_writes_there(
+    mode: Mode, base: int | None
+) -> None:
+    served: Any = SimpleNamespace(apply_mode=mode)
+    made = Applier(None, served, None)  # type: ignore[arg-type]
+    given = memoryview(bytearray(4))
+
+    def staged(payload: Any) -> Any:
+        pending: Any = SimpleNamespace(payload=payload, update=SimpleNamespace(base=base))
+        return made._to_stage(pending)
+
+    assert staged(given).readonly is (mode is Mode.MAP and base is not None)
+    on_device = object()
+    assert staged(on_device) is on_device
+
+
+@pytest.mark.parametrize("mode", [Mode.MAP, Mode.COPY])
+def test_a_version_that_was_sent_without_a_digest_and_in_no_slot_is_named_by_its_bytes(mode: Mode) -> None:
+    served: Any = SimpleNamespace(apply_mode=mode)
+    update = SimpleNamespace(digest=b"", extras=b"x")
+    pending: Any = SimpleNamespace(update=update, slot=None, on_host=lambda: memoryview(b"1234"))
+
+    assert Applier(None, served, None).digest_sent(pending) == digest(memoryview(b"1234"), b"x")  # type: ignore[arg-type]
+
+
+def test_a_refusal_says_what_it_rests_on(pair: Pair) -> None:
+    pending: Any = SimpleNamespace(update=SimpleNamespace(incarnation=1, version=1))
+    refusal = pair.receiver._applier.refusal
+
+    assert refusal(pending, "no", "").evidence is Evidence.ANSWER
+    assert refusal(pending, "no", "", Evidence.CALL).evidence is Evidence.CALL

@@ -30,6 +30,7 @@ from weightsync.clock import Deadline
 from weightsync.engine import serving_lock
 from weightsync.engine.background import Background
 from weightsync.engine.serving_lock import ServingLock, compiled_frame
+from weightsync.weights.relay import Relay
 from weightsync.weights.target import Target
 
 
@@ -47,6 +48,40 @@ def test_g2_a_model_with_the_workers_own_changes_does_not_serve_the_version_that
     pair.receiver.register_model(copy.deepcopy(pair.model))
 
     assert pair.receiver.version is None
+
+
+def crosswise(fill: float = 0.0) -> torch.nn.Module:
+    """A model that has a weight in another order."""
+    model = large(fill)
+    weight = model[0].weight
+    weight.data = torch.rand(weight.shape).t().contiguous().t()
+    return model
+
+
+@pytest.mark.parametrize("verify", ["digest", "layout"])
+def test_g2_a_model_that_holds_the_weights_of_the_version_serves_it_whatever_order_they_were_sent_in(
+    verify: str,
+) -> None:
+    pair = Pair(partial(MultiProcessWeightSyncScheme, verify=verify), model=crosswise)
+    pair.receiver.register_model(large())
+    pair.sync(pair.source)
+    pair.receiver.register_model(copy.deepcopy(pair.receiver.model))
+    assert pair.receiver.version == 1
+
+    pair.receiver.register_model(torch.nn.Linear(5, 2))
+    assert pair.receiver.version is None
+    pair.close()
+
+
+def test_a_relay_takes_whatever_is_sent(pair: Pair) -> None:
+    relay = Relay()
+    pair.receiver.register_model(relay)
+    pair.sync(filled(pair.source, 2.0))
+
+    assert {name: tensor.dtype for name, tensor in relay.items()} == {
+        name: tensor.dtype for name, tensor in pair.source.state_dict().items()
+    }
+    assert set(relay["0.weight"].flatten().tolist()) == {2.0}
 
 
 def rejoined(pair: Pair, fill: float) -> Any:

@@ -218,6 +218,59 @@ def test_a_forward_waits_for_those_that_wait_to_change_the_model_only_for_a_time
     third.end()
 
 
+def test_forwards_give_way_as_long_as_any_thread_waits_to_change_the_model(
+    lock: ServingLock, beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gave_way: list[int] = []
+    monkeypatch.setattr(ServingLock, "patience", lambda lock: gave_way.append(lock._queued) or 0.0)
+
+    def forward() -> list[int]:
+        gave_way.clear()
+        lock.enter()
+        lock.leave()
+        return list(gave_way)
+
+    lock.queue()
+    lock.queue()
+    assert forward() == [2]
+    lock.leave_queue()
+    assert forward() == [1]
+    beside.does(lock.enter)
+    with pytest.raises(ModelBusyError), lock.alone(Deadline(0), "apply_weights"):
+        pass
+    beside.does(lock.leave)
+    assert forward() == [1]
+    lock.leave_queue()
+    assert forward() == []
+
+
+class Model:
+    """What is served, in a slot or not. Notes whether it could leave that before a fork, which nobody disturbed."""
+
+    def __init__(self, in_slot: bool) -> None:
+        self.in_slot = in_slot
+        self.left: list[bool] = []
+
+    def leave_host_slot(self, alone: bool) -> None:
+        self.left.append(alone)
+
+
+@pytest.mark.parametrize("in_slot", [True, False])
+@pytest.mark.parametrize("who", ["nobody", "itself", "another"])
+def test_a_fork_waits_for_forwards_of_other_threads_only_if_they_may_read_a_slot(
+    who: str, in_slot: bool, lock: ServingLock, beside: Beside
+) -> None:
+    model: Any = Model(in_slot)
+    if who == "itself":
+        lock.enter()
+    elif who == "another":
+        beside.does(lock.enter)
+
+    lock.enter_to_fork(0.0, None, model)
+
+    assert model.left == [who != "another" or not in_slot]
+
+
 def test_forwards_give_way_in_the_first_second_of_each_period_only_until_the_model_was_changed(
     lock: ServingLock, beside: Beside
 ) -> None:

@@ -141,6 +141,40 @@ def test_parameters_that_are_copied_into_since_they_arrive_in_another_order_writ
     assert seen.tolist() == before
 
 
+def test_a_tensor_that_has_come_to_the_slot_since_leaves_it_too_and_the_next_version_is_mapped_again() -> None:
+    worker = nn.Linear(8, 8)
+    target = Target(worker, Mode.MAP)
+    target.swap(target.stage(*packed(nn.Linear(8, 8))))
+    worker.weight = nn.Parameter(worker.weight.detach())
+    mapped, values = worker.weight.data_ptr(), snapshot(worker)
+
+    target.leave()
+
+    assert worker.weight.data_ptr() != mapped
+    assert snapshot(worker) == values
+    own = worker.weight.data_ptr()
+    target.swap(target.stage(*packed(nn.Linear(8, 8))))
+    assert worker.weight.data_ptr() != own
+
+
+@pytest.mark.parametrize("moves", ["float32", "float64"])
+def test_what_torch_has_moved_to_shared_memory_keeps_no_other_parameter_in_the_slot(moves: str) -> None:
+    def made() -> nn.ModuleDict:
+        return nn.ModuleDict({"float32": nn.Linear(8, 8), "float64": nn.Linear(8, 8).double()})
+
+    worker = made()
+    target = Target(worker, Mode.MAP)
+    target.swap(target.stage(*packed(made())))
+    other = worker["float64" if moves == "float32" else "float32"]
+    worker[moves].share_memory()
+    mapped, values = other.weight.data_ptr(), snapshot(worker)
+
+    target.leave()
+
+    assert other.weight.data_ptr() != mapped
+    assert snapshot(worker) == values
+
+
 def moved(model: nn.Linear) -> None:
     model.weight.data = model.weight.data.clone()
 
