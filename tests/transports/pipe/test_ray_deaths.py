@@ -360,11 +360,17 @@ def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: boo
     link.close()
 
 
-def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_the_actor() -> None:
+def sent_behind_a_handshake() -> tuple[Actor, Buffer, CallLink]:
+    """A link over which an update was sent right after the handshake; the actor has answered neither."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(with_our_receiver(actor), "worker 0")
     link.send(Hello(model_id="m", incarnation=1))
     link.send(UPDATE, buffer)
+    return actor, buffer, link
+
+
+def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_the_actor() -> None:
+    actor, buffer, link = sent_behind_a_handshake()
     handshake, update = actor.calls
 
     update.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
@@ -381,11 +387,8 @@ def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_th
     link.close()
 
 
-def test_and_fails_with_it() -> None:
-    actor, buffer = Actor(), Buffer(3)
-    link = CallLink(with_our_receiver(actor), "worker 0")
-    link.send(Hello(model_id="m", incarnation=1))
-    link.send(UPDATE, buffer)
+def test_what_follows_a_handshake_fails_with_it() -> None:
+    actor, buffer, link = sent_behind_a_handshake()
     handshake, update = actor.calls
     update.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,8 +79,9 @@ def test_g2_a_module_that_was_replaced_gets_the_next_version(pair: Any) -> None:
     assert pair.receiver.version == 2
 
 
-def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_replaced(pair: Any) -> None:
-    send(pair, 1.0)
+@contextlib.contextmanager
+def served_beside(pair: Any) -> Iterator[tuple[Future[None], threading.Event]]:
+    """Another thread is inside `serving()` until the event is set."""
     serving, over = threading.Event(), threading.Event()
 
     def serve() -> None:
@@ -89,6 +92,12 @@ def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_rep
     with ThreadPoolExecutor(1) as beside:
         served = beside.submit(serve)
         serving.wait(PATIENCE)
+        yield served, over
+
+
+def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_replaced(pair: Any) -> None:
+    send(pair, 1.0)
+    with served_beside(pair) as (served, over):
         first, pair.actor.policy = pair.actor.policy, filled(0.0)
         pair.sender.send_async()
         with FakeClock():
@@ -108,16 +117,7 @@ def test_a_module_that_is_found_while_a_thread_serves_leaves_shared_memory_only_
     """A kernel that reads a parameter keeps no reference to its memory, which would be unmapped beneath it."""
     policy = pair.actor.policy.share_memory()
     elsewhere, before = policy.weight.detach(), held(policy)
-    serving, over = threading.Event(), threading.Event()
-
-    def serve() -> None:
-        with pair.receiver.serving():
-            serving.set()
-            over.wait(PATIENCE)
-
-    with ThreadPoolExecutor(1) as beside:
-        served = beside.submit(serve)
-        serving.wait(PATIENCE)
+    with served_beside(pair) as (served, over):
         pair.sender.send_async()
         assert pair.receiver.receive(timeout=0) is False
         assert pair.receiver.model is policy
