@@ -140,13 +140,15 @@ class Subscription:
         events: the events of the scheme.
         callback: the callback.
         tracer: gives versions their trace context; None: this subscription gives none.
+
+    Attributes:
+        failures: how many times the callback has raised.
     """
 
     def __init__(self, events: Events, callback: Callback, tracer: Tracer | None = None) -> None:
         self._events = events
         self.callback = callback
         self.tracer = tracer
-        #: How many times the callback has raised.
         self.failures = 0
 
     @property
@@ -157,9 +159,7 @@ class Subscription:
     def cancel(self) -> None:
         """Begin no further call of the callback, and drop its tracer, whose spans end now.
 
-        Does not wait for a call that runs.
-
-        Calling this again does nothing.
+        Does not wait for a call that runs. Calling this again does nothing.
         """
         self._events.cancel(self)
 

@@ -37,7 +37,7 @@ class WeightReceiver(Participant):
     every version that arrives is answered. A pickled, copied or forked receiver is `uninitialized`.
 
     Args:
-        scheme: the scheme that wires it.
+        scheme: the scheme that makes its links.
     """
 
     _driver: ReceiverDriver
@@ -195,6 +195,7 @@ class WeightReceiver(Participant):
             ModelBusyError: (a TimeoutError) other threads used the model until the timeout; nothing was changed.
             StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
+            ModelPathError: (an AttributeError) the model's path does not resolve.
             LayoutError: they do not fit; nothing was changed.
             WeightSyncError: they are the pending version's weights, and that version was refused: the message and
                 `last_refusal` say why, and the sender is told the same. Or a swap failed halfway, and the receiver is
@@ -382,7 +383,10 @@ class WeightReceiver(Participant):
         return self._served.serving.mine()
 
     def close(self) -> None:
-        """Close for good. The model keeps the version it serves; the sender removes this worker."""
+        """Close for good. The model keeps the version it serves; the sender removes this worker.
+
+        Waits for a swap that has begun in another thread, and at most 10 seconds for a relay in the background.
+        """
         self._end(self._driver.close)
 
     def fail(self, error: BaseException) -> None:

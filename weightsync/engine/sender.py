@@ -35,7 +35,7 @@ class WeightSender(Participant):
     Safe to use from several threads. A pickled, copied or forked sender is `uninitialized` and owes nothing.
 
     Args:
-        scheme: the scheme that wires it.
+        scheme: the scheme that makes its links.
     """
 
     _driver: SenderDriver
@@ -118,7 +118,7 @@ class WeightSender(Participant):
         Raises:
             StateError: the sender is not connected, or closed, or an asynchronous update is outstanding.
             AckTimeoutError: some workers had not answered by the deadline. The method may be called again.
-            WorkerLostError: the links to some workers were lost; all others have answered.
+            WorkerLostError: the links to some workers were lost; all others have answered, or refused the handshake.
             RefusedError: some workers refused the handshake (their models do not fit); all others have answered.
         """
         self._workers.wait(timeout)
@@ -155,7 +155,7 @@ class WeightSender(Participant):
             The outcome of each worker.
 
         Raises:
-            StateError: an update is outstanding, or the sender is closed; nothing changed.
+            StateError: an update is outstanding, or the sender has no links yet, or is closed; nothing changed.
             ConfigurationError: no worker to send to, fewer than expected, an unknown id, or weights of another type.
             ModelPathError: (an AttributeError) a model path does not resolve; no version was sent.
             LayoutError: weights that cannot travel, are not those of the registered model (other names, shapes or
@@ -211,7 +211,8 @@ class WeightSender(Participant):
         Raises:
             SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was
                 dispatched anyway, unless the deadline had passed (`AckTimeoutError`).
-            StateError, ConfigurationError, LayoutError, NonFiniteError: as for `send`.
+            WorkerLostError, RefusedError: every target was lost or had refused before; nothing was sent.
+            StateError, ConfigurationError, ModelPathError, LayoutError, NonFiniteError: as for `send`.
         """
         deadline, stopwatch = Deadline(timeout), Stopwatch()
         if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
@@ -306,10 +307,9 @@ class WeightSender(Participant):
         self._end(self._driver.close)
 
     def fail(self, error: BaseException) -> None:
-        """Close for good because ``error`` was raised: as `close`, but the goodbye carries the error.
+        """Close for good because ``error`` was raised, as leaving a ``with sender:`` block by an exception does.
 
-        The workers' `receive()` then raises `TransportError` with the error's type and text, not `SenderClosed`.
-        Leaving a ``with sender:`` block by an exception does this.
+        Like `close`, but the workers' `receive()` raises `TransportError` with its type and text, not `SenderClosed`.
         """
         reason = "".join(traceback.format_exception_only(error)).strip()
         self._end(lambda: self._driver.fail(reason))

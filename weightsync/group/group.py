@@ -51,8 +51,8 @@ class WorkerGroup:
     """Workers that act with copies of a model while the trainer trains it: processes, Ray actors, or other ranks.
 
     In rank 0 of a running `torch.distributed` world, with ``scheme="distributed"``, the other ranks are workers. Each
-    calls `run_worker`. The group does not start, restart or kill them: ``run`` is None, and ``make_model`` and
-    ``max_restarts`` are left out.
+    calls `run_worker`. The group does not start, restart or kill them: ``run`` is None, and ``make_model``,
+    ``max_restarts``, ``ctx`` and ``actor_options`` are left out.
 
     A worker receives weights in the background, so that `send()` cannot deadlock with a full result channel. Use the
     group in a ``with`` block, and from one thread.
@@ -411,6 +411,7 @@ class WorkerGroup:
             ResultTimeoutError: no result arrived in time. The workers keep running, and the iterator can go on.
             WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had
                 arrived by then. The other workers keep running, and the iterator can go on.
+            Exception: a result cannot be unpickled here. It is dropped, and the iterator can go on.
             StateError: the group is not started, or closed.
         """
         return iter(lambda: self._next(Deadline(timeout)), None)

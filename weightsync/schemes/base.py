@@ -146,7 +146,7 @@ class WeightSyncScheme(Configured):
 
         Raises:
             ConfigurationError: there is no such backend.
-            MissingExtraError: (an ImportError) its optional package is not installed.
+            Exception: what its constructor raises. Whether Ray is installed is checked only when the scheme is used.
         """
         scheme: WeightSyncScheme = scheme_of(backend)(**kwargs)
         return scheme
@@ -179,6 +179,8 @@ class WeightSyncScheme(Configured):
                 may be called again. Weights that cannot be sent are refused by `connect` or the first send, not here.
             ModelPathError: (an AttributeError) the context is a TorchRL collector of processes that does not have the
                 model. This may be called again.
+            MissingExtraError: (an ImportError) the workers are Ray actors, and Ray is not installed.
+            TransportError: over torch.distributed, no store could be opened.
         """
         side = self._sender_side
         side.require_uninitialized()
@@ -195,6 +197,8 @@ class WeightSyncScheme(Configured):
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver and listen for the sender. Never waits for it.
 
+        Over torch.distributed with the address of a store, it waits for that store: as long as the scheme's `timeout`.
+
         Args:
             model_id: the name of the model, the same on both sides. Without a model it is resolved on the context when
                 the first weights are received.
@@ -208,8 +212,9 @@ class WeightSyncScheme(Configured):
         Raises:
             StateError: initialised already.
             ConfigurationError: something is missing or unknown, or there is neither a model nor a context.
-            LayoutError: weights cannot be applied to a tensor of the model, or no weights match ``names``. After this
-                and a ConfigurationError the scheme is not initialised, and this may be called again.
+            LayoutError: weights cannot be applied to a tensor of the model, or no weights match ``names``.
+            TransportError: over torch.distributed, the store cannot be reached. After this and the two errors before it
+                the scheme is not initialised, and this may be called again.
         """
         side = self._receiver_side
         side.require_uninitialized()
@@ -243,7 +248,7 @@ class WeightSyncScheme(Configured):
                 `connect`.
 
         Raises:
-            StateError, ConfigurationError: as for `init_on_worker`.
+            StateError, ConfigurationError, TransportError: as for `init_on_worker`.
             LayoutError: as for `init_on_worker`; or a buffer is on the meta device, and weights do not include it.
         """
         model = kwargs.get("model")
@@ -310,8 +315,11 @@ class WeightSyncScheme(Configured):
                 be starting.
 
         Raises:
-            StateError: this side has connected already, or neither side was initialised.
-            ConfigurationError: ``worker_idx`` on the sender's side, or ``weights`` on the receiver's.
+            StateError: this side has connected already or is closed, or neither side was initialised.
+            ConfigurationError: ``worker_idx`` on the sender's side, or ``weights`` on the receiver's; in a worker, the
+                model takes no hooks (a ScriptModule), or has no weights (on the meta device) and the sender has none.
+            ConfigurationError, ModelPathError, LayoutError, NonFiniteError: in the trainer, the weights cannot be sent:
+                as for `WeightSender.send`. Nothing was sent, and `connect` may be called again.
             AckTimeoutError: in the trainer, some worker did not answer in time; in a worker, nothing arrived in time.
                 `connect` may be called again.
             WorkerLostError, RefusedError, SyncError: in the trainer, not every worker applied the first weights.
@@ -389,9 +397,9 @@ class WeightSyncScheme(Configured):
 
         Raises:
             StateError: not initialised, not connected, or shut down.
-            ConfigurationError, LayoutError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as
-                `WeightSender.send`. With ``sync=False`` the outcomes are those of the previous update; this one was
-                dispatched anyway.
+            ConfigurationError, ModelPathError, LayoutError, NonFiniteError: as `WeightSender.send`; nothing was sent.
+            AckTimeoutError, WorkerLostError, RefusedError, SyncError: as `WeightSender.send`. With ``sync=False`` they
+                are about the previous update; this one was dispatched anyway.
         """
         report = self._sender_side.send(weights, worker_ids_of(worker_ids), Deadline(timeout), OnFailure(on_failure))
         self._workers_answered()
@@ -423,7 +431,9 @@ class WeightSyncScheme(Configured):
 
         Raises:
             StateError: the receiver's side is not initialised, or closed.
-            ConfigurationError, LayoutError: no model, or weights that do not fit; nothing was changed.
+            ConfigurationError, ModelPathError, LayoutError: no model, or weights that do not fit; nothing was changed.
+            ModelBusyError: (a TimeoutError) other threads used the model for `WEIGHTSYNC_TIMEOUT` or 60 seconds;
+                nothing was changed.
             WeightSyncError: they are the pending version's weights, and that version was refused.
         """
         self.get_receiver().apply_weights(weights, inplace=inplace)

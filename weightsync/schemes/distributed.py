@@ -82,9 +82,10 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     Args:
         backend: "gloo" (a plain TCP connection in place of gloo), or "nccl" if trainer and workers have a GPU each.
-        sync: whether NCCL sends a payload's buckets one after another. If not, several are in flight at once; in both
-            cases the scheme waits for all of them.
-        timeout: seconds that this scheme waits for a store that it connects to, or makes; None: forever.
+        sync: whether the scheme's own `send` waits for the answers (default). If not, it returns a report with PENDING
+            outcomes, and the next `send`, or `shutdown`, reports the results; and over NCCL up to four buckets of a
+            payload are in flight at once, instead of one.
+        timeout: seconds that this scheme waits for a store that it connects to, or opens; None: forever.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.

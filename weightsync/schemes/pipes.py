@@ -171,15 +171,12 @@ class PipeScheme(WeightSyncScheme):
         return state
 
     def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> Any:
-        """TorchRL's transport class over a pipe's end, or over a context that has one.
+        """TorchRL's transport class over a pipe's end, or a context that has one; incomplete, its first send raises.
 
         Args:
             pipe_or_context: our end of a pipe, or an object whose ``.pipe`` is that.
             pipe: the same, by TorchRL's older name.
             **queues: generation B's ``weight_queue``, ``ack_queue`` and ``timeout``.
-
-        Raises:
-            ConfigurationError: never here: an incomplete transport raises at its first send.
         """
         given = pipe if pipe_or_context is None else pipe_or_context
         transport = torchrl_transport("MPTransport")

@@ -52,7 +52,6 @@ def scheme_of(backend: str) -> type[Any]:
 
     Raises:
         ConfigurationError: there is no such backend.
-        MissingExtraError: (an ImportError) its optional package is not installed.
     """
     if backend in _registered:
         return _registered[backend]

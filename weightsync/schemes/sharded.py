@@ -58,9 +58,10 @@ def send_sharded(
         worker_ids: as for `WeightSyncScheme.send`; only the sending rank's value counts.
         group: the process group of all these ranks; None: the default one. Its timeout, and those of the DTensors'
             meshes, are set to the rest of ``timeout`` if they are gloo's, and restored afterwards.
-        timeout: seconds until the wait ends, on every rank alike; None: forever; default: `WEIGHTSYNC_TIMEOUT` or
-            60. Other backends than gloo wait for their peers as long as their own timeout says.
-        on_failure: as for `WeightSyncScheme.send`, on every rank alike.
+        timeout: seconds until the wait ends; give every rank the same; None: forever; default: `WEIGHTSYNC_TIMEOUT` or
+            60. For the report of the sending rank the others wait up to 10 seconds longer. Other backends than gloo
+            wait for their peers as long as their own timeout says.
+        on_failure: as for `WeightSyncScheme.send`; give every rank the same.
 
     Returns:
         The outcome of each worker, on every rank. `SyncReport.sent_by_rank` names the rank that sent.

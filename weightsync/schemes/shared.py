@@ -32,9 +32,9 @@ class SharedMemWeightSyncScheme(PipeScheme):
     """Over shared memory: the trainer writes a version into a slot once, and every worker on the host maps it.
 
     A slot is reused only when each worker to which its version was sent has acked a newer one, has refused this one, or
-    is known to be dead. So no forward pass sees a mix of versions, and a worker changes version only in its own
-    `receive()`. Parameters of a module on the CPU become views of the slot; do not keep references to their memory
-    across `receive()`. Buffers, and all destinations that are not modules, are copied out.
+    is known to be dead. So no forward pass sees a mix of versions: a worker changes version only between two forwards,
+    in its own `receive()` or in the background. Parameters of a module on the CPU become views of the slot; do not keep
+    references to their memory across versions. Buffers, and all destinations that are not modules, are copied out.
 
     The arguments of both TorchRL generations are accepted. If the first argument is a strategy, they are the second
     generation's and may be positional: ``(strategy, sync, per_worker_weights)``.

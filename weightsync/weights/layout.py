@@ -264,7 +264,7 @@ class Layout:
     def misfit(self, sent: Layout) -> LayoutError | None:
         """Return the error of a worker whose model has this layout, for weights of layout `sent`; None if they fit.
 
-        If nothing but a dtype differs, or one is a part of the other, it names the option that chooses what is sent.
+        If only a dtype differs, or one layout is a part of the other, its message names ``wire_dtype=`` or ``names=``.
         """
         error = self.difference(sent)
         if error is None:

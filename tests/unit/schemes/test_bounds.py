@@ -17,6 +17,7 @@ from torch import nn
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    Loader,
     ModelBusyError,
     MultiProcessWeightSyncScheme,
     OutcomeKind,
@@ -148,6 +149,34 @@ def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
     thread.join(PATIENCE)
     assert not thread.is_alive()
     assert "stopped" not in caplog.text
+
+
+def test_a_close_waits_for_a_swap_that_has_begun(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, gave_up, done, ended = threading.Event(), threading.Event(), threading.Event(), list[str]()
+    monkeypatch.setattr(background, "JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(background.logger, "warning", lambda *_: gave_up.set())
+
+    def load(weights: Iterator[object], version: int) -> None:
+        assert len(list(weights)) > version > 0
+        inside.set()
+        done.wait(PATIENCE)
+        ended.append("load")
+
+    def close() -> None:
+        pair.receiver.close()
+        ended.append("close")
+
+    pair.receiver.register_model(Loader(load))
+    Background(pair.receiver, lambda: None).start()
+    pair.sender.send_async()
+    assert inside.wait(PATIENCE)
+    closing = threading.Thread(target=close)
+    closing.start()
+    assert gave_up.wait(PATIENCE)  # waiting for the thread, which has the swap
+    done.set()
+    closing.join(PATIENCE)
+
+    assert ended == ["load", "close"]
 
 
 def test_g11_code_that_ends_the_background_thread_is_told_to_both_sides(pair: Pair) -> None:

@@ -33,7 +33,7 @@ class EngineLeftError(PartlyLoadedError):
 
 
 class Engine(abc.ABC):
-    """An adapter of one inference engine: gives it each version in calls that it answers.
+    """Adapter for one inference engine: it loads each version by calls that the engine answers.
 
     When the calls of a version have returned, nothing more is known about it: the evidence is ``call``.
     """

@@ -168,7 +168,16 @@ class VLLMNCCLCarrier(GroupCarrier):
     """The trainer's half of vLLM's backend "nccl", with vLLM's own communicator: vLLM must be installed here too.
 
     The server is started with ``--weight-transfer-config '{"backend": "nccl"}'``. Tensors are broadcast one by one;
-    vLLM's packed form is not used. For the arguments see `GroupCarrier`.
+    vLLM's packed form is not used.
+
+    Args:
+        world_size: the engine's GPUs, and one for the trainer.
+        master_address: this machine's address, as the engine's workers reach it.
+        master_port: where the group meets; None: a free port, another for each group.
+        device: where the tensors are broadcast from; None: the current CUDA device.
+
+    Raises:
+        ConfigurationError: vLLM cannot be imported, there is no CUDA, or ``world_size`` is less than 2.
     """
 
     def _find_join(self) -> Any:

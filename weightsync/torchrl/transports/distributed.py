@@ -34,9 +34,9 @@ class DistributedTransport(TransportFacade):
     Args:
         store: a TCPStore, or a PrefixStore around one.
         rank: the worker's rank, at both ends: worker i is rank i + 1.
-        sync: whether a payload's buckets are sent one after another.
+        sync: whether NCCL sends a payload's buckets one after another; if not, up to four are in flight at once.
         weights_buffer: a TensorDict or dict that receives the weights.
-        backend: "gloo" or "nccl".
+        backend: "gloo" or "nccl"; the first send or receive refuses another.
         key: a secret shared with the other end: see `DistributedWeightSyncScheme`.
         timeout: seconds that `send_weights` and `wait_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
     """

@@ -29,7 +29,7 @@ class RPCTransport(TransportFacade):
             unless our receiver listens in that process.
         worker_rank: the worker's rank. It is not used as an address; if given, `receive_weights` returns the second
             generation's results.
-        timeout: seconds that `send_weights` and `wait_ack` wait.
+        timeout: seconds that `send_weights` and `wait_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
         strategy: how modules are extracted, and the format of weights returned.
         key: a secret shared with the other end: see `RPCWeightSyncScheme`.
     """
