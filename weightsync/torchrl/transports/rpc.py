@@ -23,10 +23,10 @@ class RPCTransport(TransportFacade):
     """Sends weights to one remote collector by RPC; without a collector, receives them in the collector's process.
 
     Args:
-        collector_info: the worker, as its `WorkerInfo`, name or rank. Given alone, it is a process with our receiver.
+        collector_info: the worker, as its `WorkerInfo`, name or rank. Given alone, it is a process with a receiver.
         collector_rref: a reference to its collector.
         collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
-            unless our receiver listens in that process.
+            unless a weightsync receiver listens in that process.
         worker_rank: the worker's rank. It is not used as an address; if given, `receive_weights` returns the second
             generation's results.
         timeout: seconds that `send_weights` and `wait_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
