@@ -99,6 +99,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Make a receiver that needs nothing: see `init_on_worker`.
 
         Raises:
+            StateError: initialised already.
             ConfigurationError: the model came without its weights (on the meta device, as a TorchRL collector sends a
                 policy to its workers), and will never receive any.
         """

@@ -92,6 +92,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: see `RayWeightSyncScheme`.
         key: see `RayWeightSyncScheme`.
+
+    Raises:
+        ConfigurationError, MissingExtraError: as for `RayWeightSyncScheme`.
     """
 
     _sender_arguments = (*RayWeightSyncScheme._sender_arguments, "ray_transform")

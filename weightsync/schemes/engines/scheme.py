@@ -25,6 +25,10 @@ class EngineWeightSyncScheme(WeightSyncScheme):
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
         verify: see `WeightSyncScheme`; engines compare nothing.
         wire_dtype: see `WeightSyncScheme`: the dtype that the engine gets.
+        delta: refused, since an engine takes whole tensors.
+
+    Raises:
+        ConfigurationError: an argument has an unknown value or another type, or ``delta=True``.
     """
 
     _sender_arguments = ("engines",)

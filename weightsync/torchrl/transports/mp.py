@@ -36,7 +36,7 @@ class MPTransport(TransportFacade):
         pipe_connection: our end of ``multiprocessing.Pipe()``, or an object whose ``.pipe`` is one, or generation B's
             ``weight_queue``. Without one the first send raises.
         ack_queue: generation B: where answers arrive. In generation A the second argument is the timeout.
-        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait.
+        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; None: forever; default: 10.
         weight_queue: generation B: where weights go, a ``multiprocessing.Queue``.
         strategy: how modules are extracted.
     """

@@ -76,7 +76,7 @@ class RayTransport(_ActorFacade):
 
     Raises:
         MissingExtraError: (an ImportError) Ray is not installed, or nixl is asked for and is not.
-        ConfigurationError: an actor is given under both names.
+        ConfigurationError: an actor is given under both names, or the key is empty.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RayActorTransport(_ActorFacade):
 
     Raises:
         MissingExtraError: (an ImportError) Ray is not installed, or nixl is asked for and is not.
-        ConfigurationError: (a ValueError) another update_method.
+        ConfigurationError: (a ValueError) another update_method, or an empty key.
     """
 
     def __init__(
