@@ -30,8 +30,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     """Workers are processes of one `torch.distributed.rpc` world; each version is sent as one flat tensor per worker.
 
     How a worker is given determines the evidence of its outcomes. A worker given by name alone (``collector_infos=``)
-    has a weightsync receiver, which answers for each version (evidence ``answer``); messages sent before it listens wait
-    there. A worker given with ``collector_rrefs=`` (and ``collector_class=``) is asked at the handshake whether such a
+    has a weightsync receiver, which answers for each version (evidence ``answer``). Messages sent before it listens
+    wait there. A worker given with ``collector_rrefs=`` (and ``collector_class=``) is asked at the handshake whether such a
     receiver listens there for the model. If so, the receiver gets the weights; if not, the collector's own
     ``update_policy_weights_`` is called, and it is only known that the call returned (evidence ``call``).
 
