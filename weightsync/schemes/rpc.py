@@ -31,8 +31,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     How a worker is given determines the evidence of its outcomes. A worker given by name alone (``collector_infos=``)
     has a weightsync receiver, which answers for each version (evidence ``answer``). Messages sent before it listens
-    wait there. A worker given with ``collector_rrefs=`` (and ``collector_class=``) is asked at the handshake whether such a
-    receiver listens there for the model. If so, the receiver gets the weights; if not, the collector's own
+    wait there. A worker given with ``collector_rrefs=`` (and ``collector_class=``) is asked at the handshake whether
+    such a receiver listens there for the model. If so, the receiver gets the weights; if not, the collector's own
     ``update_policy_weights_`` is called, and it is only known that the call returned (evidence ``call``).
 
     Args:
