@@ -32,7 +32,7 @@ from weightsync.weights import threads as copy_threads
 settings.register_profile("dev", max_examples=50, stateful_step_count=30, deadline=None)
 settings.register_profile(
     "ci",
-    max_examples=300,
+    max_examples=100,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
@@ -54,10 +54,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """No collection of garbage looks through all that was imported again: it would take longer than most tests."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """No collection of garbage looks through all that was imported: it would take longer than most tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -160,6 +160,14 @@ def test_a_link_given_up_before_connecting_closes(make: Make, again: str) -> Non
 
 
 @pytest.mark.parametrize("state", BRINGS)
+def test_other_weights_that_are_applied_by_hand_are_no_version(world: World, state: State) -> None:
+    BRINGS[state](world)
+    applied = world.fresh(fits=True)
+    taken(world, state, ReceiverInput.INVALIDATED, lambda: world.apply_by_hand(worker(world), applied))
+    assert worker(world).real.version is None
+
+
+@pytest.mark.parametrize("state", BRINGS)
 def test_a_newer_sender_takes_over(world: World, state: State) -> None:
     BRINGS[state](world)
     overtake(world)

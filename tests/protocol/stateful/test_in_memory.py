@@ -26,7 +26,7 @@ T = TypeVar("T")
 SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.3, Delivery.AT_LEAST_ONCE: 0.4, Delivery.BEST_EFFORT: 0.3}
 
 #: With so many examples the walks and the directed ones take every row.
-ENOUGH = 300
+ENOUGH = 100
 
 NUMBERS = st.integers(0, 63)
 WAYS = ("pickle", "copy", "deepcopy")

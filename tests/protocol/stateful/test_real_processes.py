@@ -347,7 +347,7 @@ def staff(forkserver: Any) -> Iterator[Staff]:
 def test_walks_of_processes(scheme: Any, staff: Staff, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "weightsync")
     walk = type("Walk", (Walk,), {"scheme": scheme, "staff": staff})
-    # 30 in profile ci.
+    # 10 in profile ci.
     examples = max(1, settings().max_examples // 10)
     run_state_machine_as_test(
         walk,
