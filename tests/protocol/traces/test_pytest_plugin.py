@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from recorded import recorded
 
 from weightsync.testing import pytest_plugin
 
-#: Seconds; reached only by a failure. Three processes import torch, and two of them start TLC.
+#: Seconds; reached only by a failure. Two processes import torch, and one of them starts TLC.
 PATIENCE = 280.0
 #: How many events the test that conforms leaves in its trace.
 EVENTS = 168
@@ -67,9 +68,9 @@ def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_one_that_says_why_is_left_out(
     tmp_path: Path,
 ) -> None:
-    """Each worker of xdist judges what it has recorded, and the session tells of all."""
+    """A worker of xdist judges what it has recorded, and the session tells of it."""
     counts, kept = tmp_path / "counts.json", tmp_path / "kept"
-    done = session(tmp_path, f"--traces={kept}", f"--trace-counts={counts}", "-n", "2")
+    done = session(tmp_path, f"--traces={kept}", f"--trace-counts={counts}", "-n", "1")
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "3 passed" in done.stdout
@@ -77,10 +78,28 @@ def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_
     assert "in test_played.py::test_that_conforms:" not in done.stdout
     assert "in test_played.py::test_that_says_why:" not in done.stdout
     assert "must be 'READY'" in done.stdout
-    assert f"1 traces of {EVENTS} events conform" in done.stdout
     assert "1 untraced tests were not recorded" in done.stdout
     assert list(kept.glob("gw?/trace-*.jsonl"))
     assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, EVENTS]}
+
+
+def test_the_session_fails_for_one_of_its_workers_and_tells_of_all(tmp_path: Path) -> None:
+    counts, lines = tmp_path / "counts.json", list[str]()
+    reporter = pytest_plugin.TraceReporter(tmp_path, None, False, counts)
+    wrong = pytest_plugin.TraceResult("gw0", runs=1, wrong=1, shown=["in b:"], counts={"a": (1, 7), "b": (1, 2)})
+    fine = pytest_plugin.TraceResult("gw1", runs=2, events=5, counts={"a": (1, 5)})
+    for result in (wrong, fine):
+        ended = SimpleNamespace(workeroutput={pytest_plugin._SENT_AS: asdict(result)})
+        reporter.pytest_testnodedown(ended, None)
+    session: Any = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+    terminal: Any = SimpleNamespace(section=lines.append, line=lambda text, **_: lines.append(text))
+
+    next(reporter.pytest_sessionfinish(session))
+    reporter.pytest_terminal_summary(terminal)
+
+    assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
+    assert json.loads(counts.read_text(encoding="utf-8")) == {"a": [2, 12], "b": [1, 2]}
+    assert {"in b:", "2 traces of 5 events conform (0.0 s)"} <= set(lines)
 
 
 def test_counts_that_cannot_be_written_are_a_usage_error_before_the_first_test(tmp_path: Path) -> None:
