@@ -161,6 +161,9 @@ def test_a_link_given_up_before_connecting_closes(make: Make, again: str) -> Non
 
 @pytest.mark.parametrize("state", BRINGS)
 def test_other_weights_that_are_applied_by_hand_are_no_version(world: World, state: State) -> None:
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world))
     BRINGS[state](world)
     applied = world.fresh(fits=True)
     taken(world, state, ReceiverInput.INVALIDATED, lambda: world.apply_by_hand(worker(world), applied))
