@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -238,8 +241,10 @@ def test_a_wrong_collector_that_comes_later_is_refused_and_the_others_are_served
     updater = RayWeightUpdater(weights(12.0), [*pool[:1]])
     updater.remote_collectors = [object(), pool[0]]
 
-    with pytest.raises(RefusedError, match=r"worker 0 \(object\) is not an actor .*update_policy_weights_"):
+    with pytest.raises(RefusedError, match=r"worker 0 \(object\) is not an actor .*update_policy_weights_") as refused:
         updater.push_weights(timeout=PATIENCE)
+
+    assert refused.value.report[0].evidence is Evidence.NONE
 
     assert seen(pool[:1]) == [12.0]
 
@@ -257,6 +262,90 @@ def test_a_collector_that_hangs_ends_in_a_timeout_and_the_others_are_served(pool
     behave(pool[0], "take")
     assert kinds(updater.push_weights(weights(14.0), timeout=PATIENCE)) == [APPLIED, APPLIED]
     assert seen(pool) == [14.0, 14.0]
+
+
+def test_an_actor_that_replaces_one_that_hangs_does_not_wait_for_it(pool: list[Any]) -> None:
+    behave(pool[0], "hang")
+    updater = RayWeightUpdater(weights(20.0), pool[:1])
+    with pytest.raises(AckTimeoutError):
+        updater.push_weights(timeout=1.0)
+
+    updater.remote_collectors = pool[1:]
+
+    assert updater.push_weights(weights(21.0), timeout=PATIENCE / 2).ok
+    assert seen(pool[1:]) == [21.0]
+
+
+def test_a_collector_that_was_removed_is_not_kept_alive(pool: list[Any]) -> None:
+    import ray  # noqa: PLC0415
+
+    handle = get(ray.put(pool[1]))
+    held = weakref.ref(handle)
+    updater = RayWeightUpdater(weights(), [pool[0], handle])
+    updater.push_weights(timeout=PATIENCE)
+
+    updater.remote_collectors = pool[:1]
+    updater.push_weights(timeout=PATIENCE)
+
+    del handle
+    gc.collect()
+    assert held() is None
+
+
+def test_weights_that_the_object_store_does_not_take_reach_nobody(
+    pool: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray  # noqa: PLC0415
+
+    updater = RayWeightUpdater(weights(22.0), pool)
+
+    def full(_: Any) -> Any:
+        raise ray.exceptions.ObjectStoreFullError("no room for this object")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "put", full)
+        with pytest.raises(RefusedError, match=r"worker 1 was not called, .*: no room") as refused:
+            updater.push_weights(timeout=PATIENCE)
+
+    assert [outcome.evidence for outcome in refused.value.report.outcomes.values()] == [Evidence.NONE] * 2
+    assert updater.push_weights(timeout=PATIENCE).ok
+    assert seen(pool) == [22.0, 22.0]
+
+
+def test_a_collector_whose_queue_is_full_is_not_called(pool: list[Any]) -> None:
+    import ray  # noqa: PLC0415
+
+    busy = start(max_pending_calls=1)
+    behave(busy, "hang")
+    waiting: list[Any] = []
+    while not waiting:  # the call above counts for a moment longer
+        with contextlib.suppress(ray.exceptions.PendingCallsLimitExceeded):
+            waiting.append(busy.update_policy_weights_.remote(weights()))
+    updater = RayWeightUpdater(weights(23.0), [busy, pool[0]])
+
+    report = updater.push_weights(timeout=PATIENCE, on_failure="report")
+
+    assert kinds(report) == [REFUSED, APPLIED]
+    assert report[0].evidence is Evidence.NONE
+    assert "Ray accepted no call for worker 0" in report[0].reason
+    ray.kill(busy)
+    ray.wait(waiting)
+
+
+def test_a_method_without_a_parameter_is_not_called(cluster: Any) -> None:
+    import ray  # noqa: PLC0415
+
+    @ray.remote(num_cpus=0)
+    class Strange:
+        def update_policy_weights_(self) -> None:
+            raise AssertionError
+
+    actor = Strange.remote()
+    report = RayWeightUpdater(weights(), [actor]).push_weights(timeout=PATIENCE, on_failure="report")
+
+    assert kinds(report) == [REFUSED]
+    assert report[0].evidence is Evidence.NONE
+    ray.kill(actor)
 
 
 def test_the_default_timeout_is_finite_and_the_environments(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

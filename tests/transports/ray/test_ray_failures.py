@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from ray_fleet import PATIENCE, Loop, Plain, Threads, WorkerSetup, ray, set_poli
 from torch import nn
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WeightSyncActor, WorkerLostError
+from weightsync.protocol.messages import Update
+from weightsync.transports.ray import object_store
 from weightsync.transports.ray.session import ACTOR_WATCH, Session
 
 
@@ -155,6 +158,31 @@ def test_a_full_object_store_is_a_refusal(setups: list[Any], trainer: Any, monke
             sender.send(timeout=PATIENCE)
 
     assert sender.send(timeout=PATIENCE).ok
+
+
+class Reference:
+    """In place of Ray's, which cannot be referred to weakly."""
+
+
+def test_a_store_with_room_for_one_version_takes_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: weakref.WeakSet[Reference] = weakref.WeakSet()
+    beside: list[int] = []
+
+    class Store:
+        @staticmethod
+        def put(_: Any) -> Reference:
+            beside.append(len(stored))
+            reference = Reference()
+            stored.add(reference)
+            return reference
+
+    monkeypatch.setattr(object_store, "require_ray", lambda _: Store)
+    cached = object_store.CachedObject(lambda *_: None)
+
+    for version in (1, 2, 3):
+        cached.put(Update(model_id="policy", incarnation=1, version=version, layout_digest=b""), None)
+
+    assert beside == [0, 0, 0]
 
 
 @pytest.mark.timeout(300)

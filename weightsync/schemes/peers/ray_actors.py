@@ -40,7 +40,7 @@ _FORMS: Final = {TENSORDICT_METHOD: WeightsForm.TENSORDICT, STATE_DICT_METHOD: W
 #: Why an actor may not have answered yet.
 _UNRETURNED: Final = (
     "the call to its actor has not returned: the actor may be starting or restarting (`ray status` shows whether it "
-    "waits for resources), busy with an earlier call, or inside serving()"
+    "waits for resources), busy with an earlier call, waiting for workers of its own, or inside serving()"
 )
 
 

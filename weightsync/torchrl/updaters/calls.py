@@ -15,6 +15,7 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.options import Verify
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Message, Update, WeightsForm
+from weightsync.protocol.report import Evidence
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
@@ -38,6 +39,10 @@ class Raised(Exception):
         super().__init__(reason, remote_traceback)
         self.reason = reason
         self.remote_traceback = remote_traceback
+
+
+class NotCalled(Exception):
+    """Raised in place of a worker's call if it could not be made: the worker has heard of nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class Call:
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, Raised):
             self.answers.set_result([refusal(self.update, error.reason, error.remote_traceback)])
+        elif isinstance(error, NotCalled):
+            self.answers.set_result([refusal(self.update, str(error), evidence=Evidence.NONE)])
         elif isinstance(error, TransportError):
             self.answers.set_exception(error)
         elif isinstance(error, GONE):

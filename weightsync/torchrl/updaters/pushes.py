@@ -25,8 +25,8 @@ ADVICE: Final = {
     OutcomeKind.TIMED_OUT: "The next push abandons this one and calls those workers again.",
     OutcomeKind.LOST: "It is unknown what lost workers serve. The next push calls them again.",
     OutcomeKind.REFUSED: (
-        "A call that raised LayoutError has changed nothing. After any other error it is unknown which weights that "
-        "worker serves."
+        "A worker that was not called, or whose call raised LayoutError, serves what it served before. After any other "
+        "error it is unknown which weights that worker serves."
     ),
 }
 
@@ -44,6 +44,7 @@ class Pushes:
         self._sender = WeightSender(CallServices(self._calls))
         self._sends = SequentialSends(self._sender)
         self._numbers: dict[WorkerId, int] = {}
+        self._replaced: set[WorkerId] = set()
 
     def forget(self) -> None:
         """In a forked child: start afresh."""
@@ -71,6 +72,10 @@ class Pushes:
         sender = self._sender
         return SyncReport(model_id=sender.model_id, version=None, incarnation=sender.incarnation, outcomes={})
 
+    def replaced(self, worker: WorkerId) -> None:
+        """Another worker has this id from now on, or none: the next push waits for no call of the former one."""
+        self._replaced.add(worker)
+
     def push(self, workers: Sequence[WorkerId], begin: Begin, deadline: Deadline) -> SyncReport:
         """Make each worker's call, one after the other, and wait until all have ended.
 
@@ -95,15 +100,17 @@ class Pushes:
             self._calls.take = Call.superseded
 
     def _make_way(self, deadline: Deadline) -> None:
-        """End an update that a timeout or an interrupt has left outstanding, and give lost workers a new link."""
+        """End an update that a timeout or an interrupt left outstanding; forget lost and replaced workers' links."""
         self._sender.progress()
         before = self._sends.settle(deadline.remaining)
         if before is not None:
             self._named(before).raise_on_failure(ADVICE)
-        for number, entry in self._sender.workers.items():
-            if entry.link_state is LinkState.LOST:
+        entries = self._sender.workers
+        for worker, number in tuple(self._numbers.items()):
+            if worker in self._replaced or entries[number].link_state is LinkState.LOST:
                 self._sender.remove_worker(number)
-                self._numbers = {worker: known for worker, known in self._numbers.items() if known != number}
+                del self._numbers[worker]
+        self._replaced.clear()
 
     def _number(self, worker: WorkerId) -> int:
         if worker not in self._numbers:

@@ -11,11 +11,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from weightsync.clock import Deadline
-from weightsync.errors import ConfigurationError, TransportError
+from weightsync.errors import ConfigurationError, TransportError, with_type
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.schemes.peers.ray_actors import POLICY_METHOD, method_of, returning_once
 from weightsync.torchrl.updaters.base import WeightUpdaterBase
-from weightsync.torchrl.updaters.calls import Raised
+from weightsync.torchrl.updaters.calls import NotCalled, Raised
 from weightsync.torchrl.updaters.local import got
 from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
 from weightsync.weights.portable_pickle import portable
@@ -29,7 +29,8 @@ class RayWeightUpdater(WeightUpdaterBase):
     be reached is LOST. APPLIED means that the collector's method returned (evidence CALL). Actors with weightsync's own
     receiver give better evidence: use `RayWeightSyncScheme` for them.
 
-    `remote_collectors` may be changed between pushes: the next push calls an actor that replaces a dead one.
+    `remote_collectors` may be changed between pushes: the next push calls an actor that replaces another, and waits for
+    no call of that one.
 
     Args:
         policy_weights: the weights that a push without weights sends, as they are then.
@@ -57,7 +58,9 @@ class RayWeightUpdater(WeightUpdaterBase):
         self.max_interval = _interval(max_interval)
         #: The actor at each index, and how many more pushes skip it.
         self._rests: dict[int, tuple[Any, int]] = {}
-        self._sessions = [(actor, Session(f"worker {worker}")) for worker, actor in enumerate(remote_collectors)]
+        self._sessions = {
+            worker: (actor, Session(f"worker {worker}")) for worker, actor in enumerate(remote_collectors)
+        }
         self._reference: Any = None
 
     def all_worker_ids(self) -> list[int]:
@@ -76,6 +79,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         return resting > 0
 
     def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
+        self._forget_replaced()
         try:
             report = super()._push(given, worker_ids, deadline)
         finally:
@@ -87,27 +91,34 @@ class RayWeightUpdater(WeightUpdaterBase):
         return report
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Future[None]:  # type: ignore[override]
-        actor = self.remote_collectors[worker_id]
-        method = _method_of(actor, worker_id)
+        actor, peer = self.remote_collectors[worker_id], f"worker {worker_id}"
+        try:
+            method = _method_of(actor, worker_id)
+        except ConfigurationError as error:
+            raise NotCalled(str(error)) from error
         ray = self._session(worker_id, actor).require()
         if self._reference is None:
-            given = isinstance(server_weights, ray.ObjectRef)
-            self._reference = server_weights if given else ray.put(portable(_at_home(server_weights)))
-        return _followed(method.remote(self._reference), f"worker {worker_id}")
+            self._reference = _stored(ray, server_weights, peer)
+        return _followed(_begun(ray, method, self._reference, peer), peer)
+
+    def _forget_replaced(self) -> None:
+        """Forget the actors that are collectors no more: their handles would keep them alive."""
+        actors = dict(enumerate(self.remote_collectors))
+        for worker, (known, _) in tuple(self._sessions.items()):
+            if worker not in actors or actors[worker] != known:
+                self._pushes.replaced(worker)
+                del self._sessions[worker]
+                self._rests.pop(worker, None)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process, perhaps on another node, makes its own sessions with the actors.
-        return {**super().__getstate__(), "_sessions": [], "_reference": None}
+        return {**super().__getstate__(), "_sessions": {}, "_reference": None}
 
     def _session(self, worker_id: int, actor: Any) -> Session:
         """The session in which this actor was first seen."""
-        while len(self._sessions) <= worker_id:
-            self._sessions.append((None, Session(f"worker {worker_id}")))
-        known, session = self._sessions[worker_id]
-        if known is not actor:
-            session = Session(f"worker {worker_id}")
-            self._sessions[worker_id] = actor, session
-        return session
+        if worker_id not in self._sessions:
+            self._sessions[worker_id] = actor, Session(f"worker {worker_id}")
+        return self._sessions[worker_id][1]
 
 
 def _interval(given: Any) -> int:
@@ -141,6 +152,34 @@ def _at_home(weights: Any) -> Any:
             return {name: _at_home(value) for name, value in weights.items()}
         case _:
             return weights
+
+
+def _stored(ray: Any, weights: Any, peer: str) -> Any:
+    """The reference to weights in the object store. Raises NotCalled: they cannot be put there."""
+    if isinstance(weights, ray.ObjectRef):
+        return weights
+    try:
+        return ray.put(portable(_at_home(weights)))
+    except Exception as error:  # of Ray, of pickling, or of any type that the weights raise there
+        raise NotCalled(
+            f"{peer} was not called, since the weights could not be put into Ray's object store: "
+            f"{plain(with_type(error))}"
+        ) from error
+
+
+def _begun(ray: Any, method: Any, reference: Any, peer: str) -> Any:
+    """Begin a call.
+
+    Raises:
+        NotCalled: the actor's queue is full, or its method does not take one argument.
+        TransportError: Ray cannot reach such an actor.
+    """
+    try:
+        return method.remote(reference)
+    except (TypeError, ray.exceptions.PendingCallsLimitExceeded) as error:
+        raise NotCalled(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
+    except Exception as error:
+        raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
 
 
 def _followed(reference: Any, peer: str) -> Future[None]:

@@ -30,10 +30,12 @@ class CachedObject:
         with self._lock:
             if self._ref is not None and self._version == update.version:
                 return self._ref
+            if update.version > self._version:
+                self._ref = None  # otherwise a store that holds one version only would never take the next
             view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
             ref = require_ray("RayWeightSyncScheme").put(self._present(update, view), **self._options)
             # Only late joiners need older versions, and the calls that carry them keep them alive.
-            if update.version > self._version:
+            if update.version >= self._version:
                 self._version, self._ref = update.version, ref
             return ref
 

@@ -64,7 +64,8 @@ class Session:
         if key != self._key:
             raise TransportError(
                 f"The link to {self._peer} was created in a Ray session that has ended. Create a new one: "
-                "by add_worker(), or for a WorkerGroup by a new group."
+                "by add_worker(), for a WorkerGroup by a new group, for a RayWeightUpdater by this "
+                "session's actors in its remote_collectors."
             )
         return ray
 
