@@ -144,7 +144,7 @@ class QueuedMessage:
 
 
 class Outbox:
-    """Writes store messages under numbered keys."""
+    """Writes an end's messages under numbered keys of the store."""
 
     def __init__(self, client: Client, key: str) -> None:
         self._client = client
