@@ -9,26 +9,26 @@ from xml.etree import ElementTree
 
 from rich.text import Text
 
-from weightsync.verify.chart import Chart, Kind, Row
+from weightsync.verify.chart import Chart, Row, RowKind
 
 _LEAST_LANE: Final = 24
 #: Columns of the time, before the lanes.
 TIME_WIDTH: Final = 12
 _STYLES = {
-    Kind.STEP: "",
-    Kind.REFUSED: "yellow",
-    Kind.REPORT: "bold",
-    Kind.MESSAGE: "cyan",
-    Kind.LOST: "red",
+    RowKind.STEP: "",
+    RowKind.REFUSED: "yellow",
+    RowKind.REPORT: "bold",
+    RowKind.MESSAGE: "cyan",
+    RowKind.LOST: "red",
 }
 #: Sizes in the SVG, in pixels.
 _LANE_PX, _ROW_PX, _LEFT_PX, _TOP_PX = 240, 22, 90, 50
 _COLOURS = {
-    Kind.STEP: "#333333",
-    Kind.REFUSED: "#b36b00",
-    Kind.REPORT: "#000000",
-    Kind.MESSAGE: "#0b7285",
-    Kind.LOST: "#c92a2a",
+    RowKind.STEP: "#333333",
+    RowKind.REFUSED: "#b36b00",
+    RowKind.REPORT: "#000000",
+    RowKind.MESSAGE: "#0b7285",
+    RowKind.LOST: "#c92a2a",
 }
 
 
@@ -46,7 +46,7 @@ def drawn(chart: Chart, width: int) -> Iterator[Text]:
 
 
 def _lanes(row: Row, count: int, room: int) -> str:
-    if row.kind is Kind.MESSAGE and row.to != row.lane:
+    if row.kind is RowKind.MESSAGE and row.to != row.lane:
         first, last = sorted((row.lane, row.to))
         reach = (last - first) * room
         shaft = f" {_cut(row.text, reach - 6)} ".center(reach - 2, "─")
@@ -84,7 +84,7 @@ def svg(chart: Chart) -> str:
 def _row(root: ElementTree.Element, row: Row, y: int) -> None:
     colour = _COLOURS[row.kind]
     _text(root, 6, y + 4, f"{row.at / 1e6:.3f} ms", "#868e96")
-    if row.kind is Kind.MESSAGE and row.to != row.lane:
+    if row.kind is RowKind.MESSAGE and row.to != row.lane:
         begin, end = _x(row.lane), _x(row.to)
         _line(root, (begin, y), (end, y), colour)
         tip = -6 if end > begin else 6
@@ -123,7 +123,7 @@ def perfetto(chart: Chart) -> str:
     for state in chart.states:
         events.append(_event("X", state.name, state.lane, state.begin, dur=(state.end - state.begin) / 1e3))
     for number, row in enumerate(chart.rows):
-        if row.kind is not Kind.MESSAGE:
+        if row.kind is not RowKind.MESSAGE:
             events.append(_event("i", row.text, row.lane, row.at, s="t"))
             continue
         for phase, lane, at, name in (("s", row.lane, row.sent_at, "sends"), ("f", row.to, row.at, "gets")):

@@ -46,44 +46,21 @@ class Applier:
         self._listening = listening
         #: The slot of the version served, and that of the version before, if it is not tidied up yet.
         self._slot: Callable[[], Slot | None] | None = None
-        self._left: Callable[[], Slot | None] | None = None
+        self._previous_slot: Callable[[], Slot | None] | None = None
         #: Whether a staged version waits until the model has its parameters back.
         self.awaits_parameters = self._warned = False
         #: Why the last refused version could not be applied; empty if none was refused.
         self.last_refusal = ""
         #: The error of the swap that left the model without a whole version, or None.
-        self.broken: WeightSyncError | None = None
+        self.swap_error: WeightSyncError | None = None
 
-    def receive_and_apply(self, target: Target) -> bool | None:
-        """Read the links, and stage and apply the pending version unless another thread serves the model.
+    def receive_and_apply(self) -> bool | None:
+        """Read the links, and apply the pending version to the registered model unless another thread serves that.
 
-        The serving lock is taken before the driver's, and held until `version` names the version that is live.
+        If the model's path no longer leads to a model, the update is refused.
 
         Returns:
             True: a version went live. False: it was refused. None: neither.
-        """
-        with self._driver.lock:
-            self._driver.pump()
-            if self._served.staged is not None and self._served.staged.pending is not self._driver.pending:
-                self._served.staged = None
-            if self._served.staged is None and self._appliable() and not self._stage(target):
-                return False
-        applied = self.swap_staged(0.0) if self._served.staged is not None else None
-        with self._driver.lock:
-            if applied is None:
-                if self._left is not None:
-                    self._tidy(self._left())
-                self._listening.check()
-            return applied
-
-    def _tidy(self, left: Slot | None) -> None:
-        """Nothing is pending: use the time to prepare the slot that the model no longer views for its next use."""
-        self._left = None
-        if left is not None and self._served.target is not None:
-            left.tidy(self._served.target.only_keeps)
-
-    def receive_and_apply_here(self) -> bool | None:
-        """Receive and apply to the registered model. If its path no longer leads to a model, the update is refused.
 
         Raises:
             ConfigurationError, ModelPathError: no model is registered, or none was ever found at its path.
@@ -94,7 +71,32 @@ class Applier:
             if self._served.model is None or isinstance(self._served.model, str):
                 raise
             return self._turn_down(error)
-        return self.receive_and_apply(target)
+        return self._receive_and_apply_to(target)
+
+    def _receive_and_apply_to(self, target: Target) -> bool | None:
+        """Read the links, stage what is pending, and swap it in: see `receive_and_apply`.
+
+        The serving lock is taken before the driver's, and held until `version` names the version that is live.
+        """
+        with self._driver.lock:
+            self._driver.pump()
+            if self._served.staged is not None and self._served.staged.pending is not self._driver.pending:
+                self._served.staged = None
+            if self._served.staged is None and self._appliable() and not self._stage(target):
+                return False
+        applied = self.swap_staged(0.0) if self._served.staged is not None else None
+        with self._driver.lock:
+            if applied is None:
+                if self._previous_slot is not None:
+                    self._tidy(self._previous_slot())
+                self._listening.check()
+            return applied
+
+    def _tidy(self, slot: Slot | None) -> None:
+        """Nothing is pending: use the time to prepare the slot that the model no longer views for its next use."""
+        self._previous_slot = None
+        if slot is not None and self._served.target is not None:
+            slot.tidy(self._served.target.only_keeps)
 
     def _turn_down(self, error: WeightSyncError) -> bool | None:
         """Refuse the pending version: there is no model to apply it to."""
@@ -214,7 +216,7 @@ class Applier:
             self.refuse_for(ready.pending, error)
             return False
         self._served.staged = None
-        self._left, self._slot = self._slot, self._written(ready.pending.slot)
+        self._previous_slot, self._slot = self._slot, self._written(ready.pending.slot)
         self._served.applied, self._served.layout = ready.pending.update.digest, ready.pending.layout
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
         self._driver.take(pure.Defer(ack) if relays else pure.Applied(ack))
@@ -226,19 +228,20 @@ class Applier:
         return None if slot is None or self._served.apply_mode is Mode.COPY else ref(slot)
 
     def _break_down(self, ready: Ready, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
-        self.broken = broken = self._broken(ready.pending, error)
+        """Close the receiver, as a swap has failed half way; returns the error to raise."""
+        self.swap_error = swap_error = self._swap_error_for(ready.pending, error)
         self._served.staged = None
         self._listening.stop()
-        self._driver.break_down(str(broken), remote_traceback)
+        self._driver.break_down(str(swap_error), remote_traceback)
         self._decided()
-        return broken
+        return swap_error
 
     def _decided(self) -> None:
         self.awaits_parameters = False
         if self._listening.background_reader is not None:
             self._listening.background_reader.applied()
 
-    def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
+    def _swap_error_for(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(
             f"the swap of version {pending.update.version} of {self._driver.model_id!r} failed halfway and could not "
             f"be undone: the model serves nothing, and the receiver is closed. Start the worker again: a WorkerGroup "

@@ -78,7 +78,7 @@ def _uncompiled(function: Callable[[WeightReceiver], None]) -> Callable[[WeightR
 _begin_uncompiled, _end_uncompiled = _uncompiled(_begin), _uncompiled(_end)
 
 
-class Guard:
+class ForwardGuard:
     """Makes each forward of a module a block of `WeightReceiver.serving`, of one module at a time.
 
     In a forked child nothing is guarded.
@@ -159,7 +159,7 @@ class Background:
         self._stopped = False
         #: How many links were added.
         self._added = 0
-        self._guard = Guard(receiver)
+        self._guard = ForwardGuard(receiver)
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
         self._decided_before = receiver.driver.data.decided

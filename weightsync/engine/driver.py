@@ -25,7 +25,7 @@ from weightsync.clock import Stopwatch, monotonic
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.protocol._tables import Delivery, State
 from weightsync.protocol.machine import Data, Effect, Input, RoleMachine, Step, method_of, refusal
-from weightsync.protocol.messages import Hello
+from weightsync.protocol.messages import MAX_UNANSWERED, Hello
 from weightsync.transports.base import (
     Link,
     Outlet,
@@ -43,14 +43,11 @@ from weightsync.transports.process import own_host
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
 
-#: Unanswered updates that a link may carry: one that is being applied, one behind it.
-MAX_UNANSWERED: Final = 2
-
 
 class Backlog:
     """The unanswered versions on one link, and the newest one that waits behind them.
 
-    At most two versions are unanswered, so a worker that does not read costs the memory of no more versions than that.
+    At most `MAX_UNANSWERED` are, so a worker that does not read costs the memory of no more versions than that.
 
     A waiting version that is superseded is never sent. It was abandoned before the newer one was dispatched, so no
     answer for it is awaited.

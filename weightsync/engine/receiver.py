@@ -146,7 +146,7 @@ class WeightReceiver(Participant):
             try:
                 while True:
                     seen = self._driver.waker.fired
-                    applied = self._applier.receive_and_apply_here()
+                    applied = self._applier.receive_and_apply()
                     if applied is not None:
                         return applied
                     nap = deadline.nap
@@ -174,7 +174,7 @@ class WeightReceiver(Participant):
         Raises:
             WeightSyncError: as for `receive`.
         """
-        return self._applier.receive_and_apply_here()
+        return self._applier.receive_and_apply()
 
     def apply_weights(
         self, weights: Any, *, inplace: bool = True, timeout: float | Timeout | None = Timeout.DEFAULT
@@ -352,9 +352,9 @@ class WeightReceiver(Participant):
         Raises:
             WeightSyncError: a swap failed half way, now or before: the model serves nothing.
         """
-        broken, served = self._applier.broken, self._served
-        if broken is not None:
-            raise WeightSyncError(str(broken)) from broken
+        swap_error, served = self._applier.swap_error, self._served
+        if swap_error is not None:
+            raise WeightSyncError(str(swap_error)) from swap_error
         behind = served.staged is not None and (self._forwards_swap or self._listening.background_reader is not None)
         if behind and not served.serving.mine() and not capturing():
             with Shield(self._driver.waker.fire):
@@ -443,7 +443,7 @@ class WeightReceiver(Participant):
     @property
     def broken(self) -> WeightSyncError | None:
         """The error of the swap that left the model without a whole version, or None."""
-        return self._applier.broken
+        return self._applier.swap_error
 
     @property
     def pipe(self) -> UserMessages:

@@ -114,10 +114,12 @@ class WorkerGroup:
         rules = rules_of(capacity, max_restarts, restart_delay, deadline)
         limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "a number of versions")
         staleness = Staleness(limit, OnStale(on_stale))
-        self._chosen = names_of(names)
+        self._chosen = chosen = names_of(names)
         self._check_finite = switch(check_finite, "check_finite")
-        options = (capacity, max_restarts, staleness, ctx, actor_options, self._chosen)
-        self._launcher = launcher_for(scheme, GroupArguments(run, model, num_workers, make_model, model_id, *options))
+        asked = GroupArguments(
+            run, model, num_workers, make_model, model_id, capacity, max_restarts, staleness, ctx, actor_options, chosen
+        )
+        self._launcher = launcher_for(scheme, asked)
         self._scheme = self._launcher.scheme
         rules = replace(rules, remedy=self._launcher.remedy)
         members = {index: Member(index, rules, self._begin_life) for index in range(self._launcher.size)}

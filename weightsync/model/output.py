@@ -28,7 +28,7 @@ _WARNING = 3
 _KEPT_LINES = 40
 
 
-class Kind(Enum):
+class StatementKind(Enum):
     """The kind of statement that TLC found to be false."""
 
     INVARIANT = "invariant"
@@ -40,14 +40,14 @@ class Kind(Enum):
 
 
 _KINDS = {
-    2104: Kind.ASSUMPTION,
-    2107: Kind.INVARIANT,
-    2108: Kind.ACTION,
-    2110: Kind.INVARIANT,
-    2112: Kind.ACTION,
-    2114: Kind.DEADLOCK,
-    2116: Kind.TEMPORAL,
-    2132: Kind.ASSERTION,
+    2104: StatementKind.ASSUMPTION,
+    2107: StatementKind.INVARIANT,
+    2108: StatementKind.ACTION,
+    2110: StatementKind.INVARIANT,
+    2112: StatementKind.ACTION,
+    2114: StatementKind.DEADLOCK,
+    2116: StatementKind.TEMPORAL,
+    2132: StatementKind.ASSERTION,
 }
 
 
@@ -110,7 +110,7 @@ class Violation:
         subject: its name, or its location if TLC does not report a name; empty if TLC reports neither.
     """
 
-    kind: Kind
+    kind: StatementKind
     subject: str
 
 

@@ -38,7 +38,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class TextRange:
     """A range of a module's text. Columns count from 1, and both ends are included."""
 
     module: str
@@ -57,7 +57,7 @@ class Place:
         """The line and column of its last character."""
         return self.last_line, self.last_column
 
-    def holds(self, other: Place) -> bool:
+    def holds(self, other: TextRange) -> bool:
         """Whether another range is within this one."""
         return self.module == other.module and self.start <= other.start and other.end <= self.end
 
@@ -73,7 +73,7 @@ class Expression:
     """
 
     depth: int
-    place: Place
+    place: TextRange
     count: int
 
 
@@ -107,13 +107,13 @@ def read_expression(text: str) -> Expression | None:
     if match is None:
         return None
     bars, first, column, last, end, module, count = match.groups()
-    return Expression(len(bars), Place(module, int(first), int(column), int(last), int(end)), int(count))
+    return Expression(len(bars), TextRange(module, int(first), int(column), int(last), int(end)), int(count))
 
 
 def unreached(runs: Iterable[Sequence[Expression]], library: Library, modules: Collection[str]) -> Iterator[Unreached]:
     """Yield the outermost parts of the modules that no run evaluated."""
-    total: Counter[Place] = Counter()
-    whole: set[Place] = set()
+    total: Counter[TextRange] = Counter()
+    whole: set[TextRange] = set()
     for run in runs:
         for here, after in zip(run, [*run[1:], None], strict=True):
             total[here.place] += here.count
@@ -128,7 +128,7 @@ def unreached(runs: Iterable[Sequence[Expression]], library: Library, modules: C
             yield Unreached(definition.name, _text_at(library, place), place.first_line)
 
 
-def _bodies(library: Library, whole: Iterable[Place]) -> set[str]:
+def _bodies(library: Library, whole: Iterable[TextRange]) -> set[str]:
     """Return the definitions whose parts were all evaluated, because an expression that names them was."""
     found = set()
     for place in whole:
@@ -137,13 +137,13 @@ def _bodies(library: Library, whole: Iterable[Place]) -> set[str]:
     return found
 
 
-def _definition(library: Library, place: Place) -> Definition | None:
+def _definition(library: Library, place: TextRange) -> Definition | None:
     module = library.module(place.module)
     found = module.definitions.values() if module else ()
     return next((each for each in found if each.first_line <= place.first_line <= each.last_line), None)
 
 
-def _text_at(library: Library, place: Place) -> str:
+def _text_at(library: Library, place: TextRange) -> str:
     module = library.module(place.module)
     assert module is not None
     lines = module.text.split("\n")[place.first_line - 1 : place.last_line]

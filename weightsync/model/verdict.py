@@ -8,13 +8,17 @@ from typing import Any
 
 from weightsync.model.config import Config
 from weightsync.model.manifest import Configuration, Expected, Manifest
-from weightsync.model.output import Counts, Kind, Step, Violation
+from weightsync.model.output import Counts, StatementKind, Step, Violation
 from weightsync.model.places import unreached
 from weightsync.model.process import Ending, Job, Outcome, by_hand
 from weightsync.model.text import Library
 
 #: The wording for violations of statements that have no name.
-_NAMELESS = {Kind.DEADLOCK: "a deadlock", Kind.ASSUMPTION: "a false assumption", Kind.ASSERTION: "a false assertion"}
+_NAMELESS = {
+    StatementKind.DEADLOCK: "a deadlock",
+    StatementKind.ASSUMPTION: "a false assumption",
+    StatementKind.ASSERTION: "a false assertion",
+}
 #: TLC's exit codes with a verdict; 14 is a violated assertion. Other codes are errors.
 _DECIDED = frozenset({*(expected.exit_code for expected in Expected), 14})
 _SHOWN = {Expected.DEADLOCK: "a deadlock", Expected.ASSUMPTION: "a false assumption"}
@@ -89,7 +93,7 @@ def named(violation: Violation, root: str, config: Config, library: Library) -> 
         return _NAMELESS[violation.kind]
     if violation.subject.isidentifier():
         return violation.subject
-    if violation.kind is Kind.TEMPORAL:
+    if violation.kind is StatementKind.TEMPORAL:
         names = [name for name in config.properties if library.is_temporal(root, name)] or list(config.properties)
     else:
         names = list(library.owners(root, config.checked, violation.subject)) or [violation.subject]

@@ -192,10 +192,10 @@ def encode(message: Message, descriptors: int = 0, slot: SlotRef | None = None) 
         slot = message.slot
     try:
         _require_ranges(message, slot)
-        kind, version, digest, inline, body = _body_of(message, message.model_id.encode(), slot)
+        version, digest, inline, body = _body_of(message, message.model_id.encode(), slot)
         if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
             raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
-        numbers = kind, descriptors, len(digest), 0, len(body), inline
+        numbers = _NUMBERS[type(message)], descriptors, len(digest), 0, len(body), inline
         covered = COVERED.pack(*numbers, message.incarnation.to_bytes(16, "big"), version, digest) + body
         return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
     except (struct.error, OverflowError, ValueError) as error:
@@ -204,8 +204,8 @@ def encode(message: Message, descriptors: int = 0, slot: SlotRef | None = None) 
         ) from error
 
 
-def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, int, bytes, int, bytes]:
-    """Return the kind, version and digest, the size of the payload that follows, and the encoded body."""
+def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, bytes, int, bytes]:
+    """Return the version and digest, the size of the payload that follows, and the encoded body."""
     match message:
         case Update():
             base, slot, placed = message.base, slot or _NOWHERE, _INLINE if slot is None else _IN_SLOT
@@ -218,30 +218,30 @@ def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, 
             inline = message.nbytes if where[0] in _FOLLOWING else 0
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *where)
             body = b"".join((fixed, *fields, message.trace_context.encode()))
-            return 2, message.version, message.digest, inline, body
+            return message.version, message.digest, inline, body
         case Ack():
             nested = b"" if message.nested is None else encode_report(message.nested)
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
-            return 3, message.version, message.digest, 0, b"".join((_ACK.pack(*numbers), name, nested))
+            return message.version, message.digest, 0, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
             fields = name, message.layout_digest, message.layout, message.host, message.devices
             fixed = _HELLO.pack(*map(len, fields), message.pid, message.started, _wide(message.fence), message.link)
-            return 1, message.version, b"", 0, b"".join((fixed, *fields))
+            return message.version, b"", 0, b"".join((fixed, *fields))
         case Refusal():
             said = _prose(message.reason), _prose(message.remote_traceback)
             kind = _REFUSALS.index(message.kind), _EVIDENCE.index(message.evidence)
             fixed = _REFUSAL.pack(len(name), *kind, *map(len, said), _wide(message.fence))
-            return 4, message.version, b"", 0, b"".join((fixed, name, *said))
+            return message.version, b"", 0, b"".join((fixed, name, *said))
         case Bye():
             reason = _prose(message.reason)
             fixed = _BYE.pack(len(name), _ENDINGS.index(message.ending), len(reason))
-            return 5, 0, b"", 0, b"".join((fixed, name, reason))
+            return 0, b"", 0, b"".join((fixed, name, reason))
         case NoBase():
-            return 6, message.version, b"", 0, name
+            return message.version, b"", 0, name
         case Part():
             span, inline = (message.nbytes, message.start, message.end), message.end - message.start
             fixed = _PART.pack(message.payload_id, *span, message.segment, message.hashed)
-            return 7, 0, b"", 0 if message.segment else inline, fixed + name
+            return 0, b"", 0 if message.segment else inline, fixed + name
 
 
 def _require_ranges(message: Message, slot: SlotRef | None) -> None:
@@ -467,15 +467,18 @@ def _read_part(head: Head, body: bytes) -> Part:
     )
 
 
-_READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
-    1: _read_hello,
-    2: _read_update,
-    3: _read_ack,
-    4: _read_refusal,
-    5: _read_bye,
-    6: _read_no_base,
-    7: _read_part,
+#: The number of each kind of message in the header, and what decodes the body.
+_KINDS: Final[dict[type[Message], tuple[int, Callable[[Head, bytes], Message]]]] = {
+    Hello: (1, _read_hello),
+    Update: (2, _read_update),
+    Ack: (3, _read_ack),
+    Refusal: (4, _read_refusal),
+    Bye: (5, _read_bye),
+    NoBase: (6, _read_no_base),
+    Part: (7, _read_part),
 }
+_NUMBERS: Final = {kind: number for kind, (number, _) in _KINDS.items()}
+_READERS: Final = dict(_KINDS.values())
 
 
 def slot_digest(seal: bytes, incarnation: int, version: int, layout_digest: bytes, extras: bytes) -> bytes:

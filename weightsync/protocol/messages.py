@@ -7,11 +7,16 @@ means "none yet" or, in a refusal, the handshake itself. The fields are those of
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 from msgspec import Struct
 
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.report import Evidence, SyncReport
+
+#: The most unanswered updates on a link that loses none: one that is being applied, one behind it. It limits the memory
+#: that a worker that does not read can occupy.
+MAX_UNANSWERED: Final = 2
 
 
 class Hello(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,8 @@
-"""`WeightSyncScheme`: what all schemes share."""
+"""`WeightSyncScheme`: what all schemes share.
+
+It has TorchRL's methods with their documentation, and what a scheme over one transport overrides. What the methods do
+in the trainer is in `sender_side`, what they do in a worker in `receiver_side`.
+"""
 
 from __future__ import annotations
 
@@ -151,6 +155,8 @@ class WeightSyncScheme(Configured):
         scheme: WeightSyncScheme = scheme_of(backend)(**kwargs)
         return scheme
 
+    # -------------------------------------------------------------------------------------------- initialising
+
     def init_on_sender(self, model_id: str | None = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make the sender and add the workers to it. Never waits.
 
@@ -269,29 +275,7 @@ class WeightSyncScheme(Configured):
         if self._sender_side.sender is None:
             self._context.set(context)
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """The endpoint of each worker, as `create_link` takes it, by worker id.
-
-        Raises ConfigurationError: an endpoint is missing, or they are contradictory. No link has been created.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
-        )
-
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """The endpoint at which the sender reaches us, for `listen`. Raises ConfigurationError: it is missing."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not override init_on_worker(): do so, or use create_receiver() and "
-            "register_worker_transport()."
-        )
-
-    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """The destination of the weights: a model, or a path on the context."""
-        return model_for_worker(given, context, model_id)
-
-    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
-        """Whether `connect` sends the handshake, when the workers can receive it, instead of `init_on_sender`."""
-        return False
+    # -------------------------------------------------------------------------- connecting, sending, receiving
 
     def connect(
         self,
@@ -363,14 +347,6 @@ class WeightSyncScheme(Configured):
     def _relay_call(self) -> RelayCall | None:
         return self._receiver_side.relay_call(self.context, self._strategy)
 
-    def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
-        """Wait for the worker's first version."""
-        self._receiver_side.await_first(receiver, background, deadline)
-
-    def _workers_answered(self) -> None:
-        """Called after `connect` and each `send`: a scheme releases what it kept until the workers answered."""
-        return
-
     def send(
         self,
         weights: Any = None,
@@ -405,10 +381,6 @@ class WeightSyncScheme(Configured):
         self._workers_answered()
         return report
 
-    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
-        """Weights, and the workers that get them (None: all)."""
-        return self._sender_side.groups(weights, worker_ids)
-
     def receive(self, timeout: float | None = None) -> Any:
         """Wait for the next version to go live.
 
@@ -437,6 +409,8 @@ class WeightSyncScheme(Configured):
             WeightSyncError: they are the pending version's weights, and that version was refused.
         """
         self.get_receiver().apply_weights(weights, inplace=inplace)
+
+    # --------------------------------------------------------------------------------------- what a send sends
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """The weights that a send sends.
@@ -490,9 +464,7 @@ class WeightSyncScheme(Configured):
             )
         return found
 
-    def _found(self, model_id: str, context: Any) -> Any:
-        """What a send without weights sends, or None if nothing is registered."""
-        return registered(self._sender_side.given, context, model_id)
+    # --------------------------------------------------------------------- senders, receivers, events; the end
 
     def get_sender(self) -> WeightSender:
         """The sender.
@@ -569,6 +541,32 @@ class WeightSyncScheme(Configured):
                 participant.fail(error)  # the other ends are notified
         self.close()
 
+    # -------------------------------------------------------------- what a scheme over one transport overrides
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        """The endpoint of each worker, as `create_link` takes it, by worker id.
+
+        Raises ConfigurationError: an endpoint is missing, or they are contradictory. No link has been created.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
+        )
+
+    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The endpoint at which the sender reaches us, for `listen`. Raises ConfigurationError: it is missing."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not override init_on_worker(): do so, or use create_receiver() and "
+            "register_worker_transport()."
+        )
+
+    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The destination of the weights: a model, or a path on the context."""
+        return model_for_worker(given, context, model_id)
+
+    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+        """Whether `connect` sends the handshake, when the workers can receive it, instead of `init_on_sender`."""
+        return False
+
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Any:
         """A transport to one worker, or to the sender."""
@@ -644,9 +642,27 @@ class WeightSyncScheme(Configured):
             return found
         raise ConfigurationError(f"{type(self).__name__} has no transport at the worker's end: use the receiver.")
 
+    def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
+        """Wait for the worker's first version."""
+        self._receiver_side.await_first(receiver, background, deadline)
+
+    def _workers_answered(self) -> None:
+        """Called after `connect` and each `send`: a scheme releases what it kept until the workers answered."""
+        return
+
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
+        """Weights, and the workers that get them (None: all)."""
+        return self._sender_side.groups(weights, worker_ids)
+
+    def _found(self, model_id: str, context: Any) -> Any:
+        """What a send without weights sends, or None if nothing is registered."""
+        return registered(self._sender_side.given, context, model_id)
+
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched; does not keep them."""
         return
+
+    # ----------------------------------------------------------- what the scheme has, and which state it is in
 
     @property
     def strategy(self) -> WeightStrategy:

@@ -20,7 +20,7 @@ from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.sources import given_or_found
 from weightsync.transports.base import Link
-from weightsync.transports.store import StoreEnd, listen, sender_link
+from weightsync.transports.store import StoreEndpoint, listen, sender_link
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import FOR_EVER, Hints, Store, TCPStore, base_of, hosted, keep_in_child, reached
@@ -162,7 +162,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         base = base_of(store)
         self._store_info = {"host": base.host, "port": base.port}
         workers = sorted(given.get("params_map", range(count)))
-        return {worker: self._store_end_at(store, worker + 1) for worker in workers}
+        return {worker: self._store_endpoint_at(store, worker + 1) for worker in workers}
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The rendezvous for our rank, at ``store=``, ``context.store`` or the store of ``store_info``."""
@@ -177,11 +177,11 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         store = given_or_found(given, context, "store")
         if store is None:
             store = self._store = self._reach_store(given.get("store_info") or self._store_info)
-        return self._store_end_at(store, rank)
+        return self._store_endpoint_at(store, rank)
 
-    def _store_end_at(self, store: Any, rank: Any) -> StoreEnd:
+    def _store_endpoint_at(self, store: Any, rank: Any) -> StoreEndpoint:
         in_flight = 1 if self.sync else IN_FLIGHT
-        return StoreEnd(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
+        return StoreEndpoint(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _make_store(self, base_port: Any) -> TCPStore:
         host, port = named_address(), _port_beside(base_port)
@@ -241,7 +241,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """The sender's end of a new link.
 
         Args:
-            endpoint: a `StoreEnd`, a tuple (store, rank), or an object with ``.store`` and ``.rank``.
+            endpoint: a `StoreEndpoint`, a tuple (store, rank), or an object with ``.store`` and ``.rank``.
             model_id: the model.
             peer: the other end, for messages.
 
@@ -250,23 +250,23 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         if isinstance(endpoint, BareTransport):
             return super().create_link(endpoint, model_id, peer)
-        return sender_link(self._store_end(endpoint), model_id, peer, self._trees)
+        return sender_link(self._store_endpoint(endpoint), model_id, peer, self._trees)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take each link that a sender announces to this worker: see `create_link`."""
         if isinstance(endpoint, BareTransport):
             return super().listen(endpoint, model_id, accept)
-        return listen(self._store_end(endpoint), model_id, accept)
+        return listen(self._store_endpoint(endpoint), model_id, accept)
 
-    def _store_end(self, endpoint: Any) -> StoreEnd:
-        if isinstance(endpoint, StoreEnd):
+    def _store_endpoint(self, endpoint: Any) -> StoreEndpoint:
+        if isinstance(endpoint, StoreEndpoint):
             return endpoint
         if isinstance(endpoint, tuple | list):
-            return self._store_end_at(*one_by_one(_PAIR, endpoint, {}).values())
+            return self._store_endpoint_at(*one_by_one(_PAIR, endpoint, {}).values())
         store, rank = optional(endpoint, "store"), optional(endpoint, "rank")
         if store is MISSING or rank is MISSING:
             raise ConfigurationError(f"a worker's address is (store, rank), not of type {type(endpoint).__name__}.")
-        return self._store_end_at(store, rank)
+        return self._store_endpoint_at(store, rank)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         """Connect without writing TorchRL's own keys: a loop that waits on them would take that for an update."""

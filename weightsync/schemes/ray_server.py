@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from weightsync.clock import Deadline
-from weightsync.engine.background import Guard
+from weightsync.engine.background import ForwardGuard
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import (
@@ -30,7 +30,7 @@ from weightsync.protocol import codec
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, UNKNOWN
-from weightsync.transports.calls.same_host import Place
+from weightsync.transports.calls.same_host import SegmentPlace
 from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
 from weightsync.transports.calls.without_receiver import another_model, rejection
 from weightsync.transports.ray import server
@@ -73,7 +73,7 @@ class ActorServer:
         self._listening = False
         self._unanswered: dict[str, list[Answer]] = {}
         #: Guards the forwards of an actor that is not serial.
-        self._guard: Guard | None = None
+        self._guard: ForwardGuard | None = None
         #: The model that could not be guarded.
         self._unguarded: Any = None
 
@@ -115,7 +115,7 @@ class ActorServer:
         under NIXL. A tuple is its place in the sender's memory.
         """
         if isinstance(payload, tuple):
-            return self.call(Parcel(link, number, frame, place=Place.read(payload)), lost)
+            return self.call(Parcel(link, number, frame, place=SegmentPlace.read(payload)), lost)
         found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
         return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
 
@@ -234,7 +234,7 @@ class ActorServer:
             receiver.target()  # its path may lead to another model by now
         with self.lock:
             if self._guard is None or self._guard.receiver is not receiver:
-                self._guard = Guard(receiver)
+                self._guard = ForwardGuard(receiver)
             try:
                 self._guard.set(receiver.model)
             except ConfigurationError as error:

@@ -23,7 +23,7 @@ from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
 from weightsync.transports.calls.forwarding import complete_like
-from weightsync.transports.calls.same_host import Place, SharedPayloads
+from weightsync.transports.calls.same_host import SegmentPlace, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
 from weightsync.transports.calls.without_receiver import another_model
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
@@ -133,10 +133,10 @@ def _parcel(link: str, number: int, frame: bytes, carried: torch.Tensor | tuple[
     return Parcel(link, number, frame, payload, place)
 
 
-def _payload_of(carried: torch.Tensor | tuple[int, ...]) -> tuple[memoryview | None, Place | None]:
+def _payload_of(carried: torch.Tensor | tuple[int, ...]) -> tuple[memoryview | None, SegmentPlace | None]:
     """The payload that a call carried, or the place that it named."""
     if not isinstance(carried, torch.Tensor):
-        return None, Place.read(carried)
+        return None, SegmentPlace.read(carried)
     array: Any = carried.numpy()
     return memoryview(array), None
 

@@ -44,7 +44,7 @@ _NONCE_NBYTES: Final = 32
 Readable = bytes | bytearray | memoryview
 
 
-class Kind(enum.IntEnum):
+class EnvelopeKind(enum.IntEnum):
     """The content of an envelope."""
 
     #: A sender's message, sealed before it knew the worker's challenge.
@@ -152,7 +152,7 @@ def new_name() -> str:
 class Envelope(NamedTuple):
     """An opened envelope that is not verified yet."""
 
-    kind: Kind
+    kind: EnvelopeKind
     number: int
     mac: bytes
     #: The digest of the payload that is sent beside it; empty if there is none.
@@ -167,7 +167,7 @@ class Envelope(NamedTuple):
             if magic != MAGIC or digested not in _DIGEST_SIZES or len(text) < _HEAD.size + digested:
                 raise ValueError(magic)
             start = _HEAD.size + digested
-            return cls(Kind(kind), number, mac, bytes(text[_HEAD.size : start]), memoryview(text)[start:])
+            return cls(EnvelopeKind(kind), number, mac, bytes(text[_HEAD.size : start]), memoryview(text)[start:])
         except (struct.error, ValueError, TypeError):  # a call may carry anything, not only bytes
             raise AuthenticationError("A message did not come in an envelope of weightsync: it was rejected.") from None
 
@@ -177,13 +177,13 @@ class Envelope(NamedTuple):
             raise AuthenticationError("A message is under another key or was changed in transit: it was rejected.")
 
 
-def _mac(secret: bytes, kind: Kind, number: int, digest: bytes, content: Readable) -> bytes:
+def _mac(secret: bytes, kind: EnvelopeKind, number: int, digest: bytes, content: Readable) -> bytes:
     mac = hmac.new(secret, _COVERED.pack(kind, len(digest), number) + digest, hashlib.sha256)
     mac.update(content)
     return mac.digest()
 
 
-def _sealed(secret: bytes, kind: Kind, number: int, content: Readable, digest: bytes = b"") -> bytes:
+def _sealed(secret: bytes, kind: EnvelopeKind, number: int, content: Readable, digest: bytes = b"") -> bytes:
     head = _HEAD.pack(MAGIC, kind, len(digest), number, _mac(secret, kind, number, digest, content))
     return b"".join((head, digest, content))
 
@@ -195,7 +195,7 @@ def is_envelope(text: object) -> bool:
 
 def refusal(reason: Reason) -> bytes:
     """The envelope that refuses a link."""
-    return _HEAD.pack(MAGIC, Kind.REFUSED, 0, 0, bytes(32)) + bytes([reason])
+    return _HEAD.pack(MAGIC, EnvelopeKind.REFUSED, 0, 0, bytes(32)) + bytes([reason])
 
 
 def refused(envelope: Envelope, peer: str) -> AuthenticationError:
@@ -208,7 +208,7 @@ def refused(envelope: Envelope, peer: str) -> AuthenticationError:
 def without_key(text: Readable, peer: str) -> AuthenticationError:
     """The error of an end without a key that receives an envelope."""
     envelope = Envelope.of(text)
-    if envelope.kind is Kind.REFUSED:
+    if envelope.kind is EnvelopeKind.REFUSED:
         return refused(envelope, peer)
     return AuthenticationError(f"{peer} has a key and this process has none. {_SAME}.")
 
@@ -252,8 +252,8 @@ class SenderSeal:
         """Seal a message."""
         session = self._session
         if session is None:
-            return _sealed(self._early, Kind.EARLY, number, content, digest)
-        return _sealed(session.down, Kind.PROVEN, number, content, digest)
+            return _sealed(self._early, EnvelopeKind.EARLY, number, content, digest)
+        return _sealed(session.down, EnvelopeKind.PROVEN, number, content, digest)
 
     def open(self, text: Readable) -> Envelope:
         """Open a worker's message: an answer, or its challenge, which is processed here.
@@ -261,11 +261,11 @@ class SenderSeal:
         Raises AuthenticationError: it is not from the worker, or the worker refuses us, as the error says.
         """
         envelope = Envelope.of(text)
-        if envelope.kind is Kind.REFUSED and self._session is None:
+        if envelope.kind is EnvelopeKind.REFUSED and self._session is None:
             raise refused(envelope, self._peer)
-        if envelope.kind is Kind.CHALLENGE:
+        if envelope.kind is EnvelopeKind.CHALLENGE:
             self._take(envelope)
-        elif envelope.kind is Kind.ANSWER and self._session is not None:
+        elif envelope.kind is EnvelopeKind.ANSWER and self._session is not None:
             envelope.verify(self._session.up)
         else:
             raise AuthenticationError(f"{self._peer} sent a message that no worker sends here: it was rejected.")
@@ -288,21 +288,21 @@ class WorkerSeal:
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         self._session = _Session.of(key, identity, nonce)
         #: To be sent before anything else.
-        self.challenge = _sealed(key.derived("challenge", *identity), Kind.CHALLENGE, 0, nonce)
+        self.challenge = _sealed(key.derived("challenge", *identity), EnvelopeKind.CHALLENGE, 0, nonce)
         #: Whether the sender has proved that it is alive. Until then its messages must be held back.
         self.proven = False
 
     def seal(self, number: int, content: Readable) -> bytes:
         """Seal an answer."""
-        return _sealed(self._session.up, Kind.ANSWER, number, content)
+        return _sealed(self._session.up, EnvelopeKind.ANSWER, number, content)
 
     def open(self, text: Readable) -> Envelope:
         """Open a sender's message. Raises AuthenticationError: it is not from the sender."""
         envelope = Envelope.of(text)
-        if envelope.kind is Kind.PROVEN:
+        if envelope.kind is EnvelopeKind.PROVEN:
             envelope.verify(self._session.down)
             self.proven = True
-        elif envelope.kind is Kind.EARLY:
+        elif envelope.kind is EnvelopeKind.EARLY:
             # Also after a proof, which may have overtaken it: it is from that sender, whichever peer delivers it.
             envelope.verify(self._early)
         else:
@@ -384,7 +384,7 @@ class KeyedSeal:
         messages = []
         for frame in _listed(frames):
             envelope = self._seal.open(frame)
-            if envelope.kind is Kind.CHALLENGE:
+            if envelope.kind is EnvelopeKind.CHALLENGE:
                 raise Challenged(f"{self._peer} challenged a call that answered its challenge.")
             with self._lock:
                 if envelope.number in self._heard:

@@ -16,7 +16,7 @@ from weightsync.verify.network import SentMessage
 from weightsync.verify.replaying import Machine, Moment
 
 
-class Kind(Enum):
+class RowKind(Enum):
     """What a row of the chart shows."""
 
     #: A step of one machine.
@@ -45,7 +45,7 @@ class Row:
         sent_at: when a message was sent, in nanoseconds since the run began; otherwise `at`.
     """
 
-    kind: Kind
+    kind: RowKind
     at: int
     lane: int
     to: int
@@ -143,15 +143,15 @@ def _own_rows(machine: Machine, lane: int, start: int) -> Iterator[Row]:
             yield Row(shown[0], at, lane, lane, _printable(shown[1]), moment.line, at)
 
 
-def _shown(moment: Moment) -> tuple[Kind, str] | None:
+def _shown(moment: Moment) -> tuple[RowKind, str] | None:
     match moment.line.what:
         case What.STEP:
             moved = "" if moment.state is moment.state_before else f" -> {moment.state.value}"
-            return Kind.STEP, f"{moment.line.fields.get('input') or 'LATE'}{moved}"
+            return RowKind.STEP, f"{moment.line.fields.get('input') or 'LATE'}{moved}"
         case What.REFUSED:
-            return Kind.REFUSED, f"{moment.line.fields['event']['is']} refused"
+            return RowKind.REFUSED, f"{moment.line.fields['event']['is']} refused"
         case What.REPORTED:
-            return Kind.REPORT, f"report of version {moment.line.fields.get('version')}"
+            return RowKind.REPORT, f"report of version {moment.line.fields.get('version')}"
         case _:
             return None
 
@@ -159,10 +159,10 @@ def _shown(moment: Moment) -> tuple[Kind, str] | None:
 def _arrows(sent: SentMessage, lanes: dict[str, int], start: int) -> Iterator[Row]:
     lane, text, sent_at = lanes[sent.line.machine], _called(sent.message), sent.line.time - start
     if not sent.arrivals:
-        yield Row(Kind.LOST, sent_at, lane, lane, f"{text}, which arrived nowhere", sent.line, sent_at)
+        yield Row(RowKind.LOST, sent_at, lane, lane, f"{text}, which arrived nowhere", sent.line, sent_at)
     for arrival in sent.arrivals:
         at = max(arrival.time - start, sent_at)
-        yield Row(Kind.MESSAGE, at, lane, lanes[arrival.machine], text, sent.line, sent_at)
+        yield Row(RowKind.MESSAGE, at, lane, lanes[arrival.machine], text, sent.line, sent_at)
 
 
 def _called(message: Message) -> str:

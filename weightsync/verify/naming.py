@@ -11,7 +11,7 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.verify.judging import Run
 from weightsync.verify.lines import Line
-from weightsync.verify.network import Network, Place
+from weightsync.verify.network import LinkKey, Network
 from weightsync.verify.replaying import Machine
 
 #: A TLA+ value: a number, a string, a Boolean, a tuple, or a record.
@@ -55,7 +55,7 @@ class Naming:
     workers: dict[int, int] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
     #: For each link of a sender, its worker and its number among the links to that worker.
-    links: dict[Place, tuple[int, int]] = field(default_factory=dict)
+    links: dict[LinkKey, tuple[int, int]] = field(default_factory=dict)
     #: The worker of each receiver.
     worker_of: dict[str, int] = field(default_factory=dict)
     #: The newest version, and the largest number of links to one worker.

@@ -20,7 +20,7 @@ from weightsync.verify.replaying import Machine, Moment
 
 RULE = "the network"
 #: A machine and the number of one of its links.
-Place = tuple[str, int]
+LinkKey = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -49,15 +49,15 @@ class Network:
     #: Senders by incarnation, with the time they connected. Incarnations may be equal under a test's clock.
     senders: dict[int, list[tuple[int, Machine]]] = field(default_factory=lambda: defaultdict(list))
     #: The messages that each end of a link was given, in order.
-    sent: dict[Place, list[SentMessage]] = field(default_factory=lambda: defaultdict(list))
-    delivery: dict[Place, Delivery] = field(default_factory=dict)
+    sent: dict[LinkKey, list[SentMessage]] = field(default_factory=lambda: defaultdict(list))
+    delivery: dict[LinkKey, Delivery] = field(default_factory=dict)
     #: The links of senders whose Hello arrived over a receiver's link, and the reverse.
-    hellos: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    hello_receivers: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    hellos: dict[LinkKey, list[LinkKey]] = field(default_factory=lambda: defaultdict(list))
+    hello_receivers: dict[LinkKey, list[LinkKey]] = field(default_factory=lambda: defaultdict(list))
     #: Receivers, and the senders whose handshakes reached them over any link.
     connected: list[tuple[str, str]] = field(default_factory=list)
     #: The incarnations whose handshakes arrived over a receiver's link, recorded or not.
-    met: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
+    met: dict[LinkKey, set[int]] = field(default_factory=lambda: defaultdict(set))
     #: Messages whose sender is in no file or was no longer recorded.
     unseen: list[Line] = field(default_factory=list)
 
@@ -102,14 +102,14 @@ class Network:
                     self.hellos[ours].append(theirs)
                     self.hello_receivers[theirs].append(ours)
 
-    def peers(self, place: Place) -> list[Place]:
+    def peers(self, place: LinkKey) -> list[LinkKey]:
         """The other ends of a link, as far as they are recorded."""
         return self.hellos[place] + self.hello_receivers[place]
 
     def findings(self) -> Iterator[Finding]:
         """The first message over each link that could not have arrived that way."""
         for machine in self.machines:
-            newest: dict[Place, int] = {}
+            newest: dict[LinkKey, int] = {}
             broken: set[int] = set()
             for moment in machine.of(What.RECEIVED):
                 if moment.link in broken:
@@ -119,7 +119,7 @@ class Network:
                     broken.add(moment.link)
                     yield found
 
-    def _came(self, machine: Machine, moment: Moment, newest: dict[Place, int]) -> Finding | None:
+    def _came(self, machine: Machine, moment: Moment, newest: dict[LinkKey, int]) -> Finding | None:
         message = moment.message
         assert message is not None
         place = (machine.name, moment.link)
@@ -150,7 +150,7 @@ class Network:
         before = [(time, machine.name) for time, machine in known if time <= moment.line.time]
         return self.by_name[max(before)[1]] if before else known[0][1] if known else None
 
-    def _origins(self, machine: Machine, moment: Moment, message: Message) -> list[Place]:
+    def _origins(self, machine: Machine, moment: Moment, message: Message) -> list[LinkKey]:
         """The ends of links that it may have come from; none: its sender is not recorded."""
         place = (machine.name, moment.link)
         if machine.role is Role.SENDER:
@@ -164,20 +164,20 @@ class Network:
         over = [end for end in self.hellos[place] if end[0] == sender.name]
         return over or [end for end in self.sent if end[0] == sender.name]
 
-    def _unmet(self, place: Place, message: Message) -> bool:
+    def _unmet(self, place: LinkKey, message: Message) -> bool:
         """Whether an ordered link has delivered handshakes, but none of that incarnation."""
         met = self.met[place]
         ordered = not self.delivery[place].reorders
         return bool(met) and ordered and not isinstance(message, Hello) and message.incarnation not in met
 
-    def _unseen(self, machine: Machine, moment: Moment, ends: Sequence[Place]) -> bool:
+    def _unseen(self, machine: Machine, moment: Moment, ends: Sequence[LinkKey]) -> bool:
         """Whether a peer's recording had ended by then, so that it may have sent this unseen."""
         return any(self.by_name[name].is_unseen(machine.clock, moment.line.time) for name, _ in ends)
 
-    def _is(self, end: Place, role: Role) -> bool:
+    def _is(self, end: LinkKey, role: Role) -> bool:
         return self.by_name[end[0]].role is role
 
-    def _match(self, ends: Sequence[Place], message: Message, now: tuple[str, int]) -> tuple[Place, int] | None:
+    def _match(self, ends: Sequence[LinkKey], message: Message, now: tuple[str, int]) -> tuple[LinkKey, int] | None:
         """Where it was sent: preferably a message that was sent by now and has not arrived yet."""
         wanted, later, again = _key(message), None, None
         for end in ends:
@@ -192,7 +192,7 @@ class Network:
                     return end, at
         return again or later
 
-    def _nowhere(self, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
+    def _nowhere(self, moment: Moment, ends: Sequence[LinkKey], message: Message) -> Finding | None:
         # An adapter without a weightsync receiver answers in its place, and records that.
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             return None
@@ -202,7 +202,9 @@ class Network:
         on_its_way = f"in flight there: {', '.join(waiting) or 'nothing'}"
         return Finding(moment.line, f"{_described(message)} arrived, but was never sent", (on_its_way,), RULE)
 
-    def _order(self, machine: Machine, moment: Moment, newest: dict[Place, int], end: Place, at: int) -> Finding | None:
+    def _order(
+        self, machine: Machine, moment: Moment, newest: dict[LinkKey, int], end: LinkKey, at: int
+    ) -> Finding | None:
         place = (machine.name, moment.link)
         delivery, before = self.delivery[place], newest.get(end, -1)
         assert moment.message is not None
@@ -220,7 +222,7 @@ class Network:
             return Finding(moment.line, what, (self._promise(place),), RULE)
         return None
 
-    def _due(self, sent: SentMessage, machine: Machine, end: Place) -> bool:
+    def _due(self, sent: SentMessage, machine: Machine, end: LinkKey) -> bool:
         """Whether the skipped message had to arrive. An update that the adapter reported as lost did not have to."""
         message = sent.message
         if sent.taken or isinstance(message, Bye):
@@ -233,7 +235,7 @@ class Network:
             for each in received
         )
 
-    def _promise(self, place: Place) -> str:
+    def _promise(self, place: LinkKey) -> str:
         return f"this link promises {self.delivery[place].name}"
 
 

@@ -10,13 +10,11 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery, State
 from weightsync.protocol.machine import Role
-from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update, version_of
+from weightsync.protocol.messages import MAX_UNANSWERED, Bye, Hello, Message, Refusal, Update, version_of
 from weightsync.verify.lines import Finding
 from weightsync.verify.replaying import Machine, Moment
 
 RULE = "what the driver sends and receives"
-#: The most unanswered updates on a link. They limit the memory that a worker that does not read can occupy.
-UNANSWERED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class OpenLink:
     @property
     def free(self) -> bool:
         """Whether an update may be sent."""
-        return self.delivery.loses or len(self.unanswered) < UNANSWERED
+        return self.delivery.loses or len(self.unanswered) < MAX_UNANSWERED
 
     def answered(self, version: int) -> int:
         """Record an answer; returns the version that is sent now, or 0."""

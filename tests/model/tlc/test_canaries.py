@@ -13,7 +13,7 @@ from tlc_support import Recorder
 
 from weightsync.model import Manifest, Suite, Toolchain, due
 from weightsync.model.config import Config, config_traps
-from weightsync.model.output import Kind
+from weightsync.model.output import StatementKind
 from weightsync.model.process import Outcome
 from weightsync.model.text import Library, traps
 
@@ -62,7 +62,7 @@ def test_with_one_worker_tlc_finds_what_two_may_miss(run_fault: Callable[[str, i
     for _ in range(3):
         outcome = run_fault("TwoWorkers", 1)
 
-        assert [violation.kind for violation in outcome.findings.violations] == [Kind.TEMPORAL]
+        assert [violation.kind for violation in outcome.findings.violations] == [StatementKind.TEMPORAL]
         assert outcome.exit_code == 13
 
 

@@ -16,7 +16,7 @@ from modelcheck.kept import KeptTlc
 
 from weightsync.model import Manifest, Toolchain, ToolMissingError
 from weightsync.model.config import Config
-from weightsync.model.output import Kind
+from weightsync.model.output import StatementKind
 from weightsync.model.process import Ending, Job, Outcome, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
@@ -72,7 +72,7 @@ def test_after_a_temporal_property_was_violated_comes_another_jvm(kept: KeptTlc,
     first = machine(kept)
     holds = kept.run(job(specs, "Holds"))
 
-    assert [each.kind for each in violated.findings.violations] == [Kind.TEMPORAL]
+    assert [each.kind for each in violated.findings.violations] == [StatementKind.TEMPORAL]
     assert (holds.exit_code, holds.findings.violations) == (0, [])
     assert machine(kept) != first
 

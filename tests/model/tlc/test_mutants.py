@@ -40,7 +40,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Configuration, Counts, Expected, Manifest, Purpose, Tier, Toolchain, find_model
 from weightsync.model.config import Config
 from weightsync.model.output import Findings, Violation
-from weightsync.model.output import Kind as Violated
+from weightsync.model.output import StatementKind as Violated
 from weightsync.model.process import Ending, Outcome
 from weightsync.model.text import Library, Module, without_comments
 

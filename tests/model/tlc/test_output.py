@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from weightsync.model.output import Action, Counts, Findings, Kind, MessageReader, Progress, Step, Violation
+from weightsync.model.output import Action, Counts, Findings, MessageReader, Progress, StatementKind, Step, Violation
 
 Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
 
@@ -37,20 +37,20 @@ def test_coverage_counts_each_action(captured: Captured) -> None:
 @pytest.mark.parametrize(
     ("name", "violations"),
     [
-        ("invariant", [Violation(Kind.INVARIANT, "Small")]),
-        ("initial_state", [Violation(Kind.INVARIANT, "Never")]),
+        ("invariant", [Violation(StatementKind.INVARIANT, "Small")]),
+        ("initial_state", [Violation(StatementKind.INVARIANT, "Never")]),
         (
             "action_property_by_place",
-            [Violation(Kind.ACTION, "line 41, col 23 to line 41, col 34 of module Counter")],
+            [Violation(StatementKind.ACTION, "line 41, col 23 to line 41, col 34 of module Counter")],
         ),
-        ("stuttering", [Violation(Kind.TEMPORAL, "")]),
-        ("deadlock", [Violation(Kind.DEADLOCK, "")]),
-        ("assertion", [Violation(Kind.ASSERTION, "")]),
+        ("stuttering", [Violation(StatementKind.TEMPORAL, "")]),
+        ("deadlock", [Violation(StatementKind.DEADLOCK, "")]),
+        ("assertion", [Violation(StatementKind.ASSERTION, "")]),
         (
             "assumptions",
             [
-                Violation(Kind.ASSUMPTION, "line 5, col 8 to line 5, col 22 of module Odd"),
-                Violation(Kind.ASSUMPTION, "line 6, col 8 to line 6, col 31 of module Odd"),
+                Violation(StatementKind.ASSUMPTION, "line 5, col 8 to line 5, col 22 of module Odd"),
+                Violation(StatementKind.ASSUMPTION, "line 6, col 8 to line 6, col 31 of module Odd"),
             ],
         ),
     ],

@@ -13,7 +13,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Coverage, Manifest, Suite, Toolchain, idle
 from weightsync.model.manifest import Idle
 from weightsync.model.output import Findings, MessageReader
-from weightsync.model.places import Expression, Place, Unreached, read_expression, unreached
+from weightsync.model.places import Expression, TextRange, Unreached, read_expression, unreached
 from weightsync.model.text import Library
 
 TEXT = """\
@@ -33,7 +33,7 @@ def library(tmp_path: Path) -> Library:
 
 
 def seen(depth: int, line: int, first: int, last: int, count: int) -> Expression:
-    return Expression(depth, Place("M", line, first, line, last), count)
+    return Expression(depth, TextRange("M", line, first, line, last), count)
 
 
 def missed(library: Library, *runs: Sequence[Expression]) -> list[tuple[str, str]]:
@@ -42,7 +42,7 @@ def missed(library: Library, *runs: Sequence[Expression]) -> list[tuple[str, str
 
 def test_a_line_of_tlc_is_read() -> None:
     assert read_expression("  ||line 3, col 14 to line 4, col 18 of module M: 7") == Expression(
-        2, Place("M", 3, 14, 4, 18), 7
+        2, TextRange("M", 3, 14, 4, 18), 7
     )
     assert read_expression("<A line 3, col 14 to line 4, col 18 of module M>: 1:2") is None
 
@@ -61,7 +61,7 @@ def test_messages_of_coverage_are_kept_and_the_last_report_counts() -> None:
 
 def test_a_part_never_evaluated_is_named_whole_and_once(library: Library) -> None:
     branch = seen(0, 4, 17, 17, 0)
-    run = [seen(0, 2, 12, 16, 3), seen(0, 3, 15, 19, 3), Expression(0, Place("M", 3, 26, 4, 17), 0), branch]
+    run = [seen(0, 2, 12, 16, 3), seen(0, 3, 15, 19, 3), Expression(0, TextRange("M", 3, 26, 4, 17), 0), branch]
 
     assert missed(library, run) == [("A", "B ELSE C")]
 

@@ -123,12 +123,12 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
         shipped(self)
         self.pending = pending
 
-    def receive_and_apply(self: Applier, target: Any) -> bool | None:
+    def receive_and_apply_to(self: Applier, target: Any) -> bool | None:
         self._driver.pump()
         return None if self._driver.pending is None else self.apply(target)
 
     patch.setattr(ReceiverDriver, "close", close)
-    patch.setattr(Applier, "receive_and_apply", receive_and_apply)
+    patch.setattr(Applier, "_receive_and_apply_to", receive_and_apply_to)
 
 
 def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from weightsync import RayWeightSyncScheme
 from weightsync.protocol.codec import decode
 from weightsync.protocol.messages import Bye
 from weightsync.testing import Ends
-from weightsync.transports.calls.same_host import Place
+from weightsync.transports.calls.same_host import SegmentPlace
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
 
 
@@ -74,7 +74,7 @@ class ActorServer:
         self, call: int, model_id: str, link: str, number: int, frame: bytes, carried: Any, lost: Any
     ) -> None:
         call_server = self.call_servers[model_id]
-        place = Place.read(carried) if isinstance(carried, tuple) else None
+        place = SegmentPlace.read(carried) if isinstance(carried, tuple) else None
         payload = None if carried is None or place else memoryview(bytearray(carried))
         parcel = Parcel(link, number, frame, payload, place)
         try:

@@ -25,7 +25,7 @@ from weightsync.transports import rpc as module
 from weightsync.transports.base import Link
 from weightsync.transports.calls import server as module_of_servers
 from weightsync.transports.calls.server import CallRefused, CallServer, Parcel
-from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind, NoSeal
+from weightsync.transports.sealing import Challenged, EnvelopeKind, Identity, KeyedSeal, NoSeal
 
 PATIENCE = 30.0
 KEY = SharedKey("a secret of both")
@@ -108,8 +108,8 @@ def test_weights_travel_by_calls_under_a_key(calls: Calls, model: Any) -> None:
             assert sync(sender, receiver, filled(model(), fill))[0].kind.name == "APPLIED"
             assert float(next(iter(destination.state_dict().values())).flatten()[0]) == fill
         carried = [frame for _, frame in calls.made]
-        assert carried[0][4] == Kind.EARLY
-        assert carried[-1][4] == Kind.PROVEN
+        assert carried[0][4] == EnvelopeKind.EARLY
+        assert carried[-1][4] == EnvelopeKind.PROVEN
         assert {frame[:4] for frame in carried} == {b"WSYK"}
 
 

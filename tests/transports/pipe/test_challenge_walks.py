@@ -18,7 +18,7 @@ from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Message
 from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, UntrustedCall
 from weightsync.transports.calls.server import Frames, Parcel
-from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
+from weightsync.transports.sealing import Challenged, EnvelopeKind, Identity, KeyedSeal
 from weightsync.transports.store.seals import SenderGuard, WorkerGuard
 
 KEY = SharedKey("a secret of both")
@@ -30,7 +30,7 @@ STEPS = 60
 class Envelope:
     """One of the model's, and the bytes that it is here."""
 
-    kind: Kind
+    kind: EnvelopeKind
     sender: int
     #: The worker's end whose nonce is under its MAC; 0: none's.
     worker: int
@@ -73,7 +73,7 @@ class Row:
     def say(self) -> None:
         s = self.random.choice([*self.senders])
         content = self.random.choice([b"", f"message {s} {len(self.said[s])}".encode()])
-        kind = Kind.PROVEN if self.met[s] else Kind.EARLY
+        kind = EnvelopeKind.PROVEN if self.met[s] else EnvelopeKind.EARLY
         if content or self.met[s]:
             text = self.senders[s].seal(content)
             self.wire.append(Envelope(kind, s, self.met[s], len(self.said[s]), content, text))
@@ -86,14 +86,14 @@ class Row:
         guard = self.workers[w] = WorkerGuard(KEY, identity(s, "row"))
         self.link[w], self.read[w], self.proven[w], self.answered[w] = s, [], False, 0
         [challenge] = guard.first()
-        self.wire.append(Envelope(Kind.CHALLENGE, s, w, 0, b"", challenge))
+        self.wire.append(Envelope(EnvelopeKind.CHALLENGE, s, w, 0, b"", challenge))
 
     def tell(self) -> None:
         for w in [w for w in self.workers if self.proven[w] and self.read[w]][-1:]:
             self.answered[w] += 1
             content = f"answer {w} {self.answered[w]}".encode()
             text = self.workers[w].seal(content)
-            self.wire.append(Envelope(Kind.ANSWER, self.link[w], w, self.answered[w], content, text))
+            self.wire.append(Envelope(EnvelopeKind.ANSWER, self.link[w], w, self.answered[w], content, text))
 
     def deliver(self) -> None:
         envelope = self.random.choice(self.wire)
@@ -103,18 +103,18 @@ class Row:
             self.up(envelope, self.random.choice([*self.senders]))
 
     def down(self, it: Envelope, w: int) -> None:
-        sealed_for = {Kind.EARLY: 0, Kind.PROVEN: w}.get(it.kind)
+        sealed_for = {EnvelopeKind.EARLY: 0, EnvelopeKind.PROVEN: w}.get(it.kind)
         fits = (it.sender, it.worker, it.number) == (self.link[w], sealed_for, len(self.read[w]))
         # A link of the code fails on what it does not believe: the walk goes on with it as it was before.
         guard = self.workers[w] if fits else copy.deepcopy(self.workers[w])
         assert believes(lambda: guard.open(memoryview(it.text))) is fits, (it, w)
         if fits:
             self.read[w].append(it.content)
-            self.proven[w] |= it.kind is Kind.PROVEN
+            self.proven[w] |= it.kind is EnvelopeKind.PROVEN
 
     def up(self, it: Envelope, s: int) -> None:
-        meets = it.kind is Kind.CHALLENGE and it.sender == s and not self.met[s]
-        answers = (it.kind, it.sender, it.number) == (Kind.ANSWER, s, len(self.heard[s]) + 1)
+        meets = it.kind is EnvelopeKind.CHALLENGE and it.sender == s and not self.met[s]
+        answers = (it.kind, it.sender, it.number) == (EnvelopeKind.ANSWER, s, len(self.heard[s]) + 1)
         fits = meets or (answers and it.worker == self.met[s] != 0)
         guard = self.senders[s] if fits else copy.deepcopy(self.senders[s])
         assert believes(lambda: guard.open(memoryview(it.text))) is fits, (it, s)
@@ -183,7 +183,7 @@ class Calls:
             self._sealed(s, number, self.senders[s].again(number), b"")
 
     def _sealed(self, s: int, number: int, text: bytes, content: bytes) -> None:
-        kind = Kind.PROVEN if self.met[s] else Kind.EARLY
+        kind = EnvelopeKind.PROVEN if self.met[s] else EnvelopeKind.EARLY
         self.wire.append(Envelope(kind, s, self.met[s], number, content, text))
 
     def tell(self) -> None:
@@ -193,7 +193,7 @@ class Calls:
                 sealed = self.gates[g].sealed(f"{s}" * 32, plain)
                 plain.set_result([codec.encode(ack(100 + self.answered[w]))])
                 [text] = sealed.result(0)
-                self.wire.append(Envelope(Kind.ANSWER, s, w, self.answered[w], b"content", text))
+                self.wire.append(Envelope(EnvelopeKind.ANSWER, s, w, self.answered[w], b"content", text))
                 self.answered[w] += 1
 
     def deliver(self) -> None:
@@ -208,9 +208,11 @@ class Calls:
     def down(self, it: Envelope, g: int, s: int, number: int) -> None:
         w = self.ends.get((g, s), 0)
         admitted = self.gates[g].admit(Parcel(f"{s}" * 32, number, it.text))
-        fits = it.sender == s and (it.kind is Kind.EARLY or (it.kind is Kind.PROVEN and it.worker == w != 0))
+        fits = it.sender == s and (
+            it.kind is EnvelopeKind.EARLY or (it.kind is EnvelopeKind.PROVEN and it.worker == w != 0)
+        )
         if fits and w:
-            self.proven[w] |= it.kind is Kind.PROVEN
+            self.proven[w] |= it.kind is EnvelopeKind.PROVEN
         fits &= number == it.number
         if fits and it.content and not (w and self.proven[w]):
             assert isinstance(admitted, HeldCall)
@@ -228,7 +230,7 @@ class Calls:
         self.kept.setdefault(w, set()).add(number)
         for variable, empty in ((self.asked, set()), (self.read, []), (self.answered, 0)):
             variable.setdefault(w, empty)  # type: ignore[attr-defined] # one loop for three types
-        self.wire.append(Envelope(Kind.CHALLENGE, s, w, 0, b"", frames[0]))
+        self.wire.append(Envelope(EnvelopeKind.CHALLENGE, s, w, 0, b"", frames[0]))
 
     def _reads(self, w: int, number: int, admitted: Parcel, it: Envelope) -> None:
         if not it.content:
@@ -239,8 +241,8 @@ class Calls:
             self.read[w].append(number)
 
     def up(self, it: Envelope, s: int) -> None:
-        meets = it.kind is Kind.CHALLENGE and it.sender == s and self.met[s] in {0, it.worker}
-        answers = (it.kind, it.sender) == (Kind.ANSWER, s) and it.worker == self.met[s] != 0
+        meets = it.kind is EnvelopeKind.CHALLENGE and it.sender == s and self.met[s] in {0, it.worker}
+        answers = (it.kind, it.sender) == (EnvelopeKind.ANSWER, s) and it.worker == self.met[s] != 0
         fits = answers and it.number not in self.heard[s]
         heard: list[Message] = []
         if meets:

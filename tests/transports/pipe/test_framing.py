@@ -25,7 +25,7 @@ from weightsync.transports.pipe.framing import (
     Frame,
     Inflow,
     Outflow,
-    Outgoing,
+    OutgoingFrame,
     UserMessage,
     _Filling,
     may_be_ours,
@@ -260,10 +260,10 @@ class Breaks:
 def test_why_nothing_more_can_be_written_is_said_again_each_time(error: OSError, number: int, text: str) -> None:
     outflow = Outflow(Breaks(error))  # type: ignore[arg-type]
     with pytest.raises(OSError, match=text) as first:
-        outflow.write(Outgoing(b"x"))
+        outflow.write(OutgoingFrame(b"x"))
     assert first.value is error
     with pytest.raises(OSError, match=text) as second:
-        outflow.write(Outgoing(b"x"))
+        outflow.write(OutgoingFrame(b"x"))
 
     assert (second.value.errno, second.value.strerror) == (number, text)
     assert (outflow.idle, list(outflow.queue)) == (False, [])

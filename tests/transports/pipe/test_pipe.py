@@ -27,7 +27,7 @@ from weightsync.protocol.messages import Ack, Bye, Hello, Part, Refusal, SlotRef
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pool, Segment, Storage
 from weightsync.transports.pipe import link as pipe_link
-from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing, _FramedUpdates
+from weightsync.transports.pipe.framing import PREAMBLE, Outflow, OutgoingFrame, _FramedUpdates
 from weightsync.transports.pipe.link import PipeLink
 
 HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
@@ -162,7 +162,7 @@ def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(linked, named,
     buffer = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
     first.send(update(1, buffer.nbytes), buffer)
     exchange(first, second, 1)
-    first._channel.write("", Outgoing(frame(part(named or buffer.segment.number, 400_000))[4:]))
+    first._channel.write("", OutgoingFrame(frame(part(named or buffer.segment.number, 400_000))[4:]))
 
     with pytest.raises(ProtocolError, match=error) as caught:
         exchange(first, second, 1)
@@ -746,7 +746,7 @@ def test_after_a_write_that_failed_nothing_more_is_written():
     outflow = Outflow(sock)
     for control in (b"first", b"second"):
         with pytest.raises(OSError, match="No buffer space"):
-            outflow.write(Outgoing(control))
+            outflow.write(OutgoingFrame(control))
 
     assert sock.written == []
 
@@ -872,9 +872,9 @@ def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():
 
 
 def test_a_frame_has_a_short_length_unless_it_is_too_long_for_one_and_no_empty_piece():
-    assert Outgoing(b"x", memoryview(b"")).pieces == [struct.pack("!i", 1) + b"x"]
+    assert OutgoingFrame(b"x", memoryview(b"")).pieces == [struct.pack("!i", 1) + b"x"]
     memory = mmap.mmap(-1, 2**31)  # none of its pages is ever touched
-    outgoing = Outgoing(b"x", memoryview(memory))
+    outgoing = OutgoingFrame(b"x", memoryview(memory))
 
     assert outgoing.pieces[0] == struct.pack("!iQ", -1, 2**31 + 1) + b"x"
     outgoing.end()

@@ -13,8 +13,8 @@ from weightsync.protocol.messages import Part, Update
 from weightsync.transports import sealing
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.sealing import (
+    EnvelopeKind,
     Identity,
-    Kind,
     Reason,
     SenderSeal,
     WorkerSeal,
@@ -44,11 +44,11 @@ def test_what_comes_early_is_readable_but_proves_nothing() -> None:
     sender, worker = ends()
 
     early = worker.open(sender.seal(0, b"hello"))
-    assert (early.kind, bytes(early.content), worker.proven) == (Kind.EARLY, b"hello", False)
+    assert (early.kind, bytes(early.content), worker.proven) == (EnvelopeKind.EARLY, b"hello", False)
 
     sender.open(worker.challenge)
     proof = worker.open(sender.seal(1, b""))
-    assert (proof.kind, worker.proven) == (Kind.PROVEN, True)
+    assert (proof.kind, worker.proven) == (EnvelopeKind.PROVEN, True)
     assert bytes(sender.open(worker.seal(0, b"ack")).content) == b"ack"
 
 

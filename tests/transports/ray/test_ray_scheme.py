@@ -36,7 +36,7 @@ from weightsync.schemes import ray_server
 from weightsync.transports.calls.client import EARLY, UNKNOWN
 from weightsync.transports.calls.server import Parcel, decoded
 from weightsync.transports.ray.client import WAY
-from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
+from weightsync.transports.sealing import Challenged, EnvelopeKind, Identity, KeyedSeal
 from weightsync.weights.tensors import bits_of
 
 
@@ -647,7 +647,7 @@ def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls(
 
         for frame in (encode(hello), b"WSYK" + bytes(60)):
             [refused] = actor_server.call(Parcel("a link", 1, frame), (1, 2, 3))
-            assert refused[4] == Kind.REFUSED
+            assert refused[4] == EnvelopeKind.REFUSED
         assert before == list(actor_server._unanswered) == ["a link"]
         assert actor_server._call_server.awaits_turn(Parcel("a link", 1, b""))
     finally:

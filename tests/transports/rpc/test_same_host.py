@@ -19,7 +19,7 @@ from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Storage
-from weightsync.transports.calls.same_host import REACHES, MappedPlaces, Place, SharedPayloads
+from weightsync.transports.calls.same_host import REACHES, MappedPlaces, SegmentPlace, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Parcel
 from weightsync.transports.process import own_host, own_identity
 
@@ -42,16 +42,16 @@ class Ends(NamedTuple):
     link: Any
     buffer: Buffer
 
-    def place(self, version: int = 1) -> Place | None:
+    def place(self, version: int = 1) -> SegmentPlace | None:
         return self.placed(version)[1]
 
-    def placed(self, version: int = 1) -> tuple[Update, Place | None]:
+    def placed(self, version: int = 1) -> tuple[Update, SegmentPlace | None]:
         """What a link sends of a version whose worker maps its payload, if it does."""
         update = Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=NBYTES)
         self.shared.shares(self.buffer)
         return self.shared.place(update, self.buffer)
 
-    def arrived(self, place: Place, update: Update = UPDATE) -> Any:
+    def arrived(self, place: SegmentPlace, update: Update = UPDATE) -> Any:
         """What the worker's link brings of an update whose payload is there."""
         self.server.submit(Parcel("a", 1, codec.encode(update), place=place))
         (received,) = self.link.receive()
@@ -188,7 +188,7 @@ def test_a_process_of_another_start_has_no_longer_the_memory(ends: Ends) -> None
 @pytest.mark.parametrize("carried", [(1, 2, 3), (1, 2, 3, "4"), (1, 2, 3, True), [1, 2, 3, 4], "1234"])
 def test_a_place_that_is_none_is_a_protocol_error(carried: object) -> None:
     with pytest.raises(ProtocolError, match="place in memory"):
-        Place.read(carried)
+        SegmentPlace.read(carried)
 
 
 def test_an_update_larger_than_its_segment_breaks_the_protocol(ends: Ends) -> None:
@@ -230,7 +230,7 @@ class _Counted:
     def begin(self) -> None:
         real, found = self._real, self.found
 
-        def place(shared: SharedPayloads, update: Update, payload: Buffer | None) -> tuple[Update, Place | None]:
+        def place(shared: SharedPayloads, update: Update, payload: Buffer | None) -> tuple[Update, SegmentPlace | None]:
             named = real(shared, update, payload)
             found.append(named[1] is not None)
             assert found[-1] != bool(update.digest), "what travels has a digest, and what is mapped has none"
@@ -260,7 +260,7 @@ class _Blind:
     def __init__(self) -> None:
         self._real = real = MappedPlaces.received
 
-        def received(places: MappedPlaces, update: Update, place: Place) -> Received:
+        def received(places: MappedPlaces, update: Update, place: SegmentPlace) -> Received:
             places.clear()
             return real(places, update, place._replace(pid=0))
 

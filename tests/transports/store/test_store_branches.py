@@ -14,8 +14,8 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.sealing import digest_of
 from weightsync.transports.store import fanout
 from weightsync.transports.store.fanout import Branch, Fanout
-from weightsync.transports.store.mailbox import INLINE_NBYTES, StoreMessage
-from weightsync.transports.store.routes import Ask, Listening, Routed, Supply, Why, route_in
+from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage
+from weightsync.transports.store.routes import Ask, ParentAddress, Routed, Supply, Why, route_in
 from weightsync.transports.store.tree import Node, tree_of
 
 NBYTES = INLINE_NBYTES + 8
@@ -27,19 +27,19 @@ class Workers:
 
     def __init__(self, count: int, width: int = 1, keyed: bool = False) -> None:
         self.tree = Fanout(width)
-        self.posted: list[list[StoreMessage]] = [[] for _ in range(count)]
+        self.posted: list[list[QueuedMessage]] = [[] for _ in range(count)]
         self.done: list[int] = []
         self.branches = [
             Branch(self.tree, self.posted[index].append, f"worker {index}", keyed) for index in range(count)
         ]
         for index, branch in enumerate(self.branches):
-            branch.listens(Listening(HOST, f"10.0.0.1:{index + 1}"))
+            branch.listens(ParentAddress(HOST, f"10.0.0.1:{index + 1}"))
             self.posted[index].clear()  # it was asked to listen
 
     def send(self, index: int, buffer: Buffer, version: int = 1, nbytes: int = NBYTES) -> None:
         """Send a version to one worker. Its message's ``done`` notes the worker."""
         update = Update(model_id="policy", incarnation=1, version=version, layout_digest=bytes(32), nbytes=nbytes)
-        message = StoreMessage(
+        message = QueuedMessage(
             encode(update), buffer.view[:nbytes], hint=("torchrl", "update"), done=lambda: self.done.append(index)
         )
         self.branches[index].send(update, buffer, message)
@@ -236,7 +236,7 @@ def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:
 def test_a_worker_at_the_loopback_is_reached_from_its_own_host_alone(address: str, at_loopback: bool) -> None:
     branch = Branch(Fanout(1), lambda message: None, "worker 0", False)
     assert branch.node is None  # until it has said where it listens
-    branch.listens(Listening(HOST, address))
+    branch.listens(ParentAddress(HOST, address))
     assert branch.node == Node(HOST, at_loopback)
 
 

@@ -23,7 +23,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Hello, Update
 from weightsync.transports import process
 from weightsync.transports.store import store as stores
-from weightsync.transports.store.store import Client, Hints, StoreEnd, base_of, hosted, reached
+from weightsync.transports.store.store import Client, Hints, StoreEndpoint, base_of, hosted, reached
 
 
 @pytest.fixture
@@ -58,20 +58,20 @@ def test_updates_and_acks_have_hints_unless_they_are_withheld() -> None:
 
 
 def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
-    end = StoreEnd(dist.PrefixStore("outer", dist.PrefixStore("inner", store)), 1)
+    end = StoreEndpoint(dist.PrefixStore("outer", dist.PrefixStore("inner", store)), 1)
     assert (end.rank, end.backend, end.in_flight, end.key) == (1, "gloo", 1, None)
     assert base_of(end.store).port == store.port
     for rank in (0, -1, True, "1", 1.0):
         with pytest.raises(ConfigurationError) as caught:
-            StoreEnd(store, rank)  # type: ignore[arg-type]
+            StoreEndpoint(store, rank)  # type: ignore[arg-type]
         assert str(caught.value) == f"rank is {rank!r}: the trainer is rank 0, worker i is rank i + 1."
     for other in (dist.HashStore(), dist.PrefixStore("ours", dist.HashStore())):
         with pytest.raises(ConfigurationError, match=r"^a HashStore is not a store that trainer and workers can share"):
-            StoreEnd(other, 1)
+            StoreEndpoint(other, 1)
 
 
 def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -> None:
-    end = StoreEnd(store, 3, "nccl", 2, SharedKey("secret"))
+    end = StoreEndpoint(store, 3, "nccl", 2, SharedKey("secret"))
     there = pickle.loads(pickle.dumps(end))
 
     assert (there.rank, there.backend, there.in_flight) == (3, "nccl", 2)
@@ -79,7 +79,7 @@ def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -
     there.store.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(ConfigurationError, match=r"^A PrefixStore cannot be sent to another process"):
-        pickle.dumps(StoreEnd(dist.PrefixStore("ours", store), 3))
+        pickle.dumps(StoreEndpoint(dist.PrefixStore("ours", store), 3))
 
 
 @pytest.mark.parametrize(("exposed", "key"), [(True, None), (True, SharedKey("secret")), (False, None)])
@@ -89,7 +89,7 @@ def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
     asked: list[Any] = []
     monkeypatch.setattr(stores, "is_exposed", lambda *where: asked.append(where) or exposed)
     monkeypatch.setattr(stores, "warn_exposed", asked.append)
-    StoreEnd(dist.PrefixStore("ours", store), 1, key=key).warn_if_exposed()
+    StoreEndpoint(dist.PrefixStore("ours", store), 1, key=key).warn_if_exposed()
 
     where = store.host, store.port
     warning = f"The store at {store.host}:{store.port} can be reached from other hosts"

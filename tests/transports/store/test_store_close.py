@@ -178,9 +178,9 @@ def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
     """The worker's answer can come first, and the trainer close at once."""
     post, arrived, closed = LinkThreads._post, threading.Event(), threading.Event()
 
-    def noted_late(worker: LinkThreads, store_message: Any, client: Any) -> None:
-        post(worker, store_message, client)
-        if store_message.needs_the_peer:
+    def noted_late(worker: LinkThreads, queued: Any, client: Any) -> None:
+        post(worker, queued, client)
+        if queued.needs_the_peer:
             arrived.set()
             assert closed.wait(PATIENCE)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from weightsync import TransportError
 from weightsync.transports.store import group as module
 from weightsync.transports.store.group import Group
-from weightsync.transports.store.store import Client, StoreEnd
+from weightsync.transports.store.store import Client, StoreEndpoint
 
 PAYLOAD = memoryview(bytearray(5))
 
@@ -152,7 +152,7 @@ def test_nccl_uses_the_gpu_that_was_current_where_its_end_was_made(store: Any, m
     # As CUDA does: another thread begins with the first GPU.
     of_user = threading.get_ident()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: int(threading.get_ident() == of_user))
-    end, groups = StoreEnd(store, 1, "nccl"), []
+    end, groups = StoreEndpoint(store, 1, "nccl"), []
 
     def listen() -> None:
         groups.append(module.group_of(end, 1, "a link"))

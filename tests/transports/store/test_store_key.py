@@ -18,7 +18,7 @@ from torch import nn
 from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError, WorkerLostError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack
-from weightsync.transports.sealing import Kind, Reason, refusal
+from weightsync.transports.sealing import EnvelopeKind, Reason, refusal
 from weightsync.transports.store import stream
 from weightsync.transports.store.mailbox import Outbox
 from weightsync.transports.store.stream import EndOfStream, Stream, dial, own_address
@@ -198,7 +198,7 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
     link = pair.sender._driver.by_worker()[0]
     name, ours = link._threads._name, stream_of(link)
     introduction = named[f"weightsync/link/{name}/down/0"]
-    assert introduction[5] == Kind.EARLY
+    assert introduction[5] == EnvelopeKind.EARLY
     written = [text for stream, text in recorder.written if stream is ours]
     announced = store.get("weightsync/policy/1/announced/0")
     pair.sync(filled(small(), 6.0))

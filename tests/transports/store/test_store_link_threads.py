@@ -22,11 +22,11 @@ from weightsync.transports.base import Waker
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe.framing import ReceiveBuffers
 from weightsync.transports.store import blocking_threads, heartbeat
-from weightsync.transports.store.blocking_threads import Outgoing
+from weightsync.transports.store.blocking_threads import WriteQueue
 from weightsync.transports.store.link_threads import LinkThreads
-from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
+from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage, Side
 from weightsync.transports.store.seals import NoGuard
-from weightsync.transports.store.store import StoreEnd
+from weightsync.transports.store.store import StoreEndpoint
 from weightsync.transports.store.stream import Stream
 
 LARGE, SMALL = memoryview(bytes(INLINE_NBYTES + 1)), memoryview(bytes(3))
@@ -43,21 +43,21 @@ def create_link(store: Any) -> Iterator[Callable[[int], LinkThreads]]:
         def made(rank: int) -> LinkThreads:
             writes, reads = ("down", "up") if rank == 0 else ("up", "down")
             side = Side(rank, writes, reads, f"end {1 - rank}", lambda client: None, lambda client: None)
-            end = LinkThreads(StoreEnd(store, 1), "one", side, NoGuard(side.peer), waker)
+            end = LinkThreads(StoreEndpoint(store, 1), "one", side, NoGuard(side.peer), waker, fanout=None)
             stack.callback(end.close)
             return end
 
         yield made
 
 
-def _update(version: int, payload: memoryview | None = None) -> StoreMessage:
+def _update(version: int, payload: memoryview | None = None) -> QueuedMessage:
     nbytes = 0 if payload is None else len(payload)
     frame = codec.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
-    return StoreMessage(frame, payload, None, lambda: None)
+    return QueuedMessage(frame, payload, None, lambda: None)
 
 
-def _ack(version: int) -> StoreMessage:
-    return StoreMessage(codec.encode(Ack(model_id="m", incarnation=1, version=version)), None, None, lambda: None)
+def _ack(version: int) -> QueuedMessage:
+    return QueuedMessage(codec.encode(Ack(model_id="m", incarnation=1, version=version)), None, None, lambda: None)
 
 
 def _until(true: Callable[[], Any]) -> Any:
@@ -260,18 +260,18 @@ def test_introductions_are_removed_from_the_store_once_they_are_read(
 def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:
     given_back: list[int] = []
     buffers = [bytearray(b"first"), bytearray(b"other")]
-    outgoing = Outgoing()
+    outgoing = WriteQueue()
     for number, buffer in enumerate(buffers):
-        outgoing.add(StoreMessage(b"", memoryview(buffer), None, lambda number=number: given_back.append(number)))
+        outgoing.add(QueuedMessage(b"", memoryview(buffer), None, lambda number=number: given_back.append(number)))
     outgoing.shorten()
     assert given_back == [0, 1]
     for buffer in buffers:
         buffer[:] = b"novel"
 
     left = [outgoing.take(), outgoing.take()]
-    assert [bytes(store_message.payload or b"") for store_message in left] == [b"first", b"other"]
-    for store_message in left:
-        store_message.done()
+    assert [bytes(queued.payload or b"") for queued in left] == [b"first", b"other"]
+    for queued in left:
+        queued.done()
     assert given_back == [0, 1]
 
 
@@ -280,14 +280,14 @@ def test_parts_that_are_left_when_a_link_closes_are_dropped_alone_up_to_the_upda
     named: bool, left: list[bytes]
 ) -> None:
     given_back: list[bytes] = []
-    outgoing = Outgoing()
-    outgoing.add(StoreMessage(b"first", None))
+    outgoing = WriteQueue()
+    outgoing.add(QueuedMessage(b"first", None))
     for part in (b"part", b"rest"):
         payload = memoryview(bytes(2 * INLINE_NBYTES))
-        outgoing.add(StoreMessage(part, payload, done=partial(given_back.append, part), payload_id=b"1"))
+        outgoing.add(QueuedMessage(part, payload, done=partial(given_back.append, part), payload_id=b"1"))
     if named:
-        outgoing.add(StoreMessage(b"update", None, payload_id=b"1"))
-    outgoing.add(StoreMessage(b"bye", None))
+        outgoing.add(QueuedMessage(b"update", None, payload_id=b"1"))
+    outgoing.add(QueuedMessage(b"bye", None))
 
     outgoing.shorten()
 

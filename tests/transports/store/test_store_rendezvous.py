@@ -19,7 +19,7 @@ from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError
 from weightsync.clock import Deadline
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import RECEIVERS, SENDERS, Models
-from weightsync.transports.store.group import Rendezvous
+from weightsync.transports.store.group import RendezvousStore
 from weightsync.transports.store.heartbeat import process_name
 from weightsync.transports.store.listener import _OtherProcess
 from weightsync.transports.store.store import Client
@@ -34,7 +34,7 @@ class Rank:
     def __init__(self, store: TCPStore, name: str) -> None:
         self.client = Client(store)
         self.over = threading.Event()
-        self.rendezvous = Rendezvous(self.client, "a link/", self.over)
+        self.rendezvous = RendezvousStore(self.client, "a link/", self.over)
         self.name = name
 
     def comes(self) -> None:

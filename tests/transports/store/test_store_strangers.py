@@ -20,7 +20,7 @@ from weightsync import TransportError, WeightReceiver, WorkerLostError
 from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.store import announcing, blocking_threads, heartbeat, link_threads, listener
 from weightsync.transports.store import store as stores
-from weightsync.transports.store.group import Rendezvous
+from weightsync.transports.store.group import RendezvousStore
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, end
 from weightsync.transports.store.store import DIAL, Client
 from weightsync.transports.store.stream import Acceptor, _names, dial
@@ -140,7 +140,7 @@ def test_junk_where_a_link_is_taken_or_a_group_is_agreed_on_is_written_over(
     client, name = row[0], "0123456789abcdef" * 2
     client.set(f"weightsync/link/{name}/taken", junk)
     client.set("group/agreed", junk)
-    rendezvous = Rendezvous(client, "group/", threading.Event())
+    rendezvous = RendezvousStore(client, "group/", threading.Event())
 
     assert announcing.taken(client, name)
     assert not announcing.taken(client, name)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync import ProtocolError
-from weightsync.transports.store.routes import Ask, Listen, Listening, Route, Routed, Supply, Why, route_in
+from weightsync.transports.store.routes import Ask, Listen, ParentAddress, Route, Routed, Supply, Why, route_in
 from weightsync.transports.store.tree import Node, tree_of
 
 NODES = st.builds(Node, st.sampled_from([b"a", b"b", b"c"]), st.just(False), st.booleans())
@@ -71,8 +71,8 @@ def test_workers_of_one_host_are_mostly_one_anothers_parents() -> None:
 
 ROUTES = [
     Listen(),
-    Listening(b"h" * 16, "127.0.0.1:4711"),
-    Listening(b"", "::1:4711"),
+    ParentAddress(b"h" * 16, "127.0.0.1:4711"),
+    ParentAddress(b"", "::1:4711"),
     Routed(b"t" * 16, 3, b"", "", b"frame"),
     Routed(b"t" * 16, 0, b"d" * 16, "10.0.0.1:1", b"frame"),
     Routed(b"t" * 16, 65535, b"d" * 32, "worker.example:1", b""),

@@ -18,7 +18,7 @@ from weightsync.cli._app import build
 from weightsync.cli._trace_display import drawn, perfetto, svg
 from weightsync.engine import recorder
 from weightsync.verify import verify
-from weightsync.verify.chart import Chart, Kind, chart_of
+from weightsync.verify.chart import Chart, RowKind, chart_of
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +53,20 @@ def test_an_update_is_a_send_an_arrow_there_a_step_and_an_arrow_back(chart: Char
     assert chart.lanes == ("sender (policy)", "receiver (policy)")
     shown = [(row.kind, row.lane, row.to, row.text) for row in chart.rows]
     wanted = [
-        (Kind.STEP, 0, 0, "SEND_ASYNC -> pending_async"),
-        (Kind.MESSAGE, 0, 1, "Update v1"),
-        (Kind.STEP, 1, 1, "UPDATE -> pending_async"),
-        (Kind.MESSAGE, 1, 0, "Ack v1"),
-        (Kind.STEP, 0, 0, "REPLY"),
-        (Kind.REPORT, 0, 0, "report of version 1"),
-        (Kind.REFUSED, 0, 0, "Wait refused"),
+        (RowKind.STEP, 0, 0, "SEND_ASYNC -> pending_async"),
+        (RowKind.MESSAGE, 0, 1, "Update v1"),
+        (RowKind.STEP, 1, 1, "UPDATE -> pending_async"),
+        (RowKind.MESSAGE, 1, 0, "Ack v1"),
+        (RowKind.STEP, 0, 0, "REPLY"),
+        (RowKind.REPORT, 0, 0, "report of version 1"),
+        (RowKind.REFUSED, 0, 0, "Wait refused"),
     ]
     rest = iter(shown)
     assert all(row in rest for row in wanted), shown
 
 
 def test_a_message_that_arrived_nowhere_is_shown_as_lost(chart: Chart) -> None:
-    assert [row.text for row in chart.rows if row.kind is Kind.LOST and "Update" in row.text] == [
+    assert [row.text for row in chart.rows if row.kind is RowKind.LOST and "Update" in row.text] == [
         "Update v2, which arrived nowhere"
     ]
 
@@ -102,7 +102,7 @@ def test_the_svg_is_xml_with_the_text_of_every_row(chart: Chart) -> None:
 
     assert all(row.text in texts for row in chart.rows)
     assert sum(element.tag.endswith("polygon") for element in root.iter()) == sum(
-        row.kind is Kind.MESSAGE for row in chart.rows
+        row.kind is RowKind.MESSAGE for row in chart.rows
     )
 
 
@@ -125,7 +125,7 @@ def test_perfetto_gets_a_thread_a_machine_and_a_flow_for_each_message(chart: Cha
 
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == list(chart.lanes)
     assert flows["s"] == flows["f"]
-    assert len(flows["s"]) == sum(row.kind is Kind.MESSAGE for row in chart.rows)
+    assert len(flows["s"]) == sum(row.kind is RowKind.MESSAGE for row in chart.rows)
     assert {event["tid"] for event in events} == {0, 1}
 
 

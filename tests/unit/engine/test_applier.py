@@ -373,9 +373,9 @@ def test_what_arrives_for_a_model_that_takes_no_weights_is_refused_as_its_regist
 
 def test_nothing_is_tidied_of_a_slot_that_is_gone(pair: Pair) -> None:
     pair.sync()
-    pair.receiver._applier._left = lambda: None  # a weak reference to a slot whose link has ended
+    pair.receiver._applier._previous_slot = lambda: None  # a weak reference to a slot whose link has ended
     assert not pair.receiver.receive(timeout=0.0)
-    assert pair.receiver._applier._left is None
+    assert pair.receiver._applier._previous_slot is None
 
 
 @pytest.mark.parametrize("base", [None, 1])

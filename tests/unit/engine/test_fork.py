@@ -90,7 +90,7 @@ UNFINISHED: dict[str, tuple[object, str, Callable[[], object]]] = {
         "LinkThreads",
         lambda: store_link.StoreLink(STORE, "0", WORKER, GUARD),
     ),
-    "of calls": (client, "Place", lambda: client.CallLink(CALLS, "worker 0")),
+    "of calls": (client, "LinkPosition", lambda: client.CallLink(CALLS, "worker 0")),
     "of a call server": (server_link, "MappedPlaces", lambda: server_link.CallServerLink("the trainer")),
 }
 STORE: Any = SimpleNamespace(rank=1, hints=None, backend="gloo")

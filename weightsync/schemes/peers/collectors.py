@@ -80,7 +80,7 @@ def link_to(
     ours = RpcCallClient(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
         return CallLink(ours, peer, lambda: ours.remark, (WAY, model_id, str(worker.name)))
-    kind = Kind(collector)
+    kind = CollectorClass(collector)
     plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form)
     asking = ForwardingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
     return CallLink(asking, peer, worker=(WAY, model_id, str(worker.name)))
@@ -147,7 +147,7 @@ def _takes_self(kind: Any) -> bool:
     return next(iter(inspect.signature(method).parameters), "") == "self"
 
 
-class Kind:
+class CollectorClass:
     """A collector's class: the one given, or the class of the object behind its reference, found by RPC."""
 
     def __init__(self, collector: Collector) -> None:

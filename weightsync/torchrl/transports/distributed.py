@@ -15,7 +15,7 @@ from weightsync.schemes.distributed import IN_FLIGHT
 from weightsync.schemes.facade_services import torchrl_class
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
-from weightsync.transports.store import StoreEnd, listen, sender_link
+from weightsync.transports.store import StoreEndpoint, listen, sender_link
 from weightsync.transports.store.store import HINT, Hints
 from weightsync.weights.strategy import WeightStrategy
 
@@ -66,16 +66,16 @@ class DistributedTransport(TransportFacade):
         super()._begin()
         self._hints = Hints()
 
-    def _store_end(self) -> StoreEnd:
+    def _store_endpoint(self) -> StoreEndpoint:
         if self.store is None or self.rank is None:
             raise ConfigurationError(
                 "DistributedTransport was given no store or no rank: it reaches no worker. Nothing was sent."
             )
         in_flight = 1 if self.sync else IN_FLIGHT
-        return StoreEnd(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
+        return StoreEndpoint(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _endpoints(self) -> Mapping[int, Any]:
-        end = self._store_end()
+        end = self._store_endpoint()
         return {end.rank - 1: end}
 
     def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
@@ -83,7 +83,7 @@ class DistributedTransport(TransportFacade):
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take each link by which a sender reaches us: see `TransportFacade.listen`."""
-        return listen(self._store_end(), model_id, accept)
+        return listen(self._store_endpoint(), model_id, accept)
 
     def check_connection(self) -> bool:
         """Whether the user's own process group is initialised. This transport does not need one."""
@@ -123,7 +123,7 @@ class DistributedTransport(TransportFacade):
                 return None
 
     def _refuse_other_instruction(self) -> None:
-        store, key = self._store_end().store, f"NODE_{self.rank}_in"
+        store, key = self._store_endpoint().store, f"NODE_{self.rank}_in"
         if not store.check([key]):
             return
         found = store.get(key)
@@ -158,7 +158,7 @@ class DistributedTransport(TransportFacade):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # A store is pickled as its address.
-        state["store"] = None if self.store is None else StoreEnd(self.store, self.rank or 1)
+        state["store"] = None if self.store is None else StoreEndpoint(self.store, self.rank or 1)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

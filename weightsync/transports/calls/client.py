@@ -12,7 +12,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.base import Received, Remarks, SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.succession import Place, when_all_answered
+from weightsync.transports.calls.succession import LinkPosition, when_all_answered
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.wakeup import WakeableLink
 
@@ -74,7 +74,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     ) -> None:
         super().__init__(peer)
         self._remarked = remark
-        self._place = Place(worker)
+        self._position = LinkPosition(worker)
         self._call_client = call_client
         self._calls: list[Answers] = []
         self._failed: TransportError | ProtocolError | None = None
@@ -94,7 +94,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Begin the call that carries a message: see `Link.send`."""
         self._require_open()
-        later = self._place.later if isinstance(message, Bye) else ()
+        later = self._position.later if isinstance(message, Bye) else ()
         if later:
             when_all_answered(later, lambda: self._say_late(message))
             return
@@ -118,7 +118,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         if payload is not None:
             payload.unpin(token)
         _drop_frames(_error_of(over))
-        self._place.met()
+        self._position.met()
         self._waker.fire()
 
     def _say_late(self, goodbye: Message) -> None:
@@ -185,7 +185,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._closed = True
         self._call_client.close()
         if not self._calls:
-            self._place.met()  # there is no call that the worker could yet answer
+            self._position.met()  # there is no call that the worker could yet answer
         self._calls.clear()
         self._let_go()
 

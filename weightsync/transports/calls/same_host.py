@@ -31,7 +31,7 @@ REACHES: Final = b"WSYM"
 _TARGET: Final = "/memfd:weightsync (deleted)"
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """Where a segment is. It travels as a plain tuple."""
 
     pid: int
@@ -103,7 +103,7 @@ class SharedPayloads:
                 self._decided = payload, self._shares and payload.segment is not None
             return self._decided[1]
 
-    def place(self, update: Update, payload: Buffer | None) -> tuple[Update, Place | None]:
+    def place(self, update: Update, payload: Buffer | None) -> tuple[Update, SegmentPlace | None]:
         """The update with its slot, and the place of its payload, which is pinned from now on.
 
         The update unchanged and None if `shares` did not promise that the worker maps it: the call must carry it.
@@ -113,7 +113,7 @@ class SharedPayloads:
             if payload is None or payload.segment is None or decided != (payload, True):
                 return update, None
             self._pins.hold(update, payload)
-            return replace(update, slot=payload.segment.ref), Place.of(payload.segment)
+            return replace(update, slot=payload.segment.ref), SegmentPlace.of(payload.segment)
 
     def without_mark(self, frames: Sequence[bytes]) -> Sequence[bytes]:
         """The frames of a call's result, without the worker's remark that it reaches our memory."""
@@ -145,9 +145,9 @@ class MappedPlaces:
     """The worker's end of one link: the segments that it maps. Tensors keep a mapping alive after it has gone."""
 
     def __init__(self) -> None:
-        self._mappings: OrderedDict[Place, Mapping] = OrderedDict()
+        self._mappings: OrderedDict[SegmentPlace, Mapping] = OrderedDict()
 
-    def received(self, update: Update, place: Place) -> Received:
+    def received(self, update: Update, place: SegmentPlace) -> Received:
         """An update with its payload where it lies; without it, and with the reason, if that cannot be mapped.
 
         Raises ProtocolError: the segment is too small for the update.

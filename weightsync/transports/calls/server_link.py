@@ -16,7 +16,7 @@ from weightsync.protocol.messages import Ack, Bye, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import GivenUp
-from weightsync.transports.calls.same_host import MappedPlaces, Place
+from weightsync.transports.calls.same_host import MappedPlaces, SegmentPlace
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.wakeup import WakeableLink
 
@@ -44,7 +44,7 @@ class Parcel:
     #: An update's payload.
     payload: memoryview | None = None
     #: Where the payload is, if the call does not carry it.
-    place: Place | None = None
+    place: SegmentPlace | None = None
 
 
 class CallServerLink(WakeableLink):
@@ -74,7 +74,7 @@ class CallServerLink(WakeableLink):
         self._places = MappedPlaces()
         forget_after_fork(self)
 
-    def located(self, brought: Received | ProtocolError, place: Place) -> Received | ProtocolError:
+    def located(self, brought: Received | ProtocolError, place: SegmentPlace) -> Received | ProtocolError:
         """A call's content with the payload that lies there. An error is returned, as by `opened`."""
         if isinstance(brought, ProtocolError) or not isinstance(brought.message, Update) or not brought.message.nbytes:
             return brought

@@ -49,7 +49,7 @@ class _Unmet(PerProcess):
 _unmet: Final = _Unmet()
 
 
-class Place:
+class LinkPosition:
     """A link's place among the links to its worker.
 
     Args:

@@ -20,7 +20,7 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError,
 from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Waker
 from weightsync.transports.exposure import AUTHKEY, leaves_host, warn_exposed
-from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, Outgoing, UserMessage, framed
+from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, OutgoingFrame, UserMessage, framed
 from weightsync.transports.pipe.mailbox import Mailbox, Sorter
 from weightsync.transports.process import PerProcess, ProcessWatch, forget_after_fork, watching
 
@@ -152,7 +152,7 @@ class Channel:
         with self._lock:
             self._sorter.leave(box)
 
-    def write(self, peer: str, frame: Outgoing | None = None) -> bool:
+    def write(self, peer: str, frame: OutgoingFrame | None = None) -> bool:
         """Queue a frame, if one is given, and write what fits; True once nothing is left.
 
         Raises TransportError: the connection is dead or closed; the frame will never arrive.
@@ -235,7 +235,7 @@ class Channel:
         """Answer senders of models that are not registered here, once each."""
         for refusal in self._sorter.answers_to_unmet():
             with contextlib.suppress(OSError):  # the next write reports it
-                self.outlet.write(Outgoing(framed(refusal)))
+                self.outlet.write(OutgoingFrame(framed(refusal)))
             logger.warning(
                 "model %r: a sender's handshake arrived and was not accepted: %s", refusal.model_id, refusal.reason
             )

@@ -386,7 +386,7 @@ _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _ROUNDS: Final = 256
 
 
-class Outgoing:
+class OutgoingFrame:
     """A frame to be written.
 
     Args:
@@ -439,14 +439,14 @@ class Outflow:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         #: The frames that were not written whole.
-        self.queue: deque[Outgoing] = deque()
+        self.queue: deque[OutgoingFrame] = deque()
         #: Number and text of the error that broke it. The error itself would keep the frames of its traceback alive.
         self.broken: tuple[int, str] | None = None
         #: Whether nothing is left to be written, and it is not broken.
         self.idle = True
         self._midway = False
 
-    def write(self, frame: Outgoing | None = None) -> bool:
+    def write(self, frame: OutgoingFrame | None = None) -> bool:
         """Queue a frame after all others, if one is given, and write what there is room for.
 
         Returns:

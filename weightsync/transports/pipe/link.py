@@ -35,7 +35,7 @@ from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, P
 from weightsync.transports.device import CarriesDevices, DeviceBuffer, DeviceSlot, OnDevice, Opener, ReachableDevices
 from weightsync.transports.mapping import Mapping
 from weightsync.transports.pipe.connection import Channel
-from weightsync.transports.pipe.framing import Frame, Outgoing, framed, framed_updates
+from weightsync.transports.pipe.framing import Frame, OutgoingFrame, framed, framed_updates
 from weightsync.transports.pipe.mailbox import discard, unmet_reason
 from weightsync.transports.pipe.user_messages import UserMessages
 
@@ -96,7 +96,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         if self._closed:
             raise self._no_longer()
         if not isinstance(message, Update) or not message.nbytes:
-            self._channel.write(self._peer, Outgoing(framed(message)))
+            self._channel.write(self._peer, OutgoingFrame(framed(message)))
         elif payload is None or payload.nbytes < message.nbytes:
             raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
         elif payload.mappable and self.shares(payload, message.nbytes):
@@ -119,7 +119,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
     def _send_inline(self, message: Update, payload: Buffer) -> None:
         token = object()
         done = partial(payload.pins.discard, token)
-        frame = Outgoing(framed_updates.control(message), payload.view[: message.nbytes], done=done)
+        frame = OutgoingFrame(framed_updates.control(message), payload.view[: message.nbytes], done=done)
         payload.pins.add(token)
         self._pins.hold(message, None)
         self._channel.write(self._peer, frame)
@@ -130,7 +130,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         assert slot is not None
         descriptors = self._named.missing(slot)
         control = framed_updates.control(message, slot, len(descriptors))
-        frame = Outgoing(control, descriptors=descriptors, keep=payload)
+        frame = OutgoingFrame(control, descriptors=descriptors, keep=payload)
         self._named.name(slot, message)
         # Held even if the link turns out to be dead: an earlier frame may have shared the same version.
         self._pins.hold(message, payload)
@@ -155,7 +155,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         assert payload.segment is not None
         if self._named.missing(payload.segment):  # versions that other threads have sent pushed it out of the list
             return
-        self._channel.write(self._peer, Outgoing(framed(replace(part, segment=payload.segment.number))))
+        self._channel.write(self._peer, OutgoingFrame(framed(replace(part, segment=payload.segment.number))))
 
     def flush(self) -> bool:
         """Write as much as possible of what is queued: see `Link.flush`."""

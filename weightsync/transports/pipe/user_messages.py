@@ -10,7 +10,7 @@ from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol.codec import MAGIC
 from weightsync.transports.pipe.connection import Channel
-from weightsync.transports.pipe.framing import PREAMBLE, Outgoing, start_of_ours
+from weightsync.transports.pipe.framing import PREAMBLE, OutgoingFrame, start_of_ours
 
 
 class UserMessages:
@@ -91,7 +91,7 @@ class UserMessages:
         self._put(view)
 
     def _put(self, data: memoryview) -> None:
-        frame = Outgoing(b"", data)
+        frame = OutgoingFrame(b"", data)
         self._channel.write("the peer", frame)
         while not frame.over:
             fd = self._channel.wants_write()

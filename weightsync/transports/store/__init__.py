@@ -3,6 +3,6 @@
 from weightsync.transports.store.announcing import sender_link
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.listener import listen
-from weightsync.transports.store.store import StoreEnd
+from weightsync.transports.store.store import StoreEndpoint
 
-__all__ = ["StoreEnd", "StoreLink", "listen", "sender_link"]
+__all__ = ["StoreEndpoint", "StoreLink", "listen", "sender_link"]

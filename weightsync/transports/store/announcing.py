@@ -18,7 +18,7 @@ from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.mailbox import Outbox, Side
 from weightsync.transports.store.seals import Guard, NoGuard, SenderGuard, WorkerGuard
-from weightsync.transports.store.store import DIAL, Client, Store, StoreEnd, base_of
+from weightsync.transports.store.store import DIAL, Client, Store, StoreEndpoint, base_of
 
 _NAME: Final = re.compile("[0-9a-f]{32}")
 _TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
@@ -72,16 +72,16 @@ _under_way = _OngoingAnnouncements()
 class _Announcement:
     """One link of a sender, from its announcement in the store until the worker takes it."""
 
-    def __init__(self, rendezvous: StoreEnd, model_id: str) -> None:
+    def __init__(self, endpoint: StoreEndpoint, model_id: str) -> None:
         self.name = new_name()
-        self.identity = _identity(rendezvous, model_id, self.name)
-        self._rank, self._model_id = rendezvous.rank, model_id
-        key = rendezvous.key
+        self.identity = _identity(endpoint, model_id, self.name)
+        self._rank, self._model_id = endpoint.rank, model_id
+        key = endpoint.key
         self._announced = self.name if key is None else f"{self.name} {announcement(key, self.identity)}"
-        self._base = base_key(model_id, rendezvous.rank)
-        store = base_of(rendezvous.store)
+        self._base = base_key(model_id, endpoint.rank)
+        store = base_of(endpoint.store)
         self._where = store.host, store.port, self._base
-        self._reads_models = Models.are_read_in(rendezvous.store)
+        self._reads_models = Models.are_read_in(endpoint.store)
         self.made = _under_way.begin(self._where)
 
     def announce(self, client: Client) -> None:
@@ -117,7 +117,7 @@ class _Announcement:
         return known and _NO_RECEIVER.format(rank=self._rank, known=known, model_id=self._model_id)
 
 
-def sender_link(rendezvous: StoreEnd, model_id: str, peer: str, fanout: Fanout | None = None) -> StoreLink:
+def sender_link(endpoint: StoreEndpoint, model_id: str, peer: str, fanout: Fanout | None = None) -> StoreLink:
     """The sender's end of a new link, announced to the worker.
 
     Args:
@@ -127,28 +127,28 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str, fanout: Fanout |
         ConfigurationError: the backend is not available here.
         TransportError: no descriptor or thread is left.
     """
-    rendezvous.warn_if_exposed()
-    made = _Announcement(rendezvous, model_id)
-    key = rendezvous.key
+    endpoint.warn_if_exposed()
+    made = _Announcement(endpoint, model_id)
+    key = endpoint.key
     guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, made.identity, peer)
     doing = made.announce, made.withdraw, made.wait_for_others
-    untaken = _UNTAKEN.format(rank=rendezvous.rank)
+    untaken = _UNTAKEN.format(rank=endpoint.rank)
     side = Side(0, "down", "up", peer, *doing, remark=made.remark, untaken=untaken, unconnected=made.made.set)
     try:
-        return StoreLink(rendezvous, made.name, side, guard, fanout=fanout)
+        return StoreLink(endpoint, made.name, side, guard, fanout=fanout)
     except BaseException:
         made.made.set()
         raise
 
 
 def worker_link(
-    rendezvous: StoreEnd, model_id: str, name: str, parted: Callable[[], None], before_end: Callable[[Client], None]
+    endpoint: StoreEndpoint, model_id: str, name: str, parted: Callable[[], None], before_end: Callable[[Client], None]
 ) -> StoreLink:
     """The worker's end of a link that it has accepted. Raises TransportError: no descriptor or thread is left."""
     side = Side(1, "up", "down", "the sender", _nothing, _nothing, parted=parted, before_end=before_end)
-    key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
+    key, identity = endpoint.key, _identity(endpoint, model_id, name)
     guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
-    return StoreLink(rendezvous, name, side, guard)
+    return StoreLink(endpoint, name, side, guard)
 
 
 def decline(client: Client, name: str) -> None:
@@ -170,13 +170,13 @@ class Announced:
         name, _, proof = written.partition(" ")
         return cls(name, proof) if _NAME.fullmatch(name) else None
 
-    def why_refused(self, rendezvous: StoreEnd, model_id: str) -> Reason | None:
+    def why_refused(self, endpoint: StoreEndpoint, model_id: str) -> Reason | None:
         """Why the sender is refused; None if it is not."""
-        if rendezvous.key is None:
+        if endpoint.key is None:
             return Reason.WORKER_HAS_NONE if self.proof else None
         if not self.proof:
             return Reason.SENDER_HAS_NONE
-        wanted = announcement(rendezvous.key, _identity(rendezvous, model_id, self.name))
+        wanted = announcement(endpoint.key, _identity(endpoint, model_id, self.name))
         # Compared as bytes: text from another program may be anything.
         fits = hmac.compare_digest(self.proof.encode(errors="replace"), wanted.encode())
         return None if fits else Reason.OTHER_KEY
@@ -186,8 +186,8 @@ class Announced:
         Outbox(client, f"weightsync/link/{self.name}/up").put(refusal(reason))
 
 
-def _identity(rendezvous: StoreEnd, model_id: str, name: str) -> Identity:
-    return Identity("store", model_id, str(rendezvous.rank), name)
+def _identity(endpoint: StoreEndpoint, model_id: str, name: str) -> Identity:
+    return Identity("store", model_id, str(endpoint.rank), name)
 
 
 def taken(client: Client, name: str) -> bool:

@@ -24,8 +24,8 @@ from weightsync.transports.store.fanout import Branch
 from weightsync.transports.store.fetching import NotFetched, fetch
 from weightsync.transports.store.forwarding import Feed, Forwarder
 from weightsync.transports.store.group import Group, NoGroup
-from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
-from weightsync.transports.store.routes import Ask, Listen, Listening, Routed, Supply, route_in
+from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage, Side
+from weightsync.transports.store.routes import Ask, Listen, ParentAddress, Routed, Supply, route_in
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client
 from weightsync.transports.store.stream import Stream, decoded
@@ -158,8 +158,8 @@ class TrainerArrivals(Arrivals):
                 received = self._received(opened, stream, client)
                 self._branch.answered(received.message)
                 return (received,)
-            case Listening() as listening:
-                self._branch.listens(listening)
+            case ParentAddress() as address:
+                self._branch.listens(address)
             case Ask() as ask:
                 self._branch.asked(ask)
             case _:
@@ -178,7 +178,7 @@ class TrainerArrivals(Arrivals):
 class Owner(Protocol):
     """The threads of a link's end."""
 
-    def post(self, store_message: StoreMessage) -> None:
+    def post(self, queued: QueuedMessage) -> None:
         """Queue a message to be written."""
 
     def deliver(self) -> None:
@@ -253,7 +253,7 @@ class WorkerArrivals(Arrivals):
             return
         if self._over:
             forwarder.close()
-        self._owner.post(StoreMessage(Listening(own_host(), forwarder.address).encoded(), None))
+        self._owner.post(QueuedMessage(ParentAddress(own_host(), forwarder.address).encoded(), None))
 
     def _routed(self, route: Routed, opened: Opened, stream: Stream) -> Received | _Awaited:
         if not self._guard.admits:
@@ -296,7 +296,7 @@ class WorkerArrivals(Arrivals):
         try:
             fetch(awaited.route, awaited.buffer, awaited.feed.reach, self._owner.require_link)
         except NotFetched as failed:
-            self._owner.post(StoreMessage(Ask(awaited.update.version, failed.why).encoded(), None))
+            self._owner.post(QueuedMessage(Ask(awaited.update.version, failed.why).encoded(), None))
             return None
         return Received(awaited.update, awaited.buffer)
 

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
-from weightsync.transports.store.mailbox import Outbox, Side, StoreMessage
+from weightsync.transports.store.mailbox import Outbox, QueuedMessage, Side
 from weightsync.transports.store.seals import Guard
 from weightsync.transports.store.store import Client, Store
 from weightsync.transports.store.stream import Stream
@@ -106,11 +106,11 @@ def start(owner: Owner, *bodies: Callable[[], None]) -> None:
         _running.add(name, body, owner)
 
 
-class Outgoing:
+class WriteQueue:
     """Store messages in the order in which they are written. Called under the lock of the link's threads."""
 
     def __init__(self) -> None:
-        self._queue: deque[StoreMessage] = deque()
+        self._queue: deque[QueuedMessage] = deque()
         self._writing = False
         self._awaited = False
         #: Whether a message was dropped, so that not all are written.
@@ -119,23 +119,23 @@ class Outgoing:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def add(self, store_message: StoreMessage) -> None:
+    def add(self, queued: QueuedMessage) -> None:
         """Add a message."""
-        self._queue.append(store_message)
+        self._queue.append(queued)
 
-    def begin(self, store_message: StoreMessage, stream: Stream, guard: Guard) -> bool:
+    def begin(self, queued: QueuedMessage, stream: Stream, guard: Guard) -> bool:
         """Write a plain message at once if nothing is before it; whether it was. What is left of it is taken next."""
-        if not store_message.is_plain or not self.idle:
+        if not queued.is_plain or not self.idle:
             return False
         self._writing = True  # a signal handler may send meanwhile: that is behind this
-        left = stream.begin(store_message.sealed(guard))
+        left = stream.begin(queued.sealed(guard))
         self._writing = False
-        store_message.done()
-        if left or store_message.hint is not None:
-            self._queue.appendleft(StoreMessage(left, None, store_message.hint, begun=True))
+        queued.done()
+        if left or queued.hint is not None:
+            self._queue.appendleft(QueuedMessage(left, None, queued.hint, begun=True))
         return True
 
-    def take(self) -> StoreMessage:
+    def take(self) -> QueuedMessage:
         """The next message, which is being written until `written`."""
         self._writing = True
         return self._queue.popleft()
@@ -161,10 +161,8 @@ class Outgoing:
         The messages before it get their own copies of payloads, since no caller waits for them. Parts of a payload are
         dropped too, but the messages behind them stay, up to the update that names those parts.
         """
-        left = (store_message for store_message in self._queue if not store_message.is_part)
-        leaving = [
-            each.alone() for each in itertools.takewhile(lambda store_message: not store_message.needs_the_peer, left)
-        ]
+        left = (queued for queued in self._queue if not queued.is_part)
+        leaving = [each.alone() for each in itertools.takewhile(lambda queued: not queued.needs_the_peer, left)]
         self.cut_short |= len(leaving) < len(self._queue)
         self._let_go()
         self._queue.extend(leaving)
@@ -180,8 +178,8 @@ class Outgoing:
         self._let_go()
 
     def _let_go(self) -> None:
-        for store_message in self._queue:
-            store_message.done()
+        for queued in self._queue:
+            queued.done()
         self._queue.clear()
 
 

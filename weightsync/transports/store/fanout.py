@@ -23,8 +23,8 @@ from weightsync.transports.base import Gathering
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.exposure import is_loopback
 from weightsync.transports.sealing import sent_digest
-from weightsync.transports.store.mailbox import INLINE_NBYTES, StoreMessage
-from weightsync.transports.store.routes import TOKEN_NBYTES, Ask, Listen, Listening, Routed, Supply, Why
+from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage
+from weightsync.transports.store.routes import TOKEN_NBYTES, Ask, Listen, ParentAddress, Routed, Supply, Why
 from weightsync.transports.store.tree import Node, tree_of
 
 logger = logging.getLogger("weightsync")
@@ -76,7 +76,7 @@ class Payload:
 class _OwedPayload(NamedTuple):
     """A payload that a worker may still ask for."""
 
-    message: StoreMessage
+    message: QueuedMessage
     parent: Branch
 
 
@@ -86,7 +86,7 @@ class _Gathered(NamedTuple):
     branch: Branch
     update: Update
     buffer: Buffer
-    message: StoreMessage
+    message: QueuedMessage
 
 
 class Branch:
@@ -98,7 +98,7 @@ class Branch:
         keyed: whether the link has a key.
     """
 
-    def __init__(self, fanout: Fanout, post: Callable[[StoreMessage], None], peer: str, keyed: bool) -> None:
+    def __init__(self, fanout: Fanout, post: Callable[[QueuedMessage], None], peer: str, keyed: bool) -> None:
         self._fanout, self._post, self._peer, self.keyed = fanout, post, peer, keyed
         self._lock = threading.Lock()
         self._owed_payloads: dict[int, _OwedPayload] = {}
@@ -113,14 +113,14 @@ class Branch:
         self._proved = False
         #: Whether its worker cannot reach others: it gets all payloads from the trainer.
         self._cut_off = False
-        post(StoreMessage(Listen().encoded(), None))
+        post(QueuedMessage(Listen().encoded(), None))
 
-    def send(self, update: Update, buffer: Buffer, message: StoreMessage) -> None:
+    def send(self, update: Update, buffer: Buffer, message: QueuedMessage) -> None:
         """Send an update, which is gathered while a dispatch is in progress."""
         if not self._fanout.gathers(self, update, buffer, message):
             self._post(message)
 
-    def send_now(self, message: StoreMessage) -> None:
+    def send_now(self, message: QueuedMessage) -> None:
         """Send a gathered update, unless the link has ended meanwhile."""
         with self._lock:
             over = self._over
@@ -129,7 +129,9 @@ class Branch:
         else:
             self._post(message)
 
-    def send_routed(self, message: StoreMessage, payload: Payload, parent: Branch, address: str, children: int) -> None:
+    def send_routed(
+        self, message: QueuedMessage, payload: Payload, parent: Branch, address: str, children: int
+    ) -> None:
         """Send an update without its payload, which its worker gets from ``parent``, at that address."""
         with self._lock:
             over = self._over
@@ -151,7 +153,7 @@ class Branch:
             return None
         return Node(self._host, self._at_loopback, not self._doubted)
 
-    def listens(self, route: Listening) -> None:
+    def listens(self, route: ParentAddress) -> None:
         """Note the address at which its worker listens."""
         self._host, self._at_loopback = route.host, is_loopback(route.address.rpartition(":")[0])
         self.address = route.address
@@ -223,7 +225,7 @@ class Fanout(Gathering):
         """Gather updates from now on."""
         self._gathered = []
 
-    def gathers(self, branch: Branch, update: Update, buffer: Buffer, message: StoreMessage) -> bool:
+    def gathers(self, branch: Branch, update: Update, buffer: Buffer, message: QueuedMessage) -> bool:
         """Gather an update; False: it is to be sent at once."""
         if self._gathered is None or update.nbytes <= INLINE_NBYTES:
             return False

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.buffers import anonymous
-from weightsync.transports.store.store import FOR_EVER, Client, Store, StoreEnd
+from weightsync.transports.store.store import FOR_EVER, Client, Store, StoreEndpoint
 from weightsync.transports.store.stream import Stream
 
 #: How often a rank checks whether the other has arrived. Once for each link: both arrive soon.
@@ -29,7 +29,7 @@ _CONNECT: Final = "connect"
 _GIVEN_UP: Final = "given up"
 
 
-class Rendezvous(Store):
+class RendezvousStore(Store):
     """The store through which two ranks find each other. Unlike a plain store, the wait can be ended.
 
     A rank that has found the other connects and waits for it inside NCCL, where it cannot be interrupted. So the ranks
@@ -191,12 +191,12 @@ class Group:
 
         Raises TransportError: the store is gone.
         """
-        Rendezvous(client, self._prefix, self._over).give_up()
+        RendezvousStore(client, self._prefix, self._over).give_up()
 
     def _join(self, client: Client) -> None:
         if self._group is not None:
             return
-        rendezvous = Rendezvous(client, self._prefix, self._over)
+        rendezvous = RendezvousStore(client, self._prefix, self._over)
         with _errors_as("could not be made"):
             if self._over.is_set():
                 rendezvous.give_up()
@@ -270,15 +270,15 @@ def _errors_as(what: str) -> Any:
         raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
 
 
-def group_of(end: StoreEnd, rank: int, key: str) -> Group | NoGroup:
+def group_of(endpoint: StoreEndpoint, rank: int, key: str) -> Group | NoGroup:
     """The object that carries a link's payloads.
 
     Raises ConfigurationError: this torch, or this machine, does not have the backend.
     """
-    require_backend(end.backend)
-    if end.backend == "gloo":
+    require_backend(endpoint.backend)
+    if endpoint.backend == "gloo":
         return NoGroup()
-    return Group(rank, key, _nccl, torch.device("cuda", end.gpu), end.in_flight)
+    return Group(rank, key, _nccl, torch.device("cuda", endpoint.gpu), endpoint.in_flight)
 
 
 def require_backend(name: str) -> None:

@@ -20,9 +20,9 @@ from weightsync.transports.process import forget_after_fork
 from weightsync.transports.sealing import sent_digest, sent_part_digest
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.link_threads import LinkThreads
-from weightsync.transports.store.mailbox import Side, StoreMessage
+from weightsync.transports.store.mailbox import QueuedMessage, Side
 from weightsync.transports.store.seals import Guard
-from weightsync.transports.store.store import StoreEnd
+from weightsync.transports.store.store import StoreEndpoint
 from weightsync.transports.wakeup import WakeableLink
 
 
@@ -41,21 +41,21 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
     carries_deltas = True
 
     def __init__(
-        self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, *, fanout: Fanout | None = None
+        self, endpoint: StoreEndpoint, name: str, side: Side, guard: Guard, *, fanout: Fanout | None = None
     ) -> None:
         super().__init__(side.peer)
-        self._rank, self._hints = rendezvous.rank, rendezvous.hints
+        self._rank, self._hints = endpoint.rank, endpoint.hints
         self._side = side
         self._fanout = fanout
         #: The payload that was sent in parts last, and how many bytes of it.
         self._parts = _NONE_SENT
         #: Whether payloads go over the link's own connection: not in a group of two ranks, nor from worker to worker.
-        self._carries_payloads = fanout is None and rendezvous.backend == "gloo"
+        self._carries_payloads = fanout is None and endpoint.backend == "gloo"
         #: Why the peer's handshake was refused; empty if it was not.
         self._refused = ""
         self._when_refused: Callable[[str], None] = _nobody_asks
         try:
-            self._threads = LinkThreads(rendezvous, name, side, guard, self._waker, fanout=fanout)
+            self._threads = LinkThreads(endpoint, name, side, guard, self._waker, fanout=fanout)
         except BaseException:
             self._waker.close()
             raise
@@ -98,10 +98,10 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
             return
         if isinstance(message, Refusal) and not message.version:
             self._refused = message.reason
-        store_message = StoreMessage(codec.encode(message), None, self._hints.of(message, self._rank))
+        queued = QueuedMessage(codec.encode(message), None, self._hints.of(message, self._rank))
         if isinstance(message, Bye):
-            store_message = replace(store_message, before=self._side.before_goodbye)
-        self._threads.post(store_message)
+            queued = replace(queued, before=self._side.before_goodbye)
+        self._threads.post(queued)
 
     def _send_update(self, update: Update, payload: Buffer | None) -> None:
         # The worker drops what has come in parts, unless this update names it.
@@ -110,25 +110,25 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
             raise ConfigurationError(f"Version {update.version} was sent without its {update.nbytes} bytes.")
         hint = self._hints.of(update, self._rank)
         if payload is None:
-            self._threads.post(StoreMessage(codec.encode(update), None, hint))
+            self._threads.post(QueuedMessage(codec.encode(update), None, hint))
         elif payload.segment is not None and sent == (payload.segment.next_seal, update.nbytes):
             named = structs.replace(update, payload_id=sent[0])
-            self._threads.post(StoreMessage(codec.encode(named), None, hint, payload_id=sent[0]))
+            self._threads.post(QueuedMessage(codec.encode(named), None, hint, payload_id=sent[0]))
         else:
             self._send_whole(update, payload, hint)
 
     def _send_whole(self, update: Update, payload: Buffer, hint: tuple[str, str] | None) -> None:
         frame, token = codec.encode(update), object()
         payload.pin(token)
-        store_message = StoreMessage(
+        queued = QueuedMessage(
             *(frame, payload.view[: update.nbytes] if update.nbytes else None, hint),
             done=lambda: payload.unpin(token),
             digest=lambda: sent_digest(update, payload),
         )
         if self._threads.branch is None:
-            self._threads.post(store_message)
+            self._threads.post(queued)
         else:
-            self._threads.branch.send(update, payload, store_message)
+            self._threads.branch.send(update, payload, queued)
 
     def _require_unfailed(self) -> None:
         self._require_open()
@@ -148,7 +148,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         frame, view, token = codec.encode(part), payload.view[part.start : part.end], object()
         payload.pin(token)
         done, digest = partial(payload.unpin, token), partial(sent_part_digest, part, payload)
-        self._threads.post(StoreMessage(frame, view, done=done, digest=digest, payload_id=part.payload_id))
+        self._threads.post(QueuedMessage(frame, view, done=done, digest=digest, payload_id=part.payload_id))
         payload_id, sent = self._parts
         self._parts = part.payload_id, part.end - part.start + (sent if part.payload_id == payload_id else 0)
 

@@ -15,12 +15,12 @@ from weightsync.transports.base import Received, Waker
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.arriving import arrivals_of
-from weightsync.transports.store.blocking_threads import Outgoing, notify_later, start, unforeseen
+from weightsync.transports.store.blocking_threads import WriteQueue, notify_later, start, unforeseen
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
-from weightsync.transports.store.mailbox import UNANSWERED, Ended, Inbox, Outbox, PeerClosed, Side, StoreMessage, end
+from weightsync.transports.store.mailbox import NO_ANSWER, Ended, Inbox, Outbox, PeerClosed, QueuedMessage, Side, end
 from weightsync.transports.store.seals import Guard, Opened
-from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
+from weightsync.transports.store.store import Client, StoreEndpoint, keep_in_child
 from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, dial, own_address
 
 logger = logging.getLogger("weightsync")
@@ -60,26 +60,26 @@ class LinkThreads:
     _inbox: Inbox | None = None
 
     def __init__(
-        self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker, *, fanout: Fanout | None = None
+        self, endpoint: StoreEndpoint, name: str, side: Side, guard: Guard, waker: Waker, *, fanout: Fanout | None
     ) -> None:
-        self._rendezvous, self._waker = rendezvous, waker
+        self._endpoint, self._waker = endpoint, waker
         self._name, self._key = name, f"weightsync/link/{name}"
         self._side, self._guard = side, guard
         self._condition = threading.Condition()
-        self._outgoing = Outgoing()
+        self._outgoing = WriteQueue()
         self._arrived: deque[Received] = deque()
         #: Messages from a sender that has not proved yet that it is not a recording.
         self._held: list[Received] = []
         #: Set once the worker listens, and once there is a connection; both also when there never will be.
         self._listening, self._connected = threading.Event(), threading.Event()
         self._read_all, self._cut = threading.Event(), threading.Event()
-        self._group = group_of(rendezvous, side.rank, self._key)
+        self._group = group_of(endpoint, side.rank, self._key)
         #: The link's part in a fan-out, at the trainer's end; None: it has none.
         self.branch = None if fanout is None else Branch(fanout, self.post, side.peer, guard.keyed)
         self._arrivals = arrivals_of(self, side, guard, self._group, self.branch)
         self._remark, callbacks = heartbeat.Remark(), heartbeat.Callbacks(self._lose, self._lose_store, self._look)
         with self._condition:  # a loss of the store, which a callback reports at any time from here on, waits for it
-            self._heartbeat_member = heartbeat.join(rendezvous.store, callbacks)
+            self._heartbeat_member = heartbeat.join(endpoint.store, callbacks)
         try:
             start(self, self._write, self._read)
         except TransportError as error:
@@ -113,12 +113,12 @@ class LinkThreads:
                 return False  # the peer's messages before its end are read first
             raise TransportError(str(self._failed)) from self._failed
 
-    def post(self, store_message: StoreMessage) -> None:
+    def post(self, queued: QueuedMessage) -> None:
         """Queue a message to be written, or write it at once if it is small and nothing is before it."""
         with self._condition:
             stream = self._stream if self._introduced and not (self._closed or self._failed or self._ending) else None
-            if stream is None or not self._outgoing.begin(store_message, stream, self._guard):
-                self._outgoing.add(store_message)
+            if stream is None or not self._outgoing.begin(queued, stream, self._guard):
+                self._outgoing.add(queued)
             if self._failed is not None:
                 self._outgoing.drop()
             if self._outgoing:
@@ -150,7 +150,7 @@ class LinkThreads:
         """Why the peer may never connect; empty if nothing is known, or it has."""
         if self._stream is not None:
             return ""
-        return self._remark.text or (UNANSWERED if self._writer is None else self._side.untaken)
+        return self._remark.text or (NO_ANSWER if self._writer is None else self._side.untaken)
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
@@ -187,30 +187,30 @@ class LinkThreads:
         if self._acceptor is not None:
             self._acceptor.close()
         self._arrivals.forget()
-        keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
+        keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._endpoint)
 
     def _write(self) -> None:
         try:
-            client = self._writer = Client(self._rendezvous.store)
+            client = self._writer = Client(self._endpoint.store)
         except TransportError as error:
             self._fail(error)
             self._cut_clients()
-            notify_later(self._rendezvous.store, f"{self._key}/{self._side.writes}", self._side, self._cut)
+            notify_later(self._endpoint.store, f"{self._key}/{self._side.writes}", self._side, self._cut)
             self._leave_stream()
             return
         outbox = Outbox(client, f"{self._key}/{self._side.writes}")
         try:
             self._introduce(client, outbox)
             self._introduced = True
-            while (store_message := self._next(client)) is not None:
-                self._post(store_message, client)
+            while (queued := self._next(client)) is not None:
+                self._post(queued, client)
                 with self._condition:
                     awaited = self._outgoing.written()
                     self._condition.notify_all()
                 if awaited:
                     self._waker.fire()
-                self._hint(store_message, client)
-                del store_message  # it keeps its payload, and all that the payload's sender has
+                self._hint(queued, client)
+                del queued  # it keeps its payload, and all that the payload's sender has
         except TransportError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
@@ -233,7 +233,7 @@ class LinkThreads:
             name += f" {self._acceptor.address}"
         outbox.put(self._guard.seal(name.encode()))
 
-    def _next(self, client: Client) -> StoreMessage | None:
+    def _next(self, client: Client) -> QueuedMessage | None:
         """The next message to write, or None."""
         while True:
             with self._condition:
@@ -251,23 +251,23 @@ class LinkThreads:
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or self._failed)
 
-    def _post(self, store_message: StoreMessage, client: Client) -> None:
+    def _post(self, queued: QueuedMessage, client: Client) -> None:
         assert self._stream is not None
         try:
-            store_message.before()
-            self._transfer(store_message, self._stream, client)
+            queued.before()
+            self._transfer(queued, self._stream, client)
         finally:
-            store_message.done()
+            queued.done()
 
-    def _hint(self, store_message: StoreMessage, client: Client) -> None:
+    def _hint(self, queued: QueuedMessage, client: Client) -> None:
         """Write TorchRL's key. The message is written already: a store that does not answer holds up no ack."""
         try:
-            store_message.write_hint(client)
+            queued.write_hint(client)
         except TransportError:
             if not self._closed:  # a goodbye needs no store
                 raise
 
-    def _transfer(self, store_message: StoreMessage, stream: Stream, client: Client) -> None:
+    def _transfer(self, queued: QueuedMessage, stream: Stream, client: Client) -> None:
         blocked = iter(range(_BLOCKED))
 
         def go_on() -> None:
@@ -275,11 +275,11 @@ class LinkThreads:
                 raise TransportError(f"{self._side.peer} accepts no more messages.")
 
         try:
-            if store_message.begun:
-                stream.finish(store_message.frame, go_on)
+            if queued.begun:
+                stream.finish(queued.frame, go_on)
             else:
-                behind = store_message.payload if store_message.has_payload_behind else None
-                self._group.write(stream, client, store_message.sealed(self._guard), behind, go_on)
+                behind = queued.payload if queued.has_payload_behind else None
+                self._group.write(stream, client, queued.sealed(self._guard), behind, go_on)
         except TransportError as error:
             self.end_reading(str(error))
             with self._condition:
@@ -342,7 +342,7 @@ class LinkThreads:
         client: Client | None = None
         try:
             if not self._closed:
-                client = Client(self._rendezvous.store)
+                client = Client(self._endpoint.store)
                 self._receive_all(client)
         except (PeerClosed, EndOfStream, Ended):
             if client is not None and not self._closed:
@@ -438,7 +438,7 @@ class LinkThreads:
             if opened is not None:
                 return opened
             if self._guard.replies:
-                self.post(StoreMessage(b"", None))
+                self.post(QueuedMessage(b"", None))
 
     def deliver(self) -> None:
         """Deliver the messages held back, once their sender has proved that it is alive."""

@@ -32,7 +32,7 @@ from weightsync.transports.store.announcing import (
 )
 from weightsync.transports.store.blocking_threads import start
 from weightsync.transports.store.link import StoreLink
-from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEnd, base_of, keep_in_child
+from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEndpoint, base_of, keep_in_child
 
 logger = logging.getLogger("weightsync")
 
@@ -109,12 +109,12 @@ class _Listener:
     owner: Callable[[], object] = object  #: Gives the handle, and None once that was dropped.
 
     def __init__(
-        self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None], leave: Callable[[], None]
+        self, endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None], leave: Callable[[], None]
     ) -> None:
-        self._rendezvous = rendezvous
+        self._endpoint = endpoint
         self._model_id = model_id
-        store = base_of(rendezvous.store)
-        self._base = base_key(model_id, rendezvous.rank)
+        store = base_of(endpoint.store)
+        self._base = base_key(model_id, endpoint.rank)
         self.where = store.host, store.port, self._base
         self._accept, self._leave = accept, leave
         self._other = _OtherProcess(self._base)
@@ -128,9 +128,7 @@ class _Listener:
         self._remark = heartbeat.Remark()
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
-        self._heartbeat_member = heartbeat.join(
-            rendezvous.store, heartbeat.Callbacks(self._lose, self._lose, self._look)
-        )
+        self._heartbeat_member = heartbeat.join(endpoint.store, heartbeat.Callbacks(self._lose, self._lose, self._look))
         forget_after_fork(self)
         try:
             start(self, self._listen)
@@ -141,14 +139,14 @@ class _Listener:
     def forget(self) -> None:
         """In a forked child: stop listening. The thread is the parent's."""
         self._over.set()
-        keep_in_child(self._client, self._waking_client, self._heartbeat_member, self._rendezvous)
+        keep_in_child(self._client, self._waking_client, self._heartbeat_member, self._endpoint)
 
     def _listen(self) -> None:
         _listeners.add(self)
         try:
-            self._waking_client = Client(self._rendezvous.store)
-            client = self._client = Client(self._rendezvous.store)
-            Models(self._rendezvous.rank, RECEIVERS).add(client, self._model_id)
+            self._waking_client = Client(self._endpoint.store)
+            client = self._client = Client(self._endpoint.store)
+            Models(self._endpoint.rank, RECEIVERS).add(client, self._model_id)
             self._other.find(client)
             while not self._over.is_set():
                 announced = client.await_value(self._next_key).decode("ascii", "replace")
@@ -174,15 +172,15 @@ class _Listener:
             logger.warning(
                 "model %r: another process receives for rank %d of this store too, and each link goes to one of them: "
                 "give every worker a rank of its own",
-                *(self._model_id, self._rendezvous.rank),
+                *(self._model_id, self._endpoint.rank),
             )
-        if self._next or self._over.is_set() or not Models.are_read_in(self._rendezvous.store):
+        if self._next or self._over.is_set() or not Models.are_read_in(self._endpoint.store):
             return
-        found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)
+        found = Models(self._endpoint.rank, SENDERS).without(client, self._model_id)
         if self._remark.is_due(found):
             logger.warning(
                 "model %r: a sender of %s waits for rank %d, and none of %r so far: give both sides the same model_id",
-                *(self._model_id, found, self._rendezvous.rank, self._model_id),
+                *(self._model_id, found, self._endpoint.rank, self._model_id),
             )
 
     @property
@@ -195,18 +193,18 @@ class _Listener:
         if announced is None:
             logger.warning("the store's key %s names no link: it is skipped", self._next_key)
             return
-        refused = announced.why_refused(self._rendezvous, self._model_id)
+        refused = announced.why_refused(self._endpoint, self._model_id)
         if refused is not None:
             logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
             announced.refuse(client, refused)
         elif taken(client, announced.name):
-            Models(self._rendezvous.rank, SENDERS).remove(client, self._model_id)
+            Models(self._endpoint.rank, SENDERS).remove(client, self._model_id)
             self._take(client, announced.name)
 
     def _take(self, client: Client, name: str) -> None:
         self._parted = parted = threading.Event()
         try:
-            link = worker_link(self._rendezvous, self._model_id, name, parted.set, self._before_end)
+            link = worker_link(self._endpoint, self._model_id, name, parted.set, self._before_end)
         except TransportError as error:
             logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)
@@ -345,17 +343,17 @@ class _Registered(PerProcess):
     def _begin(self) -> None:
         self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
 
-    def open(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def open(self, endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Register a listener. Returns a function that removes it.
 
         Raises ConfigurationError: there is another. The same listener may be registered again.
         """
-        place = _where(rendezvous.store), rendezvous.rank, model_id
+        place = _where(endpoint.store), endpoint.rank, model_id
         with self._lock:
             there = self._by_place.setdefault(place, [])
             if any(other != accept for other in there):
                 raise ConfigurationError(
-                    f"Model {model_id!r} has a receiver for rank {rendezvous.rank} in this process: close that first."
+                    f"Model {model_id!r} has a receiver for rank {endpoint.rank} in this process: close that first."
                 )
             there.append(accept)
 
@@ -392,7 +390,7 @@ class ListenerHandle:
         self.listener.close()
 
 
-def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> ListenerHandle:
+def listen(endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None]) -> ListenerHandle:
     """Call ``accept``, from a thread, with each link that a sender announces to this worker.
 
     Returns:
@@ -402,14 +400,14 @@ def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) 
         ConfigurationError: this process has another receiver of that model for that rank.
         TransportError: no more threads can be started.
     """
-    rendezvous.warn_if_exposed()
-    leave = _registered.open(rendezvous, model_id, accept)
+    endpoint.warn_if_exposed()
+    leave = _registered.open(endpoint, model_id, accept)
     try:
-        listener = _Listener(rendezvous, model_id, accept, leave)
+        listener = _Listener(endpoint, model_id, accept, leave)
     except BaseException:
         leave()
         raise
-    prefixed = id(rendezvous.store) if isinstance(rendezvous.store, PrefixStore) else 0
+    prefixed = id(endpoint.store) if isinstance(endpoint.store, PrefixStore) else 0
     handle = ListenerHandle(listener.where, prefixed, listener)
     # A receiver that is dropped holds it no more: see `StoreLink`.
     listener.owner = ref(handle)

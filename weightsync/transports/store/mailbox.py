@@ -28,7 +28,7 @@ _WORDS: Final = b"L"
 _CLOSED: Final = b"C"
 _END: Final = "E"
 #: Why a link has no connection yet, while its end has none to the store.
-UNANSWERED: Final = "the store has not answered this process so far"
+NO_ANSWER: Final = "the store has not answered this process so far"
 #: Seconds between two checks of a key that another program has written to.
 _LOOK: Final = 0.05
 
@@ -85,8 +85,8 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreMessage:
-    """A message that is to be written to the link's own connection: it does not go through the store."""
+class QueuedMessage:
+    """A message that waits to be written to the link's own connection. It does not go through the store."""
 
     frame: bytes
     payload: memoryview | None
@@ -102,7 +102,7 @@ class StoreMessage:
     head: Callable[[], bytes] | None = None
     #: The payload that this is a part of, or whose parts it names; empty: none.
     payload_id: bytes = b""
-    #: Whether the frame is what is left of a text that was begun: see `Outgoing.begin`.
+    #: Whether the frame is what is left of a text that was begun: see `WriteQueue.begin`.
     begun: bool = False
 
     def sealed(self, guard: Guard) -> bytes:
@@ -137,14 +137,14 @@ class StoreMessage:
         if self.hint is not None:
             client.set(self.hint[0], self.hint[1].encode())
 
-    def alone(self) -> StoreMessage:
+    def alone(self) -> QueuedMessage:
         """The same message with its own copy of the payload, so that its owner need not be notified."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
-        return StoreMessage(self.frame, payload, self.hint, before=self.before, begun=self.begun)
+        return QueuedMessage(self.frame, payload, self.hint, before=self.before, begun=self.begun)
 
 
 class Outbox:
-    """Writes store messages under numbered keys."""
+    """Writes an end's messages under numbered keys of the store."""
 
     def __init__(self, client: Client, key: str) -> None:
         self._client = client

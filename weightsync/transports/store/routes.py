@@ -4,7 +4,7 @@ Each text begins with a magic and its kind. On a link with a key it is sealed li
 
 kind       from     fields (big-endian)
 LISTEN     trainer  -
-LISTENING  worker   size of the host's identity (1), the identity, the address
+ADDRESS    worker   size of the host's identity (1), the identity, the address
 ROUTED     trainer  token (16), children (2), sizes of digest and parent (1 each), digest, parent, the update's frame
 ASK        worker   version (8), why (1)
 SUPPLY     trainer  version (8); the payload follows
@@ -32,11 +32,11 @@ _DIGEST_SIZES: Final = (0, 16, 32)
 _ADDRESS: Final = re.compile(r"\S{1,200}:[0-9]{1,5}")
 
 
-class Kind(enum.IntEnum):
+class RouteKind(enum.IntEnum):
     """The kind of a text."""
 
     LISTEN = 1
-    LISTENING = 2
+    ADDRESS = 2
     ROUTED = 3
     ASK = 4
     SUPPLY = 5
@@ -61,11 +61,11 @@ class Listen:
 
     def encoded(self) -> bytes:
         """The text."""
-        return _HEAD.pack(MAGIC, Kind.LISTEN)
+        return _HEAD.pack(MAGIC, RouteKind.LISTEN)
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class ParentAddress:
     """Where a worker awaits its children."""
 
     host: bytes
@@ -73,7 +73,7 @@ class Listening:
 
     def encoded(self) -> bytes:
         """The text."""
-        return _HEAD.pack(MAGIC, Kind.LISTENING) + bytes([len(self.host)]) + self.host + self.address.encode()
+        return _HEAD.pack(MAGIC, RouteKind.ADDRESS) + bytes([len(self.host)]) + self.host + self.address.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Routed:
     def encoded(self) -> bytes:
         """The text."""
         sizes = len(self.digest), len(self.parent)
-        fixed = _HEAD.pack(MAGIC, Kind.ROUTED) + _ROUTED.pack(self.token, self.children, *sizes)
+        fixed = _HEAD.pack(MAGIC, RouteKind.ROUTED) + _ROUTED.pack(self.token, self.children, *sizes)
         return b"".join((fixed, self.digest, self.parent.encode("ascii"), self.frame))
 
 
@@ -107,7 +107,7 @@ class Ask:
 
     def encoded(self) -> bytes:
         """The text."""
-        return _HEAD.pack(MAGIC, Kind.ASK) + _ASK.pack(self.version, self.why)
+        return _HEAD.pack(MAGIC, RouteKind.ASK) + _ASK.pack(self.version, self.why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class Supply:
 
     def encoded(self) -> bytes:
         """The text."""
-        return _HEAD.pack(MAGIC, Kind.SUPPLY) + _SUPPLY.pack(self.version)
+        return _HEAD.pack(MAGIC, RouteKind.SUPPLY) + _SUPPLY.pack(self.version)
 
 
-Route = Listen | Listening | Routed | Ask | Supply
+Route = Listen | ParentAddress | Routed | Ask | Supply
 
 
 def route_in(text: memoryview) -> Route | None:
@@ -132,24 +132,24 @@ def route_in(text: memoryview) -> Route | None:
     if bytes(text[: len(MAGIC)]) != MAGIC:
         return None
     try:
-        return _decoded(Kind(text[len(MAGIC)]), text[_HEAD.size :])
+        return _decoded(RouteKind(text[len(MAGIC)]), text[_HEAD.size :])
     except (struct.error, ValueError, IndexError) as error:
         raise malformed(f"A message about a fan-out is malformed: {error}", text) from None
 
 
-def _decoded(kind: Kind, rest: memoryview) -> Route:
+def _decoded(kind: RouteKind, rest: memoryview) -> Route:
     match kind:
-        case Kind.LISTEN:
+        case RouteKind.LISTEN:
             return Listen()
-        case Kind.LISTENING:
+        case RouteKind.ADDRESS:
             start = 1 + rest[0]
-            return Listening(bytes(rest[1:start]), _address(rest[start:]))
-        case Kind.ROUTED:
+            return ParentAddress(bytes(rest[1:start]), _address(rest[start:]))
+        case RouteKind.ROUTED:
             return _routed(rest)
-        case Kind.ASK:
+        case RouteKind.ASK:
             version, why = _ASK.unpack(rest)
             return Ask(version, Why(why))
-        case Kind.SUPPLY:
+        case RouteKind.SUPPLY:
             return Supply(*_SUPPLY.unpack(rest))
 
 

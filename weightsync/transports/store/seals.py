@@ -7,7 +7,15 @@ from typing import NamedTuple, Protocol
 
 from weightsync.errors import AuthenticationError
 from weightsync.keys import SharedKey
-from weightsync.transports.sealing import Envelope, Identity, Kind, SenderSeal, WorkerSeal, is_envelope, without_key
+from weightsync.transports.sealing import (
+    Envelope,
+    EnvelopeKind,
+    Identity,
+    SenderSeal,
+    WorkerSeal,
+    is_envelope,
+    without_key,
+)
 
 
 class Opened(NamedTuple):
@@ -98,7 +106,7 @@ class SenderGuard:
         envelope = self._seal.open(text)
         number, self._read = self._read, self._read + 1
         _require(envelope, number)
-        return None if envelope.kind is Kind.CHALLENGE else Opened(envelope.content, envelope.digest)
+        return None if envelope.kind is EnvelopeKind.CHALLENGE else Opened(envelope.content, envelope.digest)
 
 
 class WorkerGuard:

@@ -41,7 +41,7 @@ HINT: Final = "update_weights"
 ACKED: Final = "updated"
 
 
-class Mode(enum.Enum):
+class HintMode(enum.Enum):
     """Which updates and acks are written to TorchRL's keys."""
 
     ALL = "all"
@@ -54,33 +54,33 @@ class Hints:
     """The hints of one side. First weights have no hint: a loop would take them for an update."""
 
     def __init__(self) -> None:
-        self._mode = Mode.ALL
+        self._mode = HintMode.ALL
 
     def of(self, message: Message, rank: int) -> tuple[str, str] | None:
         """The key and value of the hint for a message to or from the worker of that rank; None if there is no hint."""
         if not isinstance(message, Update | Ack):
             return None
-        mode, self._mode = self._mode, Mode.ALL if self._mode is Mode.AFTER_NEXT else self._mode
-        if mode is not Mode.ALL:
+        mode, self._mode = self._mode, HintMode.ALL if self._mode is HintMode.AFTER_NEXT else self._mode
+        if mode is not HintMode.ALL:
             return None
         return (f"NODE_{rank}_in", HINT) if isinstance(message, Update) else (f"NODE_{rank}_out", ACKED)
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
         """Write no hints for messages that are sent inside the block."""
-        self._mode = Mode.NONE
+        self._mode = HintMode.NONE
         try:
             yield
         finally:
-            self._mode = Mode.ALL
+            self._mode = HintMode.ALL
 
     def withhold_next(self) -> None:
         """Write no hint for the next update or ack."""
-        self._mode = Mode.AFTER_NEXT
+        self._mode = HintMode.AFTER_NEXT
 
     def write_all(self) -> None:
         """Write hints for everything."""
-        self._mode = Mode.ALL
+        self._mode = HintMode.ALL
 
 
 logger = logging.getLogger("weightsync")
@@ -134,7 +134,7 @@ _dialling = _ConnectingInTurn()
 
 
 @dataclass(frozen=True)
-class StoreEnd:
+class StoreEndpoint:
     """The store through which a sender and one worker find each other.
 
     Args:
@@ -172,8 +172,8 @@ class StoreEnd:
         return _arrived, (self.store.host, self.store.port, self.rank, self.backend, self.in_flight, self.key)
 
 
-def _arrived(host: str, port: int, *rest: Any) -> StoreEnd:
-    return StoreEnd(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), *rest)
+def _arrived(host: str, port: int, *rest: Any) -> StoreEndpoint:
+    return StoreEndpoint(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), *rest)
 
 
 def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
