@@ -10,6 +10,7 @@ import queue
 import re
 import select
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from torch import nn
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    DistributedWeightSyncScheme,
     EventKind,
     LayoutError,
     NonFiniteError,
@@ -611,6 +613,29 @@ def test_a_rank_that_joins_while_the_group_closes_returns(
         monkeypatch.setattr(launcher, "close", close_late)
 
     assert world.codes() == [0]
+
+
+@pytest.mark.gloo
+def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its_link_returns(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for a link until START had passed (five minutes)."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 2))
+    group = WorkerGroup(None, model, scheme="distributed")
+    group.start()
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 1, 2))
+
+    class Late(DistributedWeightSyncScheme):
+        def init_on_receiver(self, **options: Any) -> None:
+            group.close()
+            for thread in threading.enumerate():
+                if thread.name.startswith("weightsync-linkthreads"):
+                    thread.join()  # the link is withdrawn
+            monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "1")
+            super().init_on_receiver(**options)
+
+    run_worker(workers.come_late, workers.policy(), scheme=Late())
 
 
 @pytest.mark.gloo
