@@ -49,6 +49,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.group import ranks, stack_dump
 from weightsync.protocol import sender as pure
+from weightsync.protocol._tables import State
 from weightsync.testing import FakeClock
 from weightsync.transports.process import ProcessWatch
 
@@ -424,6 +425,34 @@ def test_close_does_not_wait_for_a_worker_that_has_not_begun(make: Make, caplog:
         group.close(timeout=None)
     assert all(map(is_dead, pids))
     assert [record for record in caplog.records if "close()" in record.getMessage()] == []
+
+
+@pytest.mark.parametrize("when", ["starting", "release"])
+def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
+    make: Make, when: str, request: pytest.FixtureRequest
+) -> None:
+    """As its links are to be closed, or as its first worker's process is ended."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with make(workers.act, 2) as group:
+        members = list(group._members.by_index.values())
+        owner: Any = group._members if when == "starting" else members[0]
+        call = getattr(owner, when)
+
+        def interrupted() -> Any:
+            setattr(owner, when, call)
+            signal.raise_signal(signal.SIGUSR1)
+            return call()
+
+        setattr(owner, when, interrupted)
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+        with pytest.raises(KeyboardInterrupt):
+            group.close(timeout=0.1)
+        assert [member.running for member in members] == [None, None]
+        assert group.sender.state is State.CLOSED
 
 
 def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
