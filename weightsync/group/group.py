@@ -13,6 +13,7 @@ from torch import nn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.arguments import require_whole
+from weightsync.engine.driver import Shield
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
 from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
@@ -207,25 +208,26 @@ class WorkerGroup:
         self._state = State.CLOSED
         lives = [member.running for member in self._members.by_index.values() if member.running is not None]
         try:
-            starting = self._members.starting()
-            for life in lives:
-                life.channel.close()
-            self._scheme.close()
-            for life in starting:
-                life.process.kill()  # it may import for seconds before it hears that the group is closed
+            with Shield(lambda: None):  # what a handler raises waits: an interrupt leaves nothing behind
+                starting = self._members.starting()
+                for life in lives:
+                    life.channel.close()
+                self._scheme.close()
+                for life in starting:
+                    life.process.kill()  # it may import for seconds before it hears that the group is closed
             for life in lives:
                 life.process.join(deadline)
             self._members.log_hung(timeout)
             for life in lives:
                 life.process.kill()  # all of them, before any is waited for
         finally:
-            for member in self._members.by_index.values():
-                member.release()
-            self._launcher.close(list(self._first.values()))
-            self._first.clear()
-            self._sent_to.clear()
-            self._members.results.clear()
-            atexit.unregister(self.close)
+            with Shield(lambda: None):
+                for member in self._members.by_index.values():
+                    member.release()
+                self._launcher.close(list(self._first.values()))
+                for held in (self._first, self._sent_to, self._members.results):
+                    held.clear()
+                atexit.unregister(self.close)
 
     def forget(self) -> None:
         """In a forked child: the workers are the parent's."""

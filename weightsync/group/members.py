@@ -160,10 +160,11 @@ class Member:
 
     def start(self) -> None:
         """Begin a life."""
-        self.running = self._start(self.index, self.restarts)
-        self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
-        self._started, self._unlinked, self._dump = Stopwatch(), None, StackDump()
-        self.due = Deadline(Timeout.START)
+        with Shield(lambda: None):  # what a handler raises leaves no process that nobody ends
+            self.running = self._start(self.index, self.restarts)
+            self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
+            self._started, self._unlinked, self._dump = Stopwatch(), None, StackDump()
+            self.due = Deadline(Timeout.START)
 
     def read(self) -> list[Waiting]:
         """Read what it has said, and return its new results."""

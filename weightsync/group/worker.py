@@ -17,7 +17,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from weightsync.clock import Deadline, Timeout
 from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.errors import AckTimeoutError, ConfigurationError, SenderClosed, TransportError
 from weightsync.group.channel import Failed, Finished, Started, WorkerEnd
 from weightsync.group.function import require_made, require_ran
@@ -92,6 +94,7 @@ class Worker:
 
 #: Seconds by which a worker's link may end before its channel, when the group closes.
 _END_SECONDS: Final = 2.0
+_STOPPED_BEFORE: Final = "the group was stopped before this worker had its first weights."
 
 
 class ChannelAddress(Protocol):
@@ -214,7 +217,7 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
     scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **chosen, **job.reach)
     listening()
     receiver = scheme.get_receiver()
-    _connect(scheme, receiver)
+    _connect(scheme, receiver, channel)
     _await_weights(receiver, channel)
     steps = Steps(receiver, channel if announced is None else announced, plan.staleness, channel)
     with steps.guard(model):
@@ -222,16 +225,19 @@ def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Call
         require_ran(plan.run, plan.run(Worker(job, receiver, steps, channel)))
 
 
-def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
+def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver, channel: WorkerEnd) -> None:
     """Take the trainer's link.
 
     Raises:
+        SenderClosed: the group was closed before there was one.
         ConfigurationError: this worker refused the trainer's weights.
         AckTimeoutError: the trainer sent none in time.
         TransportError: the trainer cannot be reached, or is gone.
     """
+    deadline = Deadline(Timeout.START)
+    _await_link(receiver.driver, channel, deadline)
     try:
-        scheme.connect()
+        scheme.connect(timeout=deadline.remaining)
     except AckTimeoutError:
         raise AckTimeoutError(
             f"the trainer sent this worker no first version of {receiver.model_id!r} in time: it sends one while it is "
@@ -239,6 +245,23 @@ def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
         ) from None
     except TransportError as error:
         raise _unserved(receiver, error) from None
+
+
+def _await_link(driver: ReceiverDriver, channel: WorkerEnd, deadline: Deadline) -> None:
+    """Wait for a link, or until time is up. If the group closes before there is one, only the channel shows that.
+
+    Raises:
+        SenderClosed: the group was closed before there was a link.
+    """
+    while True:
+        seen = driver.waker.fired
+        if driver.links() or driver.ended:
+            return
+        if channel.stopped:
+            raise SenderClosed(_STOPPED_BEFORE)
+        if deadline.passed:
+            return
+        driver.wait(LOOK_SECONDS, seen)
 
 
 def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
@@ -251,7 +274,7 @@ def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
     """
     while receiver.version is None:
         if channel.stopped:
-            raise SenderClosed("the group was stopped before this worker had its first weights.")
+            raise SenderClosed(_STOPPED_BEFORE)
         try:
             receiver.receive(LOOK_SECONDS)
         except TransportError as error:

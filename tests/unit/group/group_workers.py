@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -20,6 +21,9 @@ from torch import nn
 
 from weightsync import EventKind, SenderClosed, StaleWeightsError, SyncEvent, Worker, WorkerGroup, run_worker
 from weightsync.group.worker import MakeModel
+
+#: Has a rank write the stacks of its threads.
+DUMP = signal.SIGUSR1
 
 
 def policy() -> nn.Module:
@@ -239,8 +243,11 @@ def nothing() -> None:
     """Makes no model."""
 
 
-def be_rank(rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel) -> None:
+def be_rank(
+    rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel, *, dump_to: Connection
+) -> None:
     """Be a rank of a world, and a worker of its rank 0. Fails if the model keeps a hook of the group that has ended."""
+    faulthandler.register(DUMP, file=dump_to.fileno())
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:

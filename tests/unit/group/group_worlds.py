@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
@@ -40,24 +43,43 @@ class World:
     def __init__(self, context: ForkServerContext) -> None:
         self._context = context
         self.processes: list[Any] = []
+        #: Where each can be asked for its stacks.
+        self._dumps: list[Connection] = []
 
     def start(self, run: Any, count: int, make_model: MakeModel = workers.policy) -> dist.TCPStore:
         """Make it. Returns its store."""
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         for rank in range(1, count + 1):
-            arguments = rank, count + 1, store.port, run, make_model
-            self.processes.append(self._context.Process(target=workers.be_rank, args=arguments))
+            dumps, dump_to = self._context.Pipe(duplex=False)
+            self._dumps.append(dumps)
+            given, asked = (rank, count + 1, store.port, run, make_model), {"dump_to": dump_to}
+            self.processes.append(self._context.Process(target=workers.be_rank, args=given, kwargs=asked))
             self.processes[-1].start()
+            dump_to.close()
         dist.init_process_group("gloo", store=store, rank=0, world_size=count + 1)
         return store
 
     def codes(self) -> list[int | None]:
-        """The exit codes of the ranks, which end by themselves."""
+        """The exit codes of the ranks, which end by themselves. Fails with the stacks of one that does not."""
         for process in self.processes:
             process.join(60)
+        hung = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        if hung:
+            pytest.fail("\n\n".join(f"rank {rank + 1} has not ended:\n{self._stacks(rank)}" for rank in hung))
         return [process.exitcode for process in self.processes]
 
+    def _stacks(self, rank: int) -> str:
+        """What the threads of a rank are doing; empty if it does not get to say so."""
+        said = b""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, workers.DUMP)
+        while self._dumps[rank].poll(10) and (piece := os.read(self._dumps[rank].fileno(), 1 << 16)):
+            said += piece
+        return said.decode()
+
     def close(self) -> None:
+        for dumps in self._dumps:
+            dumps.close()
         for process in self.processes:
             process.kill()
             process.join()

@@ -10,6 +10,7 @@ import queue
 import re
 import select
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from torch import nn
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    DistributedWeightSyncScheme,
     EventKind,
     LayoutError,
     NonFiniteError,
@@ -47,6 +49,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.group import ranks, stack_dump
 from weightsync.protocol import sender as pure
+from weightsync.protocol._tables import State
 from weightsync.testing import FakeClock
 from weightsync.transports.process import ProcessWatch
 
@@ -424,6 +427,34 @@ def test_close_does_not_wait_for_a_worker_that_has_not_begun(make: Make, caplog:
     assert [record for record in caplog.records if "close()" in record.getMessage()] == []
 
 
+@pytest.mark.parametrize("when", ["starting", "release"])
+def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
+    make: Make, when: str, request: pytest.FixtureRequest
+) -> None:
+    """As its links are to be closed, or as its first worker's process is ended."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with make(workers.act, 2) as group:
+        members = list(group._members.by_index.values())
+        owner: Any = group._members if when == "starting" else members[0]
+        call = getattr(owner, when)
+
+        def interrupted() -> Any:
+            setattr(owner, when, call)
+            signal.raise_signal(signal.SIGUSR1)
+            return call()
+
+        setattr(owner, when, interrupted)
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+        with pytest.raises(KeyboardInterrupt):
+            group.close(timeout=0.1)
+        assert [member.running for member in members] == [None, None]
+        assert group.sender.state is State.CLOSED
+
+
 def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
     with make(workers.act) as group:
         next(group.results())
@@ -611,6 +642,29 @@ def test_a_rank_that_joins_while_the_group_closes_returns(
         monkeypatch.setattr(launcher, "close", close_late)
 
     assert world.codes() == [0]
+
+
+@pytest.mark.gloo
+def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its_link_returns(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for a link until START had passed (five minutes)."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 2))
+    group = WorkerGroup(None, model, scheme="distributed")
+    group.start()
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 1, 2))
+
+    class Late(DistributedWeightSyncScheme):
+        def init_on_receiver(self, **options: Any) -> None:
+            group.close()
+            for thread in threading.enumerate():
+                if thread.name.startswith("weightsync-linkthreads"):
+                    thread.join()  # the link is withdrawn
+            monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "1")
+            super().init_on_receiver(**options)
+
+    run_worker(workers.come_late, workers.policy(), scheme=Late())
 
 
 @pytest.mark.gloo

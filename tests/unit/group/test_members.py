@@ -392,6 +392,27 @@ def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_u
     assert (len(members.results), channel.room) == (1, 1)
 
 
+def test_g10_an_interrupt_while_a_life_begins_leaves_no_process_that_nobody_ends(lives: Lives) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(index: int, restarts: int) -> Running:
+        signal.raise_signal(signal.SIGUSR1)
+        return lives.begin(index, restarts)
+
+    member = Member(0, Rules(2, 0, 1.0, None), interrupted)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            member.start()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert (member.running is None, member.life) == (False, MemberState.STARTING)
+    member.release()
+    assert [process.dead for process in lives.processes] == [True]
+
+
 def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_count_of_what_is_in_flight(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
