@@ -11,6 +11,11 @@ from weightsync.errors import MissingExtraError, WeightSyncError
 #: The exit code for weightsync errors that have no code of their own.
 FAILED = 1
 _EXTRA = ("typer", "rich")
+#: What to do where there is no folder for temporary files.
+TEMPORARY_FILES = (
+    "Free space in one of these folders, or set TMPDIR to a folder that can be written to: without one, torch and "
+    "tensordict cannot be imported."
+)
 
 
 def main() -> None:
@@ -22,6 +27,11 @@ def main() -> None:
         _run()
     except WeightSyncError as error:
         print(f"weightsync: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+    except FileNotFoundError as error:
+        if "temporary directory" not in str(error):  # what `tempfile` raises, also while torch is imported
+            raise
+        print(f"weightsync: {error.strerror}. {TEMPORARY_FILES}", file=sys.stderr)
         sys.exit(FAILED)
 
 

@@ -1,6 +1,6 @@
-"""What `weightsync doctor` finds of the limits of this process: memory, address space, processes and pipes.
+"""What `weightsync doctor` finds of the limits of this process: memory, address space, processes, pipes, files.
 
-Each names its remedy. None fails: a limit shows only once a model or the number of workers is large enough.
+Each names its remedy. Only the last one fails: a limit shows once a model or the number of workers is large enough.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import os
 import resource
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
+from weightsync.cli import TEMPORARY_FILES
 from weightsync.cli._probes import Finding, Status, kernel
 
 #: torch passes tensors between processes through /dev/shm; a container has 64 MiB unless it is given more.
@@ -102,6 +104,14 @@ def processes(cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
             "worker is a process with a few threads and those of torch.",
         )
     return Finding(Status.WORKS, found)
+
+
+def temporary_files() -> Finding:
+    """A folder for temporary files: the import of tensordict fails without one, and with it every scheme."""
+    try:
+        return Finding(Status.WORKS, f"temporary files in {tempfile.gettempdir()}")
+    except OSError as error:  # none exists, or none may be written, or all are full
+        return Finding(Status.FAILS, f"{error.strerror}", TEMPORARY_FILES)
 
 
 def pipes() -> Finding:

@@ -26,6 +26,7 @@ PROBES = {
     "open files": _probes.descriptors,
     "processes": _limits.processes,
     "pipes": _limits.pipes,
+    "temporary files": _limits.temporary_files,
     "loopback": _probes.loopback,
     "host name": _probes.own_name,
     "torch.distributed": _probes.torch_distributed,
@@ -37,11 +38,11 @@ PROBES = {
     "Java": _probes.java,
 }
 
-_ANY_PROCESS = ("operating system", "open files", "processes", "address space")
+_ANY_PROCESS = ("operating system", "open files", "processes", "address space", "temporary files")
 _OVER_TCP = (*_ANY_PROCESS, "loopback", "host name")
 #: What each scheme needs, by its backend.
 NEEDS = {
-    "none": (),
+    "none": ("temporary files",),
     "shared": (*_ANY_PROCESS, "shared memory", "shared memory size"),
     "process": (*_ANY_PROCESS, "pipes"),
     "distributed": (*_OVER_TCP, "torch.distributed"),

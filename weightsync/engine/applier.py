@@ -26,6 +26,7 @@ from weightsync.transports.mapping import Mapping
 from weightsync.weights.destination_checks import FunctionalCallError
 from weightsync.weights.device.base import DeviceMemory
 from weightsync.weights.target import Mode, SwapBroken, Target
+from weightsync.weights.tensors import fake_mode, refusing_fake_mode
 from weightsync.weights.tree_digest import digest
 
 logger = logging.getLogger("weightsync")
@@ -164,6 +165,8 @@ class Applier:
         assert pending is not None
         stopwatch = Stopwatch()
         try:
+            if fake_mode() is not None:
+                raise refusing_fake_mode()
             named = self.verified(pending)
             in_slot = pending.slot is not None
             staged = target.stage(pending.layout, self._to_stage(pending), pending.update.extras, in_slot)
@@ -202,6 +205,8 @@ class Applier:
         assert ready is not None
         stopwatch = Stopwatch()
         try:
+            if fake_mode() is not None:
+                raise refusing_fake_mode()
             # Asked before the swap: no user code may run between the swap and APPLIED.
             reader = self._listening.background_reader
             relays = reader is not None and reader.relays()

@@ -32,6 +32,7 @@ from weightsync.weights.reading import Weights, is_module, read_weights, transie
 from weightsync.weights.selection import Selection
 from weightsync.weights.send_plan import SendPlan
 from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.tensors import fake_mode, refusing_fake_mode
 from weightsync.weights.threads import LEAST_PART
 from weightsync.weights.tree_digest import digest
 from weightsync.weights.unpacking import form_of
@@ -188,6 +189,8 @@ class Packer:
             NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
+        if fake_mode() is not None:
+            raise refusing_fake_mode()
         read, plan = self._read(weights), self._plan
         if plan is None or not plan.fits(read):
             plan = self._plan = SendPlan(read, plan, self.wire_dtype)

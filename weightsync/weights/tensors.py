@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from weightsync.errors import ConfigurationError
 from weightsync.weights.layout import ITEMSIZES, Entry
 from weightsync.weights.threads import alone
 
@@ -39,6 +41,23 @@ PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
 #: Plain tensors are read past torch's function modes, which change nothing about them. Each call would be one of Python
 #: otherwise where the user has set torch's default device, which is such a mode.
 past_modes: Final[Any] = torch._C.DisableTorchFunction
+
+
+try:
+    #: The FakeTensorMode that this thread is in, or None. Like `past_modes` it is no call of Python.
+    fake_mode: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+except AttributeError:  # no public interface: with another torch nothing is refused
+
+    def fake_mode() -> object:
+        """None."""
+
+
+def refusing_fake_mode() -> ConfigurationError:
+    """The error of a call that would read or write weights in FakeTensorMode: new tensors have no memory there."""
+    return ConfigurationError(
+        "this thread is in torch's FakeTensorMode, where nothing is computed and new tensors have no memory. Call "
+        "send() and receive() outside of it."
+    )
 
 
 class Form:

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from weightsync.cli import _limits, _probes, doctor
+from weightsync import cli
+from weightsync.cli import _app, _limits, _probes, doctor
 from weightsync.cli._app import build
 from weightsync.cli._probes import Finding, Status
 from weightsync.cli.doctor import NEEDS, PROBES, Diagnosis
@@ -31,6 +33,11 @@ def _refuse(number: int) -> Callable[..., object]:
         raise OSError(number, os.strerror(number))
 
     return refuse
+
+
+def _no_folder() -> str:
+    """What `tempfile` does where no folder can be written to, and on a full disk."""
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/x']")
 
 
 def _absent() -> Finding:
@@ -79,6 +86,7 @@ def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_ope
             Status.ABSENT,
             "needs neither for a server that it reaches by URL",
         ),
+        ("temporary_files", (tempfile, "gettempdir", _no_folder), Status.FAILS, "set TMPDIR"),
         ("loopback", (socket, "create_server", _refuse(errno.EADDRNOTAVAIL)), Status.FAILS, "ip link set lo up"),
         ("java", (toolchain, "find_java", _no_java), Status.ABSENT, "default-jre"),
         ("shared_memory_size", (os, "access", lambda *_: False), Status.LIMITED, "Ray and your own queues"),
@@ -98,6 +106,23 @@ def test_what_does_not_work_is_named_with_its_remedy(
     found: Finding = getattr(home, probe)()
 
     assert (found.status, said in found.remedy) == (status, True), found
+
+
+def test_a_command_without_a_folder_for_temporary_files_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build_none() -> object:
+        return lambda **_: _no_folder()  # torch raises this while it is imported, and so do the commands themselves
+
+    monkeypatch.setattr(_app, "build", build_none)
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+
+    assert ended.value.code == cli.FAILED
+    assert capsys.readouterr().err == (
+        f"weightsync: No usable temporary directory found in ['/tmp', '/x']. {cli.TEMPORARY_FILES}\n"
+    )
 
 
 def test_memory_that_may_be_locked_matters_where_there_is_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

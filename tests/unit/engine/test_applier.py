@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Pair, constants, filled, large
+from fleet import PATIENCE, Pair, constants, filled, large, small
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weightsync import (
     ConfigurationError,
@@ -93,6 +94,26 @@ def test_an_update_that_a_hook_of_the_model_refuses_is_refused_with_its_words_an
     pair.source.mood = 14
     assert pair.sync()[0].apply_s > 0
     assert (pair.receiver.version, pair.model.mood) == (3, 14)
+
+
+@pytest.mark.parametrize("model", [small, large])
+@pytest.mark.parametrize("scheme_class", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_where_torch_computes_no_values_nothing_is_sent_and_nothing_applied(scheme_class: Any, model: Any) -> None:
+    pair = Pair(scheme_class, model=model)
+    no_values, message = FakeTensorMode(allow_non_fake_inputs=True), "this thread is in torch's FakeTensorMode"
+    try:
+        assert pair.sync().ok
+        filled(pair.source, 2.0)
+        with no_values, pytest.raises(ConfigurationError, match=message):
+            pair.sender.send_async()
+        pair.sender.send_async()
+        with no_values:
+            assert refused(pair).reason.startswith(message)
+        assert (constants(pair.model), pair.receiver.version) == ({1.0}, 1)
+        assert pair.sync().ok
+        assert constants(pair.model) == {2.0}
+    finally:
+        pair.close()
 
 
 class Raises(logging.Handler):
