@@ -189,8 +189,6 @@ class Packer:
             NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
-        if fake_mode() is not None:
-            raise refusing_fake_mode()
         read, plan = self._read(weights), self._plan
         if plan is None or not plan.fits(read):
             plan = self._plan = SendPlan(read, plan, self.wire_dtype)
@@ -355,6 +353,8 @@ class OutgoingWeights:
             ConfigurationError, LayoutError: they cannot be sent, or are not those of the registered model.
             TransportError: there is not enough memory.
         """
+        if fake_mode() is not None:
+            raise refusing_fake_mode()
         # Only weights that are found on the context need it: otherwise it may have been garbage-collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._services.weights_to_send(weights, self._driver.model_id, context)
