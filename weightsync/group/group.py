@@ -12,16 +12,14 @@ from typing import Any, Final, NoReturn, Self
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.arguments import require_whole
 from weightsync.engine.driver import Shield
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
 from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
-from weightsync.group.launcher import GroupArguments, Launched, names_of, rules_of
+from weightsync.group.launcher import GroupArguments, Launched, names_of, rules_of, staleness_of
 from weightsync.group.launchers import launcher_for
 from weightsync.group.members import Member, Members, MemberState, Running
 from weightsync.group.sending import Sending, own_failures
-from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Worker
 from weightsync.options import OnFailure, OnPending, OnStale, switch
 from weightsync.protocol._tables import State
@@ -113,8 +111,7 @@ class WorkerGroup:
     ) -> None:
         self._model, self._model_id = model, model_id
         rules = rules_of(capacity, max_restarts, restart_delay, deadline)
-        limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "a number of versions")
-        staleness = Staleness(limit, OnStale(on_stale))
+        staleness = staleness_of(max_staleness, on_stale)
         self._chosen = chosen = names_of(names)
         self._check_finite = switch(check_finite, "check_finite")
         asked = GroupArguments(

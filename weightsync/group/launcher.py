@@ -19,6 +19,7 @@ from weightsync.group.function import require_make_model, require_run
 from weightsync.group.members import Rules, Running
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
+from weightsync.options import OnStale
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.meta_device import is_on_meta
 from weightsync.weights.reading import merges_into_others
@@ -132,6 +133,12 @@ def rules_of(capacity: int, max_restarts: int, restart_delay: float, deadline: f
         )
     restarts = require_whole(max_restarts, "max_restarts", "the number of restarts of each worker")
     return Rules(least_one(capacity, "capacity"), restarts, restart_delay, deadline)
+
+
+def staleness_of(max_staleness: int | None, on_stale: OnStale | str) -> Staleness:
+    """How old a worker's weights may be. Raises ConfigurationError: an argument is out of range, or unknown."""
+    limit = None if max_staleness is None else require_whole(max_staleness, "max_staleness", "a number of versions")
+    return Staleness(limit, OnStale(on_stale))
 
 
 class Launched(NamedTuple):
