@@ -181,11 +181,11 @@ def test_of_a_module_that_was_never_hunted_all_functions_are_new_until_they_are(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path) -> None:
     share = datetime.date.today().toordinal() % SHARES
     ledger = Ledger.read()
-    found = hunted(tmp_path, "--driven", f"--share={share}/{SHARES}", *ledger.scores, timeout=1750)
+    found = hunted(tmp_path, "--driven", f"--share={share}/{SHARES}", *ledger.scores, timeout=3500)
 
     assert len(found) > ledger.whole.mutants / SHARES / 2
     known = [(*key, how) for *key, how in found if key[0] not in ledger.new]
@@ -201,6 +201,7 @@ def test_every_module_whose_functions_are_mutated_has_tests_of_its_own() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_ledger_of_the_drivers_counts_the_mutants_of_the_code_as_it_is() -> None:
     installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
     ledger, keys = Ledger.read(), known()
