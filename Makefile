@@ -33,7 +33,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
 	@echo 'make test-loaded  the same tests on a machine that is busy with twice as many processes as it has cores'
-	@echo 'make test-matrix  tests on each Python, with the two newest torch and tensordict, and the lowest: hours (TESTS=: which)'
+	@echo 'make test-matrix  tests on each Python, with the two newest torch and tensordict, and the lowest: more than an hour (TESTS=: which)'
 	@echo 'make smoke      the wheel and the sdist in an empty environment: 2 minutes'
 	@echo 'make fuzz       atheris and Hypothesis at each decoder, FUZZ_SECONDS=60 each: 6 minutes'
 	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 14 minutes'
