@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -29,7 +30,9 @@ def hunted(tmp_path: Path, *names: str, timeout: float) -> list[list[Any]]:
     installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
     result = tmp_path / "result.json"
     command = [sys.executable, str(RUN), str(result), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    # What mutants do is no run of the code: it is not recorded.
+    environment = {name: value for name, value in os.environ.items() if name != "WEIGHTSYNC_TRACE"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert done.returncode in (0, 5), (
         done.stdout + done.stderr
     )  # 5: pytest ran no test, since the hunt took their place

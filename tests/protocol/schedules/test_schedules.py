@@ -33,7 +33,7 @@ TOLD_BY = ("two sends", "two abandon")
 #: The one that every run explores, so that what stands in for a scheme keeps up with the sender.
 QUICK = "two abandon"
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def verdict(*arguments: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def verdict(*arguments: str) -> dict[str, Any]:
     # Recording is no part of what is explored.
     environment.pop("WEIGHTSYNC_TRACE", None)
     command = [str(Path(sys.executable).with_name("frontrun")), sys.executable, str(PROGRAM), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

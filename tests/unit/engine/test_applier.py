@@ -27,6 +27,7 @@ from weightsync import (
 )
 from weightsync.engine import applier
 from weightsync.engine.applier import Applier
+from weightsync.engine.serving_lock import ServingLock
 from weightsync.protocol.messages import Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind
 from weightsync.transports import mapping as mappings
@@ -382,6 +383,20 @@ def test_a_swap_where_nothing_is_pending_changes_nothing(pair: Pair, staged: Hol
     assert pair.receiver._applier.swap_staged(0.0) is True
     assert pair.receiver._applier.swap_staged(0.0) is None
     assert pair.receiver.version == 1
+
+
+def test_reading_the_links_never_waits_for_another_threads_block(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+    begin_swap = ServingLock.begin_swap
+
+    def recorded(lock: ServingLock, timeout: float | None) -> bool:
+        waits.append(timeout)
+        return begin_swap(lock, timeout)
+
+    monkeypatch.setattr(ServingLock, "begin_swap", recorded)
+    pair.sender.send_async()
+    assert pair.receiver._applier.receive_and_apply() is True
+    assert waits == [0.0]
 
 
 def test_what_arrives_for_a_model_that_takes_no_weights_is_refused_as_its_registration_was(pair: Pair) -> None:
