@@ -32,8 +32,8 @@ _FOLLOW = frozenset(
 _TEXTS = frozenset({".py", ".tla", ".md"})
 #: The tables of protocol.toml whose names other files repeat.
 _NAMED = ("refusal_kind", "state", "delivery")
-#: Records of the past, to which new names are not added.
-_HISTORY = frozenset({"CHANGELOG.md", "docs/design.md"})
+#: Records of what was done and decided, to which new names are not added.
+_HISTORY = ("CHANGELOG.md", "docs/design/")
 #: By the table of protocol.toml: the enum whose members it names in Python. Names of other enums do not count.
 _ENUMS = {
     "refusal_kind": "RefusalKind",
@@ -122,7 +122,8 @@ def _place(path: str) -> int:
 def written() -> dict[str, str]:
     """The hand-written files of this repository, by path."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    paths = [path for path in listed.splitlines() if Path(path).suffix in _TEXTS and path not in _FOLLOW | _HISTORY]
+    texts = [path for path in listed.splitlines() if Path(path).suffix in _TEXTS and path not in _FOLLOW]
+    paths = [path for path in texts if not path.startswith(_HISTORY)]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths if (ROOT / path).is_file()}
 
 

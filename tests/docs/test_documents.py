@@ -287,6 +287,18 @@ def test_the_index_names_every_page() -> None:
     assert {path for path in DOCS.rglob("*.md") if path.name != "README.md"} - named == set()
 
 
+def test_each_page_of_decisions_is_short_and_in_their_index_and_each_section_has_a_date() -> None:
+    named = {(DOCS / "design" / target).resolve() for target in links(DOCS / "design" / "README.md")}
+    pages = [path for path in (DOCS / "design").glob("*.md") if path.name != "README.md"]
+
+    assert set(pages) - named == set()
+    for page in pages:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        sections = [line for line in lines if line.startswith("##")]
+        assert [line for line in sections if not re.search(r" \(\d{4}-\d\d-\d\d\)$", line)] == [], page.name
+        assert len(lines) <= 300, page.name
+
+
 def test_the_readme_names_files_in_place_of_links_which_lead_nowhere_on_a_package_index() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/.-]+\.(?:md|toml)|docs/\w+/)`", text)

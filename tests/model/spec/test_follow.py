@@ -50,6 +50,13 @@ def test_quick_leaves_out_what_takes_long() -> None:
     assert "--small" in words
 
 
+def test_a_new_name_is_not_looked_for_in_records_of_what_was_decided() -> None:
+    found = follow.written()
+
+    assert "docs/architecture.md" in found
+    assert [path for path in found if path.startswith("docs/design/") or path == "CHANGELOG.md"] == []
+
+
 def test_a_new_name_is_distinguished_from_those_that_were_there() -> None:
     later = TEXT + '[[refusal_kind]]\nname = "FAILED"\n[[sender.row]]\ninput = "HURRY"\n'
 

@@ -223,7 +223,7 @@ class Acceptor:
 def send_at_once(sock: socket.socket) -> None:
     """Have a connection send at once, and as fast as the other end reads if that is on this host: nothing is congested.
 
-    BBR carried half as much there. So did CUBIC, tried where BBR is the default: see docs/design.md.
+    BBR carried half as much there. So did CUBIC, tried where BBR is the default: see docs/design/distributed.md.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # it has ended, or this kernel does not allow it: it is slower then
