@@ -34,10 +34,10 @@ def train():
     rank, scheme = dist.get_rank(), weightsync.SharedMemWeightSyncScheme()
     worker = None
     if rank == 0:
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        worker = multiprocessing.get_context("spawn").Process(target=act, args=(theirs,))
+        trainer_end, worker_end = multiprocessing.get_context("spawn").Pipe()
+        worker = multiprocessing.get_context("spawn").Process(target=act, args=(worker_end,))
         worker.start()
-        scheme.init_on_sender("policy", pipes=[ours], processes=[worker])  # no model=: this rank has a part only
+        scheme.init_on_sender("policy", pipes=[trainer_end], processes=[worker])  # no model=: this rank has a part only
         scheme.connect()  # waits until the worker has answered
     dist.barrier()
     policy = fully_shard(make_policy())

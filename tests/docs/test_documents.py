@@ -309,7 +309,7 @@ def test_the_readme_names_files_in_place_of_links_which_lead_nowhere_on_a_packag
 
 
 def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
-    text = (DOCS / "observability.md").read_text(encoding="utf-8")
+    text = (DOCS / "commands.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `weightsync (\w+).*?` \|.*\| 0(.*) \|$", text, re.MULTILINE)
 
     assert {name for name, _ in rows} == COMMANDS.keys()

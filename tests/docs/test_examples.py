@@ -28,7 +28,7 @@ RUN_BY: dict[str, tuple[str, ...]] = {
     "CONTRIBUTING.md": (WALK,) * 4,
     "docs/engines.md": (PRINTS,) * 3,
     "docs/group.md": (PRINTS, GROUP_RAY, GROUP_RANKS),
-    "docs/guide.md": (PRINTS, PRINTS, PRINTS, PRINTS, IN_GUIDE),
+    "docs/guide.md": (IN_GUIDE, PRINTS, PRINTS, PRINTS, PRINTS),
     "docs/observability.md": (PRINTS,) * 3,
     "docs/testing.md": (PRINTS,) * 2,
     "docs/tracing.md": (PRINTS,),

@@ -75,7 +75,7 @@ def test_the_help_of_bench_names_the_extra_that_draws(monkeypatch: pytest.Monkey
 
 
 def test_the_documents_have_every_command_and_its_exit_codes() -> None:
-    table = Path(__file__).parents[3].joinpath("docs", "observability.md").read_text(encoding="utf-8")
+    table = Path(__file__).parents[3].joinpath("docs", "commands.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `weightsync ([a-z ]+)` \| .* \| (0.*) \|$", table, re.MULTILINE)
 
     assert sorted(name for name, _ in rows) == sorted(" ".join(words) for words in commands())
