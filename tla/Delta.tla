@@ -238,10 +238,10 @@ OnlyToItsBase == pending.content = pending.v \/ May("damage")
 \* Deltas are invisible to users: a worker never refuses a version because it was sent as a delta.
 NobodyIsRefusedForADelta == \A v \in Versions : outcome[v] = "REFUSED" => v \in unfit
 
-\* A base that is refused is one that was held.
+\* A worker answers NO_BASE only after it has lost a base.
 RefusedOnlyIfLost == \A i \in 1..Len(up) : up[i].kind = "NO_BASE" => lost
 
-\* What is sent whole is sent so once.
+\* After NO_BASE, a version is sent whole at most once.
 ResentOnce == resent <= 1
 
 \* Over a link that keeps the order, no version comes behind a newer one.

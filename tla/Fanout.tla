@@ -147,7 +147,7 @@ Asked(w) ==
   /\ up' = [up EXCEPT ![w] = Append(@, [kind |-> "ASK", v |-> doing[w].v])]
   /\ doing' = [doing EXCEPT ![w].from = "ASKED"]
 
-\* The parent cannot be reached, has ended, is silent, or passes something else on. It may also only be slow.
+\* The parent cannot be reached, has ended, is silent, or passes something else on. It may also be merely slow.
 GiveUp(w) ==
   /\ Up(w) /\ doing[w].from = "PARENT" /\ doing[w].got < Pieces
   /\ Follows("SilenceEnds")

@@ -209,7 +209,7 @@ WithoutTurns == Init /\ [][Next]_vars /\ Progress /\ \A w \in Workers : WF_vars(
 NoTornKernel ==
   \A w \in Workers : LET seen == reading[w].seen IN Len(seen) = 2 => seen[1] = put[reading[w].v] /\ seen[2] = seen[1]
 
-\* No slot changes that a kernel reads, or may yet read.
+\* No slot that a kernel reads, or may yet read, changes.
 MayBeRead(w) ==
   {place[v] : v \in {m[2] : m \in {n \in messages : n[1] = w}} \cup ({filling[w][1]} \ {0})
                     \cup (IF Mapped THEN {served[w], reading[w].v} \ {0} ELSE {})}
