@@ -59,7 +59,8 @@ links that lose or duplicate messages `LateJoinerCatchesUp` holds trivially. The
 them allows.
 
 A proof here is a search: TLC and the code's own search visited every state *within the stated bounds*. Beyond the
-bounds there are arguments and tests, but no proof."""
+bounds there are arguments and tests, but no proof. TLC tells states apart by 64-bit fingerprints: it would overlook a
+state that has another one's fingerprint, which is very unlikely with so few states."""
 
 
 _PROMISE = """\
@@ -74,8 +75,8 @@ these constants, and allows at least these features, over links with exactly the
 
 
 _APART = """\
-What one feature does to another is only searched where both are allowed. Each feature of AckProtocol is allowed together
-with each other one in some proof that starts from the initial state, except:"""
+What one feature does to another is searched only where both are allowed. Each two features of AckProtocol are allowed
+together in some proof that starts from the initial state, except these:"""
 
 
 _GRAPHS = """\
