@@ -32,6 +32,7 @@ AllRules == {
   "NewLinkForgets",   \* what was acked over an earlier link does not count
   "SnapshotKept",     \* the trainer keeps the bytes of the version that it sent last, until it sends another
   "DecidedFirst",     \* a version that is decided is answered as it was, whether the base is held or not
+  "OldIsDropped",     \* a version below the one that is decided or pending is not applied
   "ResentWhole",      \* NO_BASE is followed by the whole weights
   "OnlyTheNewest",    \* unless a newer version was sent since
   "OnceForADelta",    \* and only once for each delta
@@ -170,7 +171,7 @@ NoBase(m) ==
 
 Receive(i) ==
   LET m == down[i]
-      old == m.v <= decided.v \/ m.v <= pending.v
+      old == Follows("OldIsDropped") /\ (m.v <= decided.v \/ m.v <= pending.v)
       missing == m.base # 0 /\ held.v # m.base /\ Follows("BaseNamed") IN
   /\ i \in Next1(down)
   /\ down' \in Taken(down, i)
@@ -218,7 +219,8 @@ Next ==
 Fair == WF_vars(Hears) /\ WF_vars(Receives) /\ WF_vars(Apply \/ Refuse)
 Spec == Init /\ [][Next]_vars /\ Fair
 
-\* Messages that come again and again are enough of them.
+\* A constraint for links that duplicate, on which messages would pile up without end: states with more are checked but
+\* not expanded. It cuts behaviours, so no temporal property is checked under it.
 Bounded == Len(down) <= 4 /\ Len(up) <= 4
 
 -----------------------------------------------------------------------------
@@ -236,10 +238,10 @@ OnlyToItsBase == pending.content = pending.v \/ May("damage")
 \* Deltas are invisible to users: a worker never refuses a version because it was sent as a delta.
 NobodyIsRefusedForADelta == \A v \in Versions : outcome[v] = "REFUSED" => v \in unfit
 
-\* A base that is refused is one that was held.
+\* A worker answers NO_BASE only after it has lost a base.
 RefusedOnlyIfLost == \A i \in 1..Len(up) : up[i].kind = "NO_BASE" => lost
 
-\* What is sent whole is sent so once.
+\* After NO_BASE, a version is sent whole at most once.
 ResentOnce == resent <= 1
 
 \* Over a link that keeps the order, no version comes behind a newer one.

@@ -27,6 +27,7 @@ CONSTANTS
   Careless      \* rules that are removed for the revert tests; {} otherwise
 
 AllRules == {
+  "InOrder",           \* a worker reads the updates of its link in the order in which they were sent
   "WholeFirst",        \* a payload is applied once all of it is there
   "DigestCompared",    \* and only if it is the trainer's, where it came from a parent
   "KeptUntilAnswered", \* the trainer keeps a buffer until each worker has answered, or has been sent it
@@ -111,11 +112,13 @@ HearAck(w) ==
 (* A worker *)
 
 \* It reads an update. What it passed on before is not passed on any more.
+Readable(w) == IF Follows("InOrder") THEN DOMAIN down[w] \cap {1} ELSE DOMAIN down[w]
 Begin(w) ==
-  LET m == Head(down[w])
+  \E i \in Readable(w) :
+  LET m == down[w][i]
       from == IF m.kind = "ROUTED" THEN "PARENT" ELSE "LINK" IN
-  /\ Up(w) /\ doing[w].v = 0 /\ down[w] # <<>> /\ m.kind # "SUPPLY"
-  /\ down' = [down EXCEPT ![w] = Tail(@)]
+  /\ Up(w) /\ doing[w].v = 0 /\ m.kind # "SUPPLY"
+  /\ down' = [down EXCEPT ![w] = SubSeq(@, 1, i - 1) \o SubSeq(@, i + 1, Len(@))]
   /\ doing' = [doing EXCEPT ![w] = [v |-> m.v, from |-> from, got |-> 0, good |-> m.good]]
   /\ feed' = [feed EXCEPT ![w] = [v |-> m.v, got |-> 0, good |-> TRUE]]
   /\ UNCHANGED <<trainer, up, health, faults, served>>
@@ -144,7 +147,7 @@ Asked(w) ==
   /\ up' = [up EXCEPT ![w] = Append(@, [kind |-> "ASK", v |-> doing[w].v])]
   /\ doing' = [doing EXCEPT ![w].from = "ASKED"]
 
-\* The parent cannot be reached, has ended, is silent, or passes something else on. It may also only be slow.
+\* The parent cannot be reached, has ended, is silent, or passes something else on. It may also be merely slow.
 GiveUp(w) ==
   /\ Up(w) /\ doing[w].from = "PARENT" /\ doing[w].got < Pieces
   /\ Follows("SilenceEnds")

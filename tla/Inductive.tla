@@ -12,8 +12,8 @@
 (* links that reorder, duplicate and lose, no step requires the absence of *)
 (* a message, and each reads at most one; so two messages in flight, the   *)
 (* one that is read and another that must stay right, stand for any        *)
-(* number.  The other deliveries' steps are among these, but for messages  *)
-(* that vanish as they are read, of which IndInv asks nothing.             *)
+(* number.  Steps over other links are steps over these too, except that a *)
+(* message vanishes when it is read; IndInv requires no message to exist.  *)
 (* What is on a link when the sender closes its end is gone (~Lingers).    *)
 (***************************************************************************)
 EXTENDS AckProtocol
@@ -37,10 +37,10 @@ EntryOK(e) ==
 Entries == {e \in [link : 0..MaxLink, link_state : LinkStates, served : 0..MaxVersion, due : 0..MaxVersion,
                    catching : 0..MaxVersion, fence : Incarnations] : EntryOK(e)}
 
-\* What a sender's data is made of, once each field that follows from others is left out.
-\* No fence is reported to a lone sender.
+\* A lone sender meets no fence.
 Given == IF Cardinality(Senders) = 1 THEN 0..MaxClock ELSE Incarnations
 
+\* What a sender's data is made of, once each field that follows from others is left out.
 Kernels == [inc : Given, version : 0..MaxVersion, dueAll : 0..MaxVersion, members : [Workers -> Entries],
             outcomes : [Workers -> Outcomes], did : SUBSET Workers]
 

@@ -189,12 +189,18 @@ Next ==
   \/ \E w \in Workers : EndKernel(w)
 
 \* Kernels end, and hosts make progress. Forwards need not be launched.
-Fair ==
+Progress ==
   /\ WF_vars(CopyTensor) /\ WF_vars(Dispatch)
   /\ \A w \in Workers :
-       /\ SF_vars(\E v \in Versions : Swap(w, v)) /\ WF_vars(\E v \in Versions : Hear(w, v))
+       /\ WF_vars(\E v \in Versions : Hear(w, v))
        /\ WF_vars(FillTensor(w)) /\ WF_vars(ReadTensor(w)) /\ WF_vars(EndKernel(w))
-Spec == Init /\ [][Next]_vars /\ Fair
+
+\* A swap gets its turn between two forwards, however many are launched. This is assumed: in the code, forwards give way
+\* to a swap that waits (engine/serving_lock.py).
+Spec == Init /\ [][Next]_vars /\ Progress /\ \A w \in Workers : SF_vars(\E v \in Versions : Swap(w, v))
+
+\* Without that assumption, forwards that follow one another without a pause keep the swap out for ever.
+WithoutTurns == Init /\ [][Next]_vars /\ Progress /\ \A w \in Workers : WF_vars(\E v \in Versions : Swap(w, v))
 
 -----------------------------------------------------------------------------
 (* What holds *)
@@ -203,7 +209,7 @@ Spec == Init /\ [][Next]_vars /\ Fair
 NoTornKernel ==
   \A w \in Workers : LET seen == reading[w].seen IN Len(seen) = 2 => seen[1] = put[reading[w].v] /\ seen[2] = seen[1]
 
-\* No slot changes that a kernel reads, or may yet read.
+\* No slot that a kernel reads, or may yet read, changes.
 MayBeRead(w) ==
   {place[v] : v \in {m[2] : m \in {n \in messages : n[1] = w}} \cup ({filling[w][1]} \ {0})
                     \cup (IF Mapped THEN {served[w], reading[w].v} \ {0} ELSE {})}
@@ -213,7 +219,7 @@ NeverRewritten ==
 \* Two slots are enough while no worker is lost.
 SlotIsFree == ~Losses /\ Ready /\ version < MaxVersion => Free # {}
 
-\* The waits for kernels cannot block a send for ever.
+\* The waits for kernels cannot block a send for ever, if a swap gets its turn.
 EverySendEnds == version \in Versions ~> Ready
 
 -----------------------------------------------------------------------------

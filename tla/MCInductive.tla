@@ -2,6 +2,6 @@
 \* The module TLC runs for Inductive.
 EXTENDS Inductive, TLC
 
-\* IndInit leaves nothing of IndInv out: what a step comes to, with as few messages, was there from the start.
+\* IndInit has every state of IndInv with so few messages: no step leads to another one.
 NothingWasLeftOut == FewInFlight => TLCGet("level") <= 1
 =============================================================================

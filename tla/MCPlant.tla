@@ -82,7 +82,7 @@ LinkForgotten(s, w) ==
   /\ IsOpen(s, w) /\ Owes(s, w)
   /\ sdata' = [sdata EXCEPT ![s].members[w].link_state = "LOST"] /\ UNCHANGED sstate /\ Rest
 
-\* One that is not born writes.
+\* A sender that is not born writes.
 UnbornWrites(s, w) ==
   /\ slife[s] = "unborn" /\ messages' = messages \cup {Message(s, w, 1, 0, 0)}
   /\ UNCHANGED <<sender, receiver, answers, gone>>

@@ -37,7 +37,9 @@ PartRules == {
   "NewLinkForgets",  \* what was sent over an earlier link does not count
   "WholeForgets",    \* an update without parts: what was sent in parts before it does not count
   "AllParts",        \* an update names parts only if all were sent
-  "UpdateDecides"    \* parts alone are not applied
+  "UpdateDecides",   \* parts alone are not applied
+  "NumberedAtSend",  \* a version's number is drawn when it is sent, not when its packing begins
+  "OwedFollows"      \* the version that is owed follows the handshake of a new link
 }
 ASSUME Careless \subseteq PartRules
 ASSUME Threads \in 1..2
@@ -120,7 +122,7 @@ Update(sent, id) ==
 \* Send a payload as the next version. One version is outstanding at a time.
 Dispatch(v, slot, id) ==
   /\ owed = 0
-  /\ newest' = [version |-> newest.version + 1, v |-> v, slot |-> slot]
+  /\ newest' = [version |-> IF Follows("NumberedAtSend") THEN newest.version + 1 ELSE v, v |-> v, slot |-> slot]
   /\ owed' = newest'.version
   /\ down' = Append(down, Update(newest', id))
 
@@ -150,7 +152,7 @@ Relink ==
   /\ link < MaxLinks
   /\ link' = link + 1
   /\ filling' = IF Follows("NewLinkForgets") THEN [after EXCEPT !.sent = {}] ELSE after
-  /\ down' = IF owed = 0 THEN <<>> ELSE <<Update(newest, 0)>>
+  /\ down' = IF owed = 0 \/ ~Follows("OwedFollows") THEN <<>> ELSE <<Update(newest, 0)>>
   /\ hashed' = Unread
   /\ UNCHANGED <<packed, memory, aborted, newest, owed, served, refused, incomplete>>
 

@@ -143,6 +143,9 @@ DieAll(s) ==
   /\ packing' = [packing EXCEPT ![s] = Nothing]
   /\ UNCHANGED <<content, place, acked, retired, dead, seen>>
 
+\* Answers that were not read are lost with the pipe that carried them.
+Cut(s, w, k, ps) == CutAnswers(s, w, k, ps) /\ UNCHANGED memory
+
 HearHello(s, w) ==
   /\ \E k \in Links : AnswerHello(s, w, k)
   /\ UNCHANGED memory
@@ -217,6 +220,7 @@ SlotNext ==
   \/ \E s \in Senders, w \in Workers : LoseLink(s, w)
   \/ \E s \in If("close", Senders) : CloseAll(s)
   \/ \E s \in If("death", Senders) : DieAll(s)
+  \/ \E s \in If("cut", Senders), w \in Workers, k \in Links, ps \in SUBSET (0..(MaxVersion + 1)) : Cut(s, w, k, ps)
   \/ \E s \in Senders, w \in Workers : HearHello(s, w)
   \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions : HearAck(s, w, k, v)
   \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions : HearRefusal(s, w, k, v)

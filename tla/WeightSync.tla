@@ -120,6 +120,7 @@ Next ==
 \* The same as [][Next]_vars. TLC tries Next first, and most steps of the protocol change nothing here.
 Spec == Init /\ [][(UNCHANGED vars) \/ Next]_vars
 
-\* G10. A waiting caller is released.
+\* G10. A waiting caller is released. It is no part of Spec, which has no fairness: TLC checks it as EverySendEnds of
+\* AckProtocol.
 EverySendEnds == \A s \in Senders : phase[s] = "waited" ~> phase[s] # "waited"
 =============================================================================

@@ -9,15 +9,18 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from modelcheck.checked import Checked, proofs
+from modelcheck.second.bounds import Bounds
 from tlc_support import Recorder
 
 from weightsync.model import Coverage, Expected, Manifest, Purpose, Suite, Tier, Toolchain, find_model, vacuity
 from weightsync.model.manifest import Configuration
 from weightsync.model.text import Library, Module
-from weightsync.protocol._tables import Delivery
+from weightsync.protocol._tables import GUARANTEES, Delivery
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.server import CallServerLink
@@ -83,6 +86,32 @@ def test_a_family_refines_the_protocol_in_each_of_its_proofs(model: Manifest, li
         assert found.config.constants["Careless"] == [], found.name
     safe = {(each.module, each.name) for each in library.reached(family, "RefinesAckProtocol")}
     assert {("AckProtocol", "Init"), ("AckProtocol", "Next")} <= safe
+
+
+@families
+def test_what_a_family_refines_is_proved_with_its_constants_and_features(model: Manifest, family: str) -> None:
+    # A step of the family's proof is a step of AckProtocol with these bounds; only there is it shown to be safe.
+    of_the_protocol = proofs(model, ("MC", "MCHunt"))
+    lacking = [
+        f"{found.name}: AckProtocol with at least {abstract.words}"
+        for found in proofs(model, (family,))
+        for abstract in [_refined(found)]
+        if not any(each.bounds.reaches(abstract) and _SAFETY <= set(each.properties) for each in of_the_protocol)
+    ]
+
+    assert lacking == []
+
+
+#: What a family is said to inherit, beside TypeOK and the like.
+_SAFETY = {found.name for found in GUARANTEES.values()} - {"EverySendEnds"} | {"RefinesWeightSync", "Consistent"}
+
+
+def _refined(found: Checked) -> Bounds:
+    """The bounds of AckProtocol that a family's proof refines, as its module instantiates it."""
+    declared = Delivery[str(found.configuration.config.constants["Delivery"])]
+    assert declared is Delivery.ORDERED
+    cut = set() if found.configuration.module == "Slots" else {"cut"}
+    return replace(found.bounds, features=found.bounds.features | cut, links=frozenset({"Lingers"}))
 
 
 @modules
