@@ -16,7 +16,7 @@ from weightsync.weights.delta import apply, encode, word_of
 from weightsync.weights.layout import Layout
 
 #: A delta larger than this share of the payload is not sent: it saves few bytes, and costs the worker more work.
-MOST: Final = 0.75
+MAX_SHARE: Final = 0.75
 _WHOLE: Final = BaseRef()
 
 
@@ -75,7 +75,7 @@ def travelling(layout: Layout, payload: memoryview, base: BaseRef, held: memoryv
         base: the version before.
         held: the packed bytes of that.
     """
-    delta = encode(held[: layout.nbytes], payload[: layout.nbytes], word_of(layout), int(MOST * layout.nbytes))
+    delta = encode(held[: layout.nbytes], payload[: layout.nbytes], word_of(layout), int(MAX_SHARE * layout.nbytes))
     if delta is None:
         return Travelling()
     buffer = Buffer(len(delta))
