@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
-from weightsync.engine.delta import Travelling
+from weightsync.engine.delta import VersionPayloads
 from weightsync.engine.device_slots import DevicePools, DeviceReaders, flat_of, write_slot
 from weightsync.engine.driver import Shield
 from weightsync.engine.parts import OutgoingParts
@@ -88,8 +88,8 @@ class Packed(Struct):
     pack_s: float = 0.0
     #: The W3C trace context that its updates carry; empty: none.
     trace_context: str = ""
-    #: How its payload travels, where deltas may be sent; None: whole, to all.
-    travelling: Travelling | None = None
+    #: What each worker is sent, where deltas may be sent; None: all are sent the whole payload.
+    payloads: VersionPayloads | None = None
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.delta import Travelling
+from weightsync.engine.delta import VersionPayloads
 from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender_driver import SenderDriver
@@ -33,8 +33,8 @@ class Reporter:
         self._pack_s = 0.0
         self._nbytes = 0
         self._wire_dtype: WireDtype | None = None
-        #: How the payload of the version travels, where deltas may be sent.
-        self._travelling: Travelling | None = None
+        #: What the workers were sent, where deltas may be sent.
+        self._payloads: VersionPayloads | None = None
         self._dispatched = Stopwatch()
         #: For each worker, the versions that were superseded since it last had an outcome.
         self._superseded: dict[int, tuple[int, ...]] = {}
@@ -64,7 +64,7 @@ class Reporter:
         self._pack_s = packed.pack_s
         self._nbytes = packed.nbytes
         self._wire_dtype = packed.wire_dtype
-        self._travelling = packed.travelling
+        self._payloads = packed.payloads
         self._dispatched = since
 
     def superseded(self, report: SyncReport) -> None:
@@ -203,7 +203,7 @@ class Reporter:
             outcomes=dict(sorted(outcomes.items())),
             nbytes=self._nbytes,
             wire_dtype=self._wire_dtype,
-            payload_nbytes={} if self._travelling is None else dict(self._travelling.sent),
+            payload_nbytes={} if self._payloads is None else dict(self._payloads.sent),
             pack_s=self._pack_s,
             connect_s=min(connecting, seconds),
             transfer_s=max(0.0, seconds - connecting),

@@ -433,7 +433,7 @@ class WeightSender(Participant):
         packed = self._outgoing.pack(weights, targets)
         try:
             if self._packer.sends_deltas:
-                packed.travelling = self._driver.travelling(packed)
+                packed.payloads = self._driver.payloads_of(packed)
             if superseding:
                 self._reporter.superseded(self._give_up(pure.Abandon(f"superseded by version {self.version + 1}")))
         except BaseException:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from weightsync.engine.delta import Travelling, travelling
+from weightsync.engine.delta import VersionPayloads, version_payloads
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, handler_failed, read, watch
 from weightsync.engine.packer import Packed
 from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worthwhile
@@ -202,8 +202,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             sent = self._last_sent = self._message_of(version, packed, layout_known, shared)
         self._named.setdefault(version, {}).setdefault(worker, set()).add(sent.named)
         update, payload = sent.update, packed.buffer
-        if packed.travelling is not None and isinstance(lane.link, CarriesDeltas) and lane.link.carries_deltas:
-            update, payload = packed.travelling.to(worker, link, self.data.workers[worker].served, update, payload)
+        if packed.payloads is not None and isinstance(lane.link, CarriesDeltas) and lane.link.carries_deltas:
+            update, payload = packed.payloads.to(worker, link, self.data.workers[worker].served, update, payload)
         self._write(worker, link, update, payload)
         lane.known_layout = packed.layout.digest
 
@@ -420,9 +420,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         A newer one supersedes it there. To the protocol nothing has happened, and nothing is recorded.
         """
         packed, newest = self._packed.get(refused.version), self.data.workers[worker].due == refused.version
-        if packed is None or packed.travelling is None or not newest or refused.incarnation != self.data.incarnation:
+        if packed is None or packed.payloads is None or not newest or refused.incarnation != self.data.incarnation:
             return
-        again = packed.travelling.again(worker, link, packed.buffer)
+        again = packed.payloads.again(worker, link, packed.buffer)
         if again is not None:
             SenderDriver._write(self, worker, link, *again)
             self._finish()
@@ -481,17 +481,17 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._named.pop(version, None)
         self._packed.pop(version).buffer.pins.discard(self._pin)
 
-    def travelling(self, packed: Packed) -> Travelling:
-        """How the payload of the next version travels: as a delta to workers that have acked the version before."""
+    def payloads_of(self, packed: Packed) -> VersionPayloads:
+        """The payloads of the next version: a delta for workers that have acked the version before."""
         with self.lock:
             version, workers = self.data.version, self.data.workers.values()
             base = self._packed.get(version)
             if base is None or base.layout.digest != packed.layout.digest or all(e.served != version for e in workers):
-                return Travelling()
+                return VersionPayloads()
             base.buffer.pin(packed.buffer)
         try:
             ref = BaseRef(version=version, digest=base.digested())
-            return travelling(packed.layout, packed.buffer.view, ref, base.buffer.view)
+            return version_payloads(packed.layout, packed.buffer.view, ref, base.buffer.view)
         finally:
             base.buffer.unpin(packed.buffer)
 
