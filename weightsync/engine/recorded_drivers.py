@@ -77,9 +77,9 @@ class TracedSenderDriver(SenderDriver):
             self.tell(What.SENT, link=link, message=message)
         super()._write(worker, link, message, payload)
 
-    def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
+    def _handle(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
         self.tell(What.RECEIVED, link=number, message=message)
-        super()._message(worker, number, link, message, take)
+        super()._handle(worker, number, link, message, take)
 
     def _read_then_lose(self, worker: int, number: int, reason: str, take: Taking) -> None:
         self.tell(What.FAILED, link=number, reason=reason)
@@ -118,9 +118,9 @@ class TracedReceiverDriver(ReceiverDriver):
             self.tell(What.SENT, link=link, message=message)
         super()._write(link, message)
 
-    def _heard(self, number: int, link: Link, received: Received) -> None:
+    def _handle(self, number: int, link: Link, received: Received) -> None:
         self.tell(What.RECEIVED, link=number, message=received.message)
-        super()._heard(number, link, received)
+        super()._handle(number, link, received)
 
     def _say_last(self, link: int, message: Message) -> None:
         if link in self._links:

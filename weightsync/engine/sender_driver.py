@@ -159,9 +159,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             case pure.Greet(worker, link, due):
                 self._write(worker, link, self._hello(link, due))
                 if due:
-                    self._update(worker, link, due)
+                    self._send_update(worker, link, due)
             case pure.Dispatch(worker, link, version):
-                self._update(worker, link, version)
+                self._send_update(worker, link, version)
             case pure.CloseLink(_, link):
                 self._close_link(link)
             case pure.Farewell(worker, reason):
@@ -187,7 +187,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             link=link,
         )
 
-    def _update(self, worker: int, link: int, version: int) -> None:
+    def _send_update(self, worker: int, link: int, version: int) -> None:
         lane = self._links.get(link)
         if lane is None or not (lane.loses or lane.backlog.admit(version)):
             return
@@ -308,7 +308,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     continue
                 # The events of the link; its loss is the last.
                 if (lane.outlet is not None and lane.outlet.idle) or self._flush(number, lane):
-                    self._heard(number, lane, self.take)
+                    self._read(number, lane, self.take)
 
     def look(self) -> None:
         """Pump the links that can be read or written. One poll finds them. Never blocks."""
@@ -340,7 +340,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return False
         return True
 
-    def _heard(self, number: int, lane: Lane, take: Taking) -> None:
+    def _read(self, number: int, lane: Lane, take: Taking) -> None:
         """Read a link, and handle what has arrived; first the messages that an outer call has read, but not handled."""
         worker, link, unread, failed = lane.worker, lane.link, lane.unread, None
         try:
@@ -357,7 +357,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     if isinstance(message, NoBase):
                         self._send_whole(worker, number, message)
                     else:
-                        self._message(worker, number, link, message, take)
+                        self._handle(worker, number, link, message, take)
             if failed is not None:
                 raise failed
         except (TransportError, ProtocolError) as error:
@@ -373,10 +373,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _read_then_lose(self, worker: int, number: int, reason: str, take: Taking) -> None:
         """Take the events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
-            self._heard(number, self._links[number], take)
+            self._read(number, self._links[number], take)
         take(pure.LinkLost(worker, number, reason))
 
-    def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
+    def _handle(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
         match message:
             case Bye(incarnation=0) | Refusal(incarnation=0):
                 take(pure.Answer(worker, number, message))  # STALE: it names no sender
@@ -394,7 +394,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 if lane is not None and message.incarnation == self.data.incarnation:
                     waiting = lane.backlog.answered(message.version)
                     if waiting:
-                        self._update(worker, number, waiting)
+                        self._send_update(worker, number, waiting)
                         self._finish()
             case Hello():
                 watch(link, message)
