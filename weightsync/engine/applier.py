@@ -209,7 +209,7 @@ class Applier:
                 raise refusing_fake_mode()
             # Asked before the swap: no user code may run between the swap and APPLIED.
             reader = self._listening.background_reader
-            relays = reader is not None and reader.relays()
+            relays = reader is not None and reader.prepare_relay()
             if self._served.shared is not None:
                 self._served.unshare()
             target.swap(ready.staged)
@@ -244,7 +244,7 @@ class Applier:
     def _decided(self) -> None:
         self.awaits_parameters = False
         if self._listening.background_reader is not None:
-            self._listening.background_reader.applied()
+            self._listening.background_reader.version_decided()
 
     def _swap_error_for(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(
