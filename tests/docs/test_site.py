@@ -83,7 +83,7 @@ INTERNAL = {
     "AdapterFault": "the link is given up, and the worker LOST",
     "Challenged": "the call is repeated",
     "EngineLeftError": "the engine is LOST",
-    "GivenUp": "the link's worker is LOST",
+    "ClosedByPeer": "the link's worker is LOST",
     "FunctionalCallError": "the version waits",
     "NoRoom": "the worker refuses",
     "NotDoneError": "the engine is LOST, or a warning says that its prefix cache was not reset",

@@ -343,7 +343,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             link, cause = links[failed.which], failed.__cause__
             assert isinstance(cause, Exception)
             with self.lock:
-                self._give_up(link, str(_fault(link, cause)))
+                self._lose_link(link, str(_fault(link, cause)))
                 self._finish()
             return []
         finally:
@@ -359,7 +359,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         return list(self._open)
 
     @abstractmethod
-    def _give_up(self, link: Link, reason: str) -> None:
+    def _lose_link(self, link: Link, reason: str) -> None:
         """Take the loss of a link, if it is still open."""
 
     def _step(self, event: Event) -> Step[Input, Data, Effect]:

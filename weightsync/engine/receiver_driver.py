@@ -244,7 +244,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         if step.effects:
             self.ended, self.ended_as = _how_it_ended(bye)
 
-    def _give_up(self, link: Link, reason: str) -> None:
+    def _lose_link(self, link: Link, reason: str) -> None:
         for number, known in list(self._links.items()):
             if known is link:
                 self._down(number, reason)

@@ -365,7 +365,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
             take(pure.LinkLost(worker, number, handler_failed(link, error)))
 
-    def _give_up(self, link: Link, reason: str) -> None:
+    def _lose_link(self, link: Link, reason: str) -> None:
         for number, lane in tuple(self._links.items()):
             if lane.link is link:
                 self._step(pure.LinkLost(lane.worker, number, reason))

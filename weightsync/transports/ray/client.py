@@ -17,7 +17,7 @@ from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, ENDED, FAILED, PATIENCE_FOR_ORDER, UNKNOWN, Answers, GivenUp
+from weightsync.transports.calls.client import EARLY, ENDED, FAILED, PATIENCE_FOR_ORDER, UNKNOWN, Answers, ClosedByPeer
 from weightsync.transports.calls.forwarding import CallsInTurn
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
@@ -53,7 +53,7 @@ class _Restarting(TransportError):
 
 
 #: What a frame in place of answers means.
-_NOT_ANSWERED: Final = {EARLY: _OutOfOrderCall, UNKNOWN: _OutOfOrderCall, FAILED: TransportError, ENDED: GivenUp}
+_NOT_ANSWERED: Final = {EARLY: _OutOfOrderCall, UNKNOWN: _OutOfOrderCall, FAILED: TransportError, ENDED: ClosedByPeer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class _RayCallClient:
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
-            kind = GivenUp if isinstance(error.cause, GivenUp) else TransportError
+            kind = ClosedByPeer if isinstance(error.cause, ClosedByPeer) else TransportError
             lost = kind(f"{self._peer} ended its link: {reason_of(error.cause)}")
         else:
             return lost_call(self._peer, error)
