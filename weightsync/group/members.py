@@ -32,7 +32,7 @@ _LONGEST_DELAY: Final = 60.0
 #: How often the delay is doubled at most, so that it stays a number.
 _DOUBLINGS: Final = 64
 #: Seconds between two looks at a link that has no descriptor to wait for.
-_LOOK: Final = 0.1
+_LOOK_SECONDS: Final = 0.1
 #: Why a worker that fails after `Member.stop` is not restarted.
 _STOPPED: Final = "It is not restarted, since the group was stopped."
 #: The advice after an error whose message says what to correct.
@@ -463,7 +463,7 @@ class Members:
             return
         feed = self._feed()
         wanted, all_tell = _descriptors([] if feed is None else feed.transports().values())
-        naps = [SLICE, None if all_tell else _LOOK, deadline.nap]
+        naps = [SLICE, None if all_tell else _LOOK_SECONDS, deadline.nap]
         poller = _poller(wanted)
         for member in self.by_index.values():
             if member.running is not None:

@@ -27,7 +27,7 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
 ) -> None:
     """It beat once a round: with 60 links at 0.1 s each, all its workers lost it."""
     monkeypatch.setattr(heartbeat, "PERIOD", 0.05)
-    monkeypatch.setattr(heartbeat, "_SILENCE", 2.0)
+    monkeypatch.setattr(heartbeat, "_SILENCE_SECONDS", 2.0)
     lost: list[str] = []
     slow = heartbeat.Callbacks(lost.append, lost.append, lambda _: time.sleep(0.1))
     members = [heartbeat.join(store, slow) for _ in range(60)]  # a round takes 6 s
@@ -73,7 +73,7 @@ def test_a_store_that_does_not_answer_holds_up_no_connection_to_another(store: A
 def test_a_send_over_a_store_that_does_not_answer_says_so_and_then_its_workers_are_lost(
     store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "_DIAL", 3.0)
+    monkeypatch.setattr(heartbeat, "_DIAL_SECONDS", 3.0)
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=2, model=nn.Linear(2, 2))
         sender = scheme.get_sender()

@@ -258,7 +258,7 @@ def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_
 def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking_threads, "_LOOK", 0.01)
+    monkeypatch.setattr(blocking_threads, "_LOOK_SECONDS", 0.01)
     assert pair.sync().ok
     # The sender has a connection of its own to the store, so that its links can be distinguished from the worker's.
     senders, real, scarce, sent = reach(pair.store.port), link_threads.Client, [], threading.Event()

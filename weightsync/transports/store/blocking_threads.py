@@ -185,14 +185,14 @@ class WriteQueue:
 
 #: Attempts at a connection that could not be made at once, and the pause between them in seconds.
 _TRIES: Final = 120
-_LOOK: Final = 0.25
+_LOOK_SECONDS: Final = 0.25
 
 
 def notify_later(store: Store, key: str, side: Side, over: threading.Event) -> None:
     """There was no connection to the store: notify the peer, which waits for us, once there is one."""
     side.unconnected()
     for _ in range(_TRIES):
-        if over.wait(_LOOK):
+        if over.wait(_LOOK_SECONDS):
             return
         try:
             client = Client(store)

@@ -22,7 +22,7 @@ from weightsync.transports.store.store import FOR_EVER, Client, Store, StoreEndp
 from weightsync.transports.store.stream import Stream
 
 #: How often a rank checks whether the other has arrived. Once for each link: both arrive soon.
-_LOOK: Final = 0.001
+_LOOK_SECONDS: Final = 0.001
 #: Where two ranks agree whether to connect. The first to write decides.
 _AGREED: Final = "agreed"
 _CONNECT: Final = "connect"
@@ -69,7 +69,7 @@ class RendezvousStore(Store):
         if self._own.issuperset(keys):
             return  # a rank also asks for its own value, which says nothing about the other rank
         while not self.check(keys):
-            if self._over.wait(_LOOK):
+            if self._over.wait(_LOOK_SECONDS):
                 self._agree(_GIVEN_UP)
             if self._client.value(self._prefix + _AGREED) == _GIVEN_UP.encode():
                 break

@@ -20,9 +20,9 @@ PERIOD: Final = 0.5
 ROUNDS: Final = 8
 #: Seconds without a beat after which the store counts as lost. Checked twice, since this process itself may have been
 #: stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
-_SILENCE: Final = 3.5
+_SILENCE_SECONDS: Final = 3.5
 #: Seconds for the connection to the store, after which it counts as lost too: torch gives up before, unless it hangs.
-_DIAL: Final = DIAL.total_seconds() + 5.0
+_DIAL_SECONDS: Final = DIAL.total_seconds() + 5.0
 
 
 #: Beats for which a remark must be true before it is logged: while a run starts, models and workers come one by one.
@@ -167,12 +167,12 @@ class Heartbeat:
             member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
-        if not self._dialled.wait(_DIAL):
-            self._lost(f"the store has not answered for {_DIAL:.0f} s")
+        if not self._dialled.wait(_DIAL_SECONDS):
+            self._lost(f"the store has not answered for {_DIAL_SECONDS:.0f} s")
         while not self._over.is_set():
-            if not self._shown.acquire(timeout=_SILENCE) and not self._shown.acquire(timeout=_SILENCE):
-                self._lost(f"the store has been silent for {2 * _SILENCE:.0f} s")
-        if not self._ended.wait(_SILENCE) and self._client is not None:
+            if not self._shown.acquire(timeout=_SILENCE_SECONDS) and not self._shown.acquire(timeout=_SILENCE_SECONDS):
+                self._lost(f"the store has been silent for {2 * _SILENCE_SECONDS:.0f} s")
+        if not self._ended.wait(_SILENCE_SECONDS) and self._client is not None:
             self._client.cut()
 
     def _lost(self, reason: str) -> None:

@@ -39,7 +39,7 @@ logger = logging.getLogger("weightsync")
 _NOBODY = "nobody"
 #: How often the end of a link checks for an earlier announcement that was not processed yet, and the seconds between.
 _LOOKS: Final = 200
-_LOOK: Final = 0.01
+_LOOK_SECONDS: Final = 0.01
 
 
 class _Listeners(PerProcess):
@@ -244,7 +244,7 @@ class _Listener:
         for _ in range(_LOOKS):
             if not any(each.is_behind(client) for each in _listeners.at(self.where)):
                 return
-            pause.wait(_LOOK)
+            pause.wait(_LOOK_SECONDS)
 
     def is_behind(self, client: Client) -> bool:
         """Whether a link was announced that was not processed yet."""
