@@ -87,7 +87,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start beating. Raises TransportError: no more threads can be started; it has stopped again."""
         try:
-            start(self, self._beat, self._judge)
+            start(self, self._beat, self._watch_own_beats)
         except TransportError:
             self.close()
             raise
@@ -126,7 +126,7 @@ class Heartbeat:
             client = self._client = Client(self._store)
             self._dialled.set()
             while not self._over.is_set():
-                self._listen(client)
+                self._run_round(client)
                 self._over.wait(PERIOD)
             client.delete(f"weightsync/heartbeat/{process_name()}")
         except TransportError as error:
@@ -139,7 +139,7 @@ class Heartbeat:
             if self._client is not None:
                 self._client.close()
 
-    def _listen(self, client: Client) -> None:
+    def _run_round(self, client: Client) -> None:
         """One round. It asks the store once or more for each member, and so may take long: beats do not wait for it."""
         with self._lock:
             members = list(self._members.values())
@@ -166,7 +166,8 @@ class Heartbeat:
         if member.missed == ROUNDS:
             member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
-    def _judge(self) -> None:
+    def _watch_own_beats(self) -> None:
+        """Report the store lost if this process's own beats stop: then a request to it is not answered."""
         if not self._dialled.wait(_DIAL_SECONDS):
             self._lost(f"the store has not answered for {_DIAL_SECONDS:.0f} s")
         while not self._over.is_set():
