@@ -218,10 +218,10 @@ class Channel:
                 box.unsignal()
             frames = list(box.frames)
             box.frames.clear()
-            box.parted = False
+            box.said_goodbye = False
             for frame in frames:
                 if type(frame.message) is Bye:
-                    frames = box.part(frames)
+                    frames = box.put_back_behind_goodbye(frames)
                     break
             if self._read_failure is None:
                 if self._sorter.unmet:
