@@ -395,7 +395,7 @@ class LinkThreads:
         for received in self._arrivals.take(opened, stream, client):
             self._held.append(received)
             if isinstance(received.message, Bye) and self._guard.admits:
-                self._side.parted()
+                self._side.peer_left()
                 self._before_end(client)
             del received
 

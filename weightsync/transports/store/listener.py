@@ -26,8 +26,8 @@ from weightsync.transports.store.announcing import (
     Models,
     Where,
     base_key,
+    claim_link,
     decline,
-    taken,
     worker_link,
 )
 from weightsync.transports.store.blocking_threads import start
@@ -124,7 +124,7 @@ class _Listener:
         self._waking_client: Client | None = None
         self._next = 0
         #: Set once the sender of the link taken last has said goodbye.
-        self._parted = threading.Event()
+        self._sender_left = threading.Event()
         self._remark = heartbeat.Remark()
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
@@ -155,7 +155,7 @@ class _Listener:
                 self._next += 1
         except TransportError as error:
             # After a goodbye the loss of the store is expected: it may have been the sender's own.
-            if not self._over.is_set() and not self._parted.is_set():
+            if not self._over.is_set() and not self._sender_left.is_set():
                 self._accept(PlaceholderLink(error))
         finally:
             _listeners.drop(self)
@@ -197,14 +197,14 @@ class _Listener:
         if refused is not None:
             logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
             announced.refuse(client, refused)
-        elif taken(client, announced.name):
+        elif claim_link(client, announced.name):
             Models(self._endpoint.rank, SENDERS).remove(client, self._model_id)
             self._take(client, announced.name)
 
     def _take(self, client: Client, name: str) -> None:
-        self._parted = parted = threading.Event()
+        self._sender_left = sender_left = threading.Event()
         try:
-            link = worker_link(self._endpoint, self._model_id, name, parted.set, self._before_end)
+            link = worker_link(self._endpoint, self._model_id, name, sender_left.set, self._before_end)
         except TransportError as error:
             logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)

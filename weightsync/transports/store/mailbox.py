@@ -60,7 +60,7 @@ class Side:
     #: Called before this end says goodbye, or its connection ends.
     before_goodbye: Callable[[], None] = _nothing
     #: Called by the reading thread when the other end has said goodbye.
-    parted: Callable[[], None] = _nothing
+    peer_left: Callable[[], None] = _nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
     #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say.
