@@ -266,11 +266,11 @@ def _device_of_odd(read: Weights) -> Device | None:
 def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, parts: OutgoingParts | None) -> None:
     """Copy weights into their buffer in the host's memory, and send it in parts meanwhile."""
     layout, view = packed.layout, packed.buffer.view
-    behind = None if parts is None else parts.reach
+    on_written = None if parts is None else parts.reach
     if _compared(packed, readers):
-        packed.digest = pack_digested(read, layout, view, packed.extras, plan.pieces(read), behind=behind)
+        packed.digest = pack_digested(read, layout, view, packed.extras, plan.pieces(read), on_written=on_written)
     else:
-        pack(read, layout, view, plan.pieces(read), behind=behind)
+        pack(read, layout, view, plan.pieces(read), on_written=on_written)
     if parts is not None:
         parts.finish()
 

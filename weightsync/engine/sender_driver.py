@@ -12,7 +12,7 @@ from msgspec import Struct
 from weightsync.engine.delta import VersionPayloads, version_payloads
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, handler_failed, read, watch
 from weightsync.engine.packer import Packed
-from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worthwhile
+from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worth_parts
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.options import Verify
@@ -431,7 +431,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self, payload: Buffer, nbytes: int, verify: Verify, targets: tuple[int, ...] | None
     ) -> OutgoingParts | None:
         """Prepare to send a payload in parts, to workers that owe no answer; None: it is sent whole to all."""
-        if payload.segment is None or not worthwhile(nbytes):
+        if payload.segment is None or not worth_parts(nbytes):
             return None
         with self.lock:
             lanes = [lane for lane in self._links.values() if targets is None or lane.worker in targets]
