@@ -132,7 +132,7 @@ class SenderSide:
             require_fence(given["fence"], "the incarnation to rise above, from WorkerLostError.fence")
         expected = expected_number(given.get("expected_workers"))
         workers = worker_set_of(given, context, scheme.strategy)
-        given = self._with_set_model(workers.counted(given))
+        given = self._with_set_model(workers.with_count(given))
         if has_processes(context):
             registered(given, context, model_id)  # an error must come before the collector starts its workers
         endpoints = scheme._endpoints(given, context, model_id)
