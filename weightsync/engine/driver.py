@@ -43,6 +43,8 @@ from weightsync.transports.process import own_host
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
 
+logger = logging.getLogger("weightsync")
+
 
 class Backlog:
     """The unanswered versions on one link, and the newest one that waits behind them.
@@ -159,9 +161,6 @@ class Hearing:
     def closed(self, link: int) -> None:
         """A link is closed."""
         self.first.pop(link, None)
-
-
-logger = logging.getLogger("weightsync")
 
 
 class AdapterFault(TransportError):

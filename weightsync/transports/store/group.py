@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -261,7 +261,7 @@ def _buckets(payload: memoryview) -> Sequence[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _errors_as(what: str) -> Any:
+def _errors_as(what: str) -> Iterator[None]:
     try:
         yield
     except TransportError:
