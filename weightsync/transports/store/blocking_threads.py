@@ -99,7 +99,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
 _running = _Running()
 
 
-def start(owner: Owner, *bodies: Callable[[], None]) -> None:
+def start_threads(owner: Owner, *bodies: Callable[[], None]) -> None:
     """Run each of ``bodies`` in a thread. Raises TransportError: no more threads can be started."""
     for body in bodies:
         name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"

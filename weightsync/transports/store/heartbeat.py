@@ -11,7 +11,7 @@ from typing import Final
 from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
-from weightsync.transports.store.blocking_threads import start
+from weightsync.transports.store.blocking_threads import start_threads
 from weightsync.transports.store.store import DIAL, Client, Store, TCPStore, base_of
 
 #: Seconds between two beats.
@@ -87,7 +87,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start beating. Raises TransportError: no more threads can be started; it has stopped again."""
         try:
-            start(self, self._beat, self._watch_own_beats)
+            start_threads(self, self._beat, self._watch_own_beats)
         except TransportError:
             self.close()
             raise

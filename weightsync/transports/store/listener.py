@@ -30,7 +30,7 @@ from weightsync.transports.store.announcing import (
     decline,
     worker_link,
 )
-from weightsync.transports.store.blocking_threads import start
+from weightsync.transports.store.blocking_threads import start_threads
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEndpoint, base_of, keep_in_child
 
@@ -131,7 +131,7 @@ class _Listener:
         self._heartbeat_member = heartbeat.join(endpoint.store, heartbeat.Callbacks(self._lose, self._lose, self._look))
         forget_after_fork(self)
         try:
-            start(self, self._listen)
+            start_threads(self, self._listen)
         except TransportError:
             self._heartbeat_member.leave()
             raise
@@ -266,7 +266,7 @@ class _Listener:
             for link in tuple(self._unproven):
                 link.close()
             try:
-                start(self, self._wake)
+                start_threads(self, self._wake)
             except TransportError:  # from Python 3.12 on, no thread starts while the interpreter ends
                 self.cut()
 
