@@ -35,7 +35,7 @@ RelayCall = Callable[[], SyncReport | None]
 
 
 class _BeforeForward(Hook):
-    """Before a forward."""
+    """Runs before a forward."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self._receiver = receiver
@@ -48,7 +48,7 @@ class _BeforeForward(Hook):
 
 
 class _AfterForward(Hook):
-    """After a forward, also one that raised."""
+    """Runs after a forward, also after one that raised."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self._receiver = receiver

@@ -91,7 +91,7 @@ class HeldBase:
         self._payload = memoryview(b"")
 
     def holds(self, update: Update) -> bool:
-        """Whether it is the base of an update's delta."""
+        """Whether what is held is the base of an update's delta."""
         held, base = self._update, update.base
         if held is None or base is None:
             return False

@@ -83,7 +83,7 @@ class Process(Protocol):
 
     @property
     def handle(self) -> Any:
-        """What the user knows it by."""
+        """What the user knows the worker by: a process, an actor or a rank."""
 
     def fileno(self) -> int:
         """Readable once it is dead."""
@@ -93,7 +93,7 @@ class Process(Protocol):
         """Whether it is dead. Never waits."""
 
     def how_it_ended(self, started: bool) -> str:
-        """In words, once it is dead.
+        """How it ended, in words, once it is dead.
 
         Args:
             started: whether its function had begun.
@@ -213,7 +213,7 @@ class Member:
 
     @property
     def _waits_for_trainer(self) -> bool:
-        """Whether its deadline does not count now."""
+        """Whether it waits for the trainer, so that its deadline does not count now."""
         full = self.state is MemberState.RUNNING and self.untaken >= self._rules.capacity
         return full or self.state is MemberState.HELD
 

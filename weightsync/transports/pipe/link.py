@@ -309,7 +309,7 @@ class Numbered(Protocol):
 
     @property
     def number(self) -> int:
-        """Its number."""
+        """The number by which links name the slot."""
 
     @property
     def fd(self) -> int:

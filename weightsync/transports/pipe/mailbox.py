@@ -41,7 +41,7 @@ class Mailbox:
             self.waker.fire()
 
     def unsignal(self) -> None:
-        """Its owner takes out everything now."""
+        """Make its waker unreadable, as its owner takes out everything now."""
         self.signalled = False
         self.waker.clear()
 

@@ -301,7 +301,7 @@ class PlaceholderLink:
             self.end(error)
 
     def end(self, error: TransportError) -> None:
-        """It ends: the reader is woken."""
+        """End the link with this error, and wake its reader."""
         self._ended = error
         for waker in self._wakers:
             waker.fire()
@@ -315,7 +315,7 @@ class PlaceholderLink:
         return True
 
     def receive(self) -> list[Received]:
-        """Raise why it has ended, if it has."""
+        """Raise the error with which the link has ended, if it has."""
         if self._ended is not None:
             raise self._ended
         return []
