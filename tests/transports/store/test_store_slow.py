@@ -47,14 +47,14 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
 @pytest.fixture
 def stopped(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """`store` answers no new connection until the event: torch waits for the answer without limit."""
-    goes_on, real = threading.Event(), stores._connected
+    goes_on, real = threading.Event(), stores._new_connection
 
     def connected(asked: Any, base: Any) -> Any:
         if base.port == store.port:
             goes_on.wait(PATIENCE)
         return real(asked, base)
 
-    monkeypatch.setattr(stores, "_connected", connected)
+    monkeypatch.setattr(stores, "_new_connection", connected)
     monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
     yield goes_on
     goes_on.set()

@@ -382,7 +382,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
 
 def test_weights_that_are_refused_once_they_were_sent_in_parts_are_never_served(make: Callable[..., Slots]) -> None:
     slots = make()
-    slots.sender._packer._finite = "policy"  # as a worker group has it with check_finite=True
+    slots.sender._packer._finite_model_id = "policy"  # as a worker group has it with check_finite=True
 
     filled(slots.source, float("nan"))
     with pytest.raises(NonFiniteError):
@@ -450,7 +450,7 @@ def test_what_a_worker_writes_over_amid_the_parts_is_hashed_again(
 @pytest.mark.parametrize("end", ["the trainer closes", "the worker closes"])
 def test_no_hash_keeps_the_memory_of_a_payload_whose_link_has_ended(make: Callable[..., Slots], end: str) -> None:
     slots = make()
-    slots.sender._packer._finite = "policy"
+    slots.sender._packer._finite_model_id = "policy"
     filled(slots.source, float("nan"))
     with pytest.raises(NonFiniteError):
         slots.sender.send()
