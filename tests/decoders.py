@@ -25,7 +25,7 @@ from weightsync.transports.buffers import Segment
 from weightsync.transports.calls.server import Parcel
 from weightsync.transports.calls.server_link import opened
 from weightsync.transports.pipe.framing import PREAMBLE, Frame, Inflow
-from weightsync.transports.pipe.link import Mapped
+from weightsync.transports.pipe.link import MappedSegments
 from weightsync.transports.sealing import Identity
 from weightsync.transports.store.announcing import Announced
 from weightsync.transports.store.seals import NoGuard, SenderGuard, WorkerGuard
@@ -88,7 +88,7 @@ def extra_state(data: bytes) -> None:
 def framing(data: bytes) -> None:
     """What a pipe brings: pieces of a stream, and descriptors. The segments that frames name are looked up."""
     ours, theirs = socket.socketpair()
-    inflow, mapped = Inflow(ours), Mapped()
+    inflow, mapped = Inflow(ours), MappedSegments()
     count, piece = data[0] % 3 if data else 0, (data[1] if len(data) > 1 else 0) or 4096
     stream = _stream(data[2:])
     segments = [Segment(64) for _ in range(count)]
@@ -112,7 +112,7 @@ def _stream(data: bytes) -> bytes:
     return struct.pack("!i", len(frame)) + frame + data[2**15 : 2**16]
 
 
-def _read_all(inflow: Inflow, mapped: Mapped) -> None:
+def _read_all(inflow: Inflow, mapped: MappedSegments) -> None:
     with contextlib.suppress(ProtocolError, EOFError):
         while True:
             inflow.read()
@@ -121,7 +121,7 @@ def _read_all(inflow: Inflow, mapped: Mapped) -> None:
                     _look_up(found, mapped)
 
 
-def _look_up(frame: Frame, mapped: Mapped) -> None:
+def _look_up(frame: Frame, mapped: MappedSegments) -> None:
     slot = frame.message.slot if isinstance(frame.message, Update) else None
     if slot is not None:
         with contextlib.suppress(TransportError):  # it cannot be mapped

@@ -145,7 +145,7 @@ class FakeDevice:
             self._streams[lane] = _Stream()
         self._streams[lane].launch(kernel)
 
-    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], form_key: object | None = None) -> None:
         """A kernel that copies tensor by tensor."""
         pairs = list(zip(into, tensors, strict=True))
 

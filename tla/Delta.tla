@@ -155,7 +155,7 @@ Superseded(v) ==
       THEN <<Answer(awaiting_full, "SUPERSEDED", 0)>>
       ELSE <<>>)
 
-\* ReceiverDriver._update. The bytes of a base become those of the result: it is held no more.
+\* ReceiverDriver._take_update. The bytes of a base become those of the result: it is held no more.
 Accept(m) ==
   /\ pending' = [v |-> m.v, content |-> Result(m)]
   /\ held' = IF m.base = 0 THEN held ELSE Nothing

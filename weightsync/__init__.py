@@ -199,9 +199,8 @@ _HOMES = {
     "RayWeightUpdater": "torchrl.updaters.ray",
 }
 
-sys.meta_path.insert(
-    0, names.FormerHomes()
-)  # first: an emptied folder of the former name is a namespace package to others
+# Before all other finders: they take a folder without modules, left under a former name, for a namespace package.
+sys.meta_path.insert(0, names.FormerHomes())
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 

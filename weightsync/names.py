@@ -40,7 +40,7 @@ class FormerHomes(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if known else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python."""
+        """None: Python makes the module as usual."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module's names from where they are now."""

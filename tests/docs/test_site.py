@@ -82,8 +82,8 @@ def test_a_link_that_leads_nowhere_ends_the_build_and_nothing_else_does(
 INTERNAL = {
     "AdapterFault": "the link is given up, and the worker LOST",
     "Challenged": "the call is repeated",
-    "EngineLeftError": "the engine is LOST",
-    "GivenUp": "the link's worker is LOST",
+    "EngineInDoubtError": "the engine is LOST",
+    "ClosedByPeer": "the link's worker is LOST",
     "FunctionalCallError": "the version waits",
     "NoRoom": "the worker refuses",
     "NotDoneError": "the engine is LOST, or a warning says that its prefix cache was not reset",

@@ -20,7 +20,7 @@ from weightsync.bench.models import digest_of_model, make_model
 from weightsync.bench.processes import Ask, Workers, calls_of
 from weightsync.bench.results import Kind, Label
 from weightsync.bench.settings import DEFAULT_VERIFY, SEND_TIMEOUT, START_TIMEOUT, Device, Payload, SchemeName
-from weightsync.transports.store.store import hosted
+from weightsync.transports.store.store import open_store
 
 #: How many seconds a worker waits for a new version before it checks for a request.
 _PAUSE = 0.2
@@ -53,7 +53,7 @@ class ProcessScheme(Sending):
         situation.cleanup.callback(self._workers.close)
         members: dict[str, Any] = {"num_workers": situation.workers, "processes": self._workers.processes}
         if name is SchemeName.DISTRIBUTED:
-            members["store"] = hosted("127.0.0.1", 0, timedelta(seconds=START_TIMEOUT))
+            members["store"] = open_store("127.0.0.1", 0, timedelta(seconds=START_TIMEOUT))
         # Before the processes start, so that each inherits its end of the link.
         scheme.init_on_sender(situation.model_id, model=situation.source.model, **members)
         self._workers.start()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.engine.serving_lock import Ready, ServedModel
+from weightsync.engine.serving_lock import ServedModel, StagedVersion
 from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError, reason_of
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
@@ -176,7 +176,7 @@ class Applier:
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
             self.refuse_for(pending, error)
             return False
-        self._served.staged = Ready(pending, staged, named, stopwatch.seconds)
+        self._served.staged = StagedVersion(pending, staged, named, stopwatch.seconds)
         return True
 
     def _to_stage(self, pending: Pending) -> memoryview | DeviceMemory:
@@ -209,7 +209,7 @@ class Applier:
                 raise refusing_fake_mode()
             # Asked before the swap: no user code may run between the swap and APPLIED.
             reader = self._listening.background_reader
-            relays = reader is not None and reader.relays()
+            relays = reader is not None and reader.prepare_relay()
             if self._served.shared is not None:
                 self._served.unshare()
             target.swap(ready.staged)
@@ -232,7 +232,7 @@ class Applier:
         """A reference to a slot in which parameters lie now, so that this process may write there."""
         return None if slot is None or self._served.apply_mode is Mode.COPY else ref(slot)
 
-    def _break_down(self, ready: Ready, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
+    def _break_down(self, ready: StagedVersion, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
         """Close the receiver, as a swap has failed half way; returns the error to raise."""
         self.swap_error = swap_error = self._swap_error_for(ready.pending, error)
         self._served.staged = None
@@ -244,7 +244,7 @@ class Applier:
     def _decided(self) -> None:
         self.awaits_parameters = False
         if self._listening.background_reader is not None:
-            self._listening.background_reader.applied()
+            self._listening.background_reader.version_decided()
 
     def _swap_error_for(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(

@@ -16,7 +16,7 @@ from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import Hook, calling_frame, compiled_frame
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
-from weightsync.protocol import receiver as receiving
+from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.process import forget_after_fork
@@ -35,7 +35,7 @@ RelayCall = Callable[[], SyncReport | None]
 
 
 class _BeforeForward(Hook):
-    """Before a forward."""
+    """Runs before a forward."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self._receiver = receiver
@@ -48,7 +48,7 @@ class _BeforeForward(Hook):
 
 
 class _AfterForward(Hook):
-    """After a forward, also one that raised."""
+    """Runs after a forward, also after one that raised."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self._receiver = receiver
@@ -165,7 +165,8 @@ class Background:
         self._decided_before = receiver.driver.data.decided
         #: The version that was applied or refused last when `receive` returned last, and the one that was live then.
         self._reported: tuple[object, object] = None, None
-        self._next: RelayCall | None = None
+        #: Passes on the version that goes live next, or that went live and is not acked yet.
+        self._prepared_relay: RelayCall | None = None
         forget_after_fork(self)
 
     @property
@@ -257,17 +258,17 @@ class Background:
         self._spawn()
 
     def _run(self) -> None:
-        while self._go_on():
+        while self._run_once():
             pass
 
-    def _go_on(self) -> bool:
+    def _run_once(self) -> bool:
         """Run one round of the thread's loop, and wait for the next; False: the thread has ended."""
         driver, added = self._receiver.driver, self._added
         try:
             seen = driver.waker.fired
-            if not self._over():
+            if not self._must_end():
                 self._receive_once()
-            if not self._over():
+            if not self._must_end():
                 driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
         except ProtocolError as broken:  # that link is down, others may be well
             logger.error("model %r: %s", self._receiver.model_id, broken)
@@ -276,13 +277,13 @@ class Background:
             logger.info("%s", gone)
             return self._end_unless_added(gone, added)
         except BaseException as raised:  # code of the user's may raise SystemExit, which would end the thread silently
-            if not self._over():
+            if not self._must_end():
                 logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
                 self._end(raised)
                 if not isinstance(raised, WeightSyncError):  # those say what to do, and reading continues after that
                     self._receiver.fail_links(raised)
                 return False
-        return self._end(self._receiver.broken) if self._over() else True
+        return self._end(self._receiver.broken) if self._must_end() else True
 
     def _receive_once(self) -> None:
         receiver = self._receiver
@@ -292,7 +293,7 @@ class Background:
                 self._relay_and_ack()
         self._notify()
 
-    def _over(self) -> bool:
+    def _must_end(self) -> bool:
         return self._stopping or self._receiver.state is State.CLOSED
 
     def _end(self, error: BaseException | None) -> bool:
@@ -325,22 +326,22 @@ class Background:
             self._error = None if isinstance(self._error, TransportError) else self._error
         self._spawn()
 
-    def applied(self) -> None:
+    def version_decided(self) -> None:
         """Wake callers that wait in `receive`, and the thread if there is something to pass on or to write."""
         with self._news:
             self._news.notify_all()
         self._receiver.driver.waker.fire()
 
-    def relays(self) -> bool:
-        """Whether the version that is about to go live is passed on before it is acked."""
-        self._next = self._relay()
-        return self._next is not None
+    def prepare_relay(self) -> bool:
+        """Note how the version that is about to go live is passed on before it is acked; False: it is not passed on."""
+        self._prepared_relay = self._relay()
+        return self._prepared_relay is not None
 
     def _relay_and_ack(self) -> None:
-        relay, self._next = self._next, None
+        relay, self._prepared_relay = self._prepared_relay, None
         nested = relay() if relay is not None else None
         driver = self._receiver.driver
-        driver.take(receiving.SendAck(nested))
+        driver.take(pure.SendAck(nested))
         driver.waker.fire()
 
     def receive(self, timeout: float | None) -> bool:

@@ -55,7 +55,7 @@ class _OpenAtExit(PerProcess):
         self._at_exit: Finalize | None = None
 
     def add(self, one: Closing) -> None:
-        """Close it then, if it is still there."""
+        """Close this one when the program ends, unless it has been freed by then."""
         with self._lock:
             self._open.add(one)
             if self._at_exit is None:

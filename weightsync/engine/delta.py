@@ -16,21 +16,21 @@ from weightsync.weights.delta import apply, encode, word_of
 from weightsync.weights.layout import Layout
 
 #: A delta larger than this share of the payload is not sent: it saves few bytes, and costs the worker more work.
-MOST: Final = 0.75
+MAX_SHARE: Final = 0.75
 _WHOLE: Final = BaseRef()
 
 
-class Travelling:
-    """How the payload of one version travels: as a delta to workers that hold its base, to all others whole.
+class VersionPayloads:
+    """The payloads of one version: a delta for the workers that hold its base, the whole payload for all others.
 
     Args:
         base: what the delta is against; `BaseRef()`: there is no delta.
-        payload: the delta, if there is one.
+        delta: the delta, if there is one.
     """
 
-    def __init__(self, base: BaseRef = _WHOLE, payload: Buffer | None = None) -> None:
+    def __init__(self, base: BaseRef = _WHOLE, delta: Buffer | None = None) -> None:
         self._base = base
-        self._payload = payload
+        self._delta = delta
         #: Worker id to the bytes of payload that were sent to it.
         self.sent: dict[int, int] = {}
         #: The sender's numbers of the links over which the delta was sent, and not refused.
@@ -48,8 +48,8 @@ class Travelling:
             whole: the whole payload.
         """
         payload, base = whole, _WHOLE
-        if self._payload is not None and served == self._base.version:
-            payload, base = self._payload, self._base
+        if self._delta is not None and served == self._base.version:
+            payload, base = self._delta, self._base
             self._links.add(link)
         made = self._made.get(base)
         if made is None or made[0] is not update:
@@ -66,7 +66,7 @@ class Travelling:
         return self.to(worker, link, 0, self._made[self._base][0], whole)
 
 
-def travelling(layout: Layout, payload: memoryview, base: BaseRef, held: memoryview) -> Travelling:
+def version_payloads(layout: Layout, payload: memoryview, base: BaseRef, held: memoryview) -> VersionPayloads:
     """Encode a version once for all its workers.
 
     Args:
@@ -75,12 +75,12 @@ def travelling(layout: Layout, payload: memoryview, base: BaseRef, held: memoryv
         base: the version before.
         held: the packed bytes of that.
     """
-    delta = encode(held[: layout.nbytes], payload[: layout.nbytes], word_of(layout), int(MOST * layout.nbytes))
+    delta = encode(held[: layout.nbytes], payload[: layout.nbytes], word_of(layout), int(MAX_SHARE * layout.nbytes))
     if delta is None:
-        return Travelling()
+        return VersionPayloads()
     buffer = Buffer(len(delta))
     buffer.view[:] = delta
-    return Travelling(base, buffer)
+    return VersionPayloads(base, buffer)
 
 
 class HeldBase:
@@ -91,7 +91,7 @@ class HeldBase:
         self._payload = memoryview(b"")
 
     def holds(self, update: Update) -> bool:
-        """Whether it is the base of an update's delta."""
+        """Whether what is held is the base of an update's delta."""
         held, base = self._update, update.base
         if held is None or base is None:
             return False

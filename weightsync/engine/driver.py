@@ -43,6 +43,8 @@ from weightsync.transports.process import own_host
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
 
+logger = logging.getLogger("weightsync")
+
 
 class Backlog:
     """The unanswered versions on one link, and the newest one that waits behind them.
@@ -159,9 +161,6 @@ class Hearing:
     def closed(self, link: int) -> None:
         """A link is closed."""
         self.first.pop(link, None)
-
-
-logger = logging.getLogger("weightsync")
 
 
 class AdapterFault(TransportError):
@@ -343,7 +342,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             link, cause = links[failed.which], failed.__cause__
             assert isinstance(cause, Exception)
             with self.lock:
-                self._give_up(link, str(_fault(link, cause)))
+                self._lose_link(link, str(_fault(link, cause)))
                 self._finish()
             return []
         finally:
@@ -359,7 +358,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         return list(self._open)
 
     @abstractmethod
-    def _give_up(self, link: Link, reason: str) -> None:
+    def _lose_link(self, link: Link, reason: str) -> None:
         """Take the loss of a link, if it is still open."""
 
     def _step(self, event: Event) -> Step[Input, Data, Effect]:

@@ -42,7 +42,7 @@ class _Forks(PerProcess):
         self._forking = threading.local()
 
     def add(self, served: Served) -> None:
-        """Keep its versions apart from forks."""
+        """Call this model before and after each fork from now on, so that no version goes live during one."""
         self._served[id(served)] = served
 
     def _all(self) -> list[Served]:

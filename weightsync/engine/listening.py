@@ -26,11 +26,11 @@ class BackgroundReader(Protocol):
     def model_set(self, model: Any) -> None:
         """Another model is served from now on."""
 
-    def applied(self) -> None:
+    def version_decided(self) -> None:
         """A version went live or was refused, on any thread."""
 
-    def relays(self) -> bool:
-        """Whether the version that is about to go live is passed on to other workers before it is acked."""
+    def prepare_relay(self) -> bool:
+        """Note how the version that is about to go live is passed on to other workers; False: to none."""
 
     def stop(self) -> None:
         """Stop reading and end the thread. Waits for the thread, unless called on it."""

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
-from weightsync.engine.delta import Travelling
+from weightsync.engine.delta import VersionPayloads
 from weightsync.engine.device_slots import DevicePools, DeviceReaders, flat_of, write_slot
 from weightsync.engine.driver import Shield
 from weightsync.engine.parts import OutgoingParts
@@ -88,8 +88,8 @@ class Packed(Struct):
     pack_s: float = 0.0
     #: The W3C trace context that its updates carry; empty: none.
     trace_context: str = ""
-    #: How its payload travels, where deltas may be sent; None: whole, to all.
-    travelling: Travelling | None = None
+    #: What each worker is sent, where deltas may be sent; None: all are sent the whole payload.
+    payloads: VersionPayloads | None = None
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class Packer:
         verify: what the workers compare.
         wire_dtype: what wider floating tensors are cast to while they are packed; None if nothing is cast.
         selection: which weights are sent; None: all.
-        finite: the name of the model whose weights are refused if they are not finite; None if they are not checked.
+        finite_model_id: the model whose weights are refused if they are not finite; None if they are not checked.
         sends_deltas: whether a version may travel as a delta against the one before.
     """
 
@@ -125,14 +125,14 @@ class Packer:
         verify: Verify = Verify.AUTO,
         wire_dtype: WireDtype | None = None,
         selection: Selection | None = None,
-        finite: str | None = None,
+        finite_model_id: str | None = None,
         sends_deltas: bool = False,
     ) -> None:
         self.sends_deltas = sends_deltas
         self.wire_dtype = wire_dtype
         self._verify = verify
         self._read = read_weights if selection is None else selection.read
-        self._finite = finite
+        self._finite_model_id = finite_model_id
         self._pool = Pool()
         self._on_devices = DevicePools()
         self._lock = threading.Lock()
@@ -222,8 +222,8 @@ class Packer:
                         _copy(read, packed, readers, plan, self._parts(packed, readers, targets))
             if self.wire_dtype is not None and layout is not plan.layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
-            if self._finite is not None:
-                refuse_non_finite(self._finite, layout, flat_of(buffer))
+            if self._finite_model_id is not None:
+                refuse_non_finite(self._finite_model_id, layout, flat_of(buffer))
             return packed
         except BaseException:
             self._let_go(buffer)
@@ -266,11 +266,11 @@ def _device_of_odd(read: Weights) -> Device | None:
 def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, parts: OutgoingParts | None) -> None:
     """Copy weights into their buffer in the host's memory, and send it in parts meanwhile."""
     layout, view = packed.layout, packed.buffer.view
-    behind = None if parts is None else parts.reach
+    on_written = None if parts is None else parts.reach
     if _compared(packed, readers):
-        packed.digest = pack_digested(read, layout, view, packed.extras, plan.pieces(read), behind=behind)
+        packed.digest = pack_digested(read, layout, view, packed.extras, plan.pieces(read), on_written=on_written)
     else:
-        pack(read, layout, view, plan.pieces(read), behind=behind)
+        pack(read, layout, view, plan.pieces(read), on_written=on_written)
     if parts is not None:
         parts.finish()
 

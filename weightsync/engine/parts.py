@@ -89,7 +89,7 @@ class OutgoingParts:
                 del self._links[link]
 
 
-def worthwhile(nbytes: int, links: int = 0) -> bool:
+def worth_parts(nbytes: int, links: int = 0) -> bool:
     """Whether a payload of this size is worth sending in parts, over so many links."""
     if nbytes >= LEAST_IF_BUSY:
         return True
@@ -119,7 +119,7 @@ def outgoing_parts(
             hashed = verify.compares(lane.shares(payload, whole.nbytes))
             if lane.parts.takes_parts(payload, whole.nbytes, hashed):
                 links[lane.parts] = hashed
-    if not links or not worthwhile(whole.nbytes, len(links)):
+    if not links or not worth_parts(whole.nbytes, len(links)):
         return None
     return OutgoingParts(lock, links, payload, whole)
 

@@ -356,7 +356,7 @@ class WeightReceiver(Participant):
         if swap_error is not None:
             raise WeightSyncError(str(swap_error)) from swap_error
         behind = served.staged is not None and (self._forwards_swap or self._listening.background_reader is not None)
-        if behind and not served.serving.mine() and not capturing():
+        if behind and not served.serving.serves_here() and not capturing():
             with Shield(self._driver.waker.fire):
                 self._applier.swap_staged(served.serving.patience())
         served.serving.enter(entry)
@@ -380,7 +380,7 @@ class WeightReceiver(Participant):
     @property
     def serves_here(self) -> bool:
         """Whether this thread is inside a forward of the model, or inside a `serving` block."""
-        return self._served.serving.mine()
+        return self._served.serving.serves_here()
 
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender removes this worker.
@@ -492,6 +492,6 @@ class WeightReceiver(Participant):
 
     def _restore(self, carried: tuple[str | None, Any]) -> None:
         path, endpoint = carried
-        self._served.copy_of(path)
+        self._served.restore_path(path)
         if endpoint is not None:
             self.register_worker_transport(endpoint)

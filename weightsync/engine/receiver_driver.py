@@ -86,7 +86,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def devices(self, devices: bytes) -> None:
         self._devices = devices
         for link in self._open if devices else ():
-            _tell(link)
+            _announce_copies(link)
 
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which link is current."""
@@ -100,7 +100,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._outlets[self._last_link] = link.outlet
             self._open = (*self._open, link)
             if self._devices:
-                _tell(link)
+                _announce_copies(link)
             self.ended = ""
             self.waker.fire()
 
@@ -120,7 +120,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self.take(pure.Close())
             for number in list(self._links):
                 self._leave(number, _NOBODY, _CLOSED)
-            self._silence()
+            self._drop_all()
 
     def fail(self, reason: str, remote_traceback: str) -> None:
         """Close for good because of an error: the sender keeps this worker, LOST, with the reason."""
@@ -135,9 +135,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self.take(event)
             for number in list(self._links):
                 self._leave(number, _NOBODY, event.reason, Ending.FAILED)
-            self._silence()
+            self._drop_all()
 
-    def _silence(self) -> None:
+    def _drop_all(self) -> None:
         self.pending = None
         self._parts.forget()
         self.held.drop()
@@ -222,7 +222,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _note_goodbye(self, message: Message) -> None:
         if isinstance(message, Bye) and message.incarnation == self.data.fence:
-            self.ended, self.ended_as = _goodbye(message)
+            self.ended, self.ended_as = _how_it_ended(message)
 
     def _say_last(self, link: int, message: Message) -> None:
         """Send the last message over a link that closes next, if it can still be sent."""
@@ -238,13 +238,13 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.ended, self.ended_as = reason, TransportError
         self._step(pure.LinkDown(link, reason))
 
-    def _left(self, link: int, bye: Bye) -> None:
+    def _take_goodbye(self, link: int, bye: Bye) -> None:
         """Take a sender's goodbye: its link ends, unless another sender uses it now."""
         step = self._step(pure.Goodbye(link, bye.incarnation))
         if step.effects:
-            self.ended, self.ended_as = _goodbye(bye)
+            self.ended, self.ended_as = _how_it_ended(bye)
 
-    def _give_up(self, link: Link, reason: str) -> None:
+    def _lose_link(self, link: Link, reason: str) -> None:
         for number, known in list(self._links.items()):
             if known is link:
                 self._down(number, reason)
@@ -306,7 +306,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 if aside and self._aside(number, link, received):
                     continue
                 if number in self._links:
-                    self._heard(number, link, received)
+                    self._handle(number, link, received)
                     if self._todo:
                         self._finish()
                 elif number == self._unwritable:
@@ -343,7 +343,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """
         waiting, self._baseless = self._baseless, None
         if waiting is not None and waiting[0] == number and _overtakes(update, waiting[1]):
-            self._heard(number, link, Received(waiting[1], untaken="The base of its delta is not held."))
+            self._handle(number, link, Received(waiting[1], untaken="The base of its delta is not held."))
             self._finish()
         if number not in self._links or not _is_delta(update) or self.held.holds(update):
             return False
@@ -368,7 +368,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         if self.data.served == (update.incarnation, update.version) and isinstance(decided.payload, memoryview):
             self.held.keep(update, decided.payload)
 
-    def _heard(self, number: int, link: Link, received: Received) -> None:
+    def _handle(self, number: int, link: Link, received: Received) -> None:
         message = received.message
         match message:
             case Hello():
@@ -380,9 +380,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     watch(link, message)
                     self._waitables_changed(link)
             case Update():
-                self._update(number, message, received)
+                self._take_update(number, message, received)
             case Bye():
-                self._left(number, message)
+                self._take_goodbye(number, message)
             case Ack() | Refusal() | NoBase():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 
@@ -392,7 +392,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         misfit = self.layout.misfit(Layout.decode(hello.layout))
         return str(misfit) if misfit else ""
 
-    def _update(self, number: int, update: Update, received: Received) -> None:
+    def _take_update(self, number: int, update: Update, received: Received) -> None:
         event = pure.UpdateArrived(number, update.incarnation, update.version)
         if update.incarnation < self.data.fence:
             self.take(event)  # STALE in any case: the layouts of an older sender are forgotten
@@ -420,7 +420,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         return layout
 
 
-def _tell(link: Link) -> None:
+def _announce_copies(link: Link) -> None:
     """Tell a link that what it receives is copied to a device."""
     if isinstance(link, CarriesDevices):
         link.copied_to_device()
@@ -434,7 +434,7 @@ def _unread(link: Link) -> list[Message]:
         return []
 
 
-def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
+def _how_it_ended(bye: Bye) -> tuple[str, type[TransportError]]:
     """How a sender's end is reported, and the type of the error."""
     if bye.ending is Ending.FAILED:
         return f"the sender failed: {bye.reason}", TransportError

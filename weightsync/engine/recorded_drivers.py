@@ -26,16 +26,16 @@ Taken = TypeVar("Taken", bound=Step[Any, Any, Any])
 def sender_driver(model_id: str) -> SenderDriver:
     """A driver for a new sender, recorded if a recording is on."""
     records = recorder()
-    return SenderDriver(model_id) if records is None else TracedSenderDriver(model_id, records)
+    return SenderDriver(model_id) if records is None else RecordedSenderDriver(model_id, records)
 
 
 def receiver_driver(model_id: str) -> ReceiverDriver:
     """A driver for a new receiver, recorded if a recording is on."""
     records = recorder()
-    return ReceiverDriver(model_id) if records is None else TracedReceiverDriver(model_id, records)
+    return ReceiverDriver(model_id) if records is None else RecordedReceiverDriver(model_id, records)
 
 
-class TracedSenderDriver(SenderDriver):
+class RecordedSenderDriver(SenderDriver):
     """A sender's driver that is recorded."""
 
     def __init__(self, model_id: str, records: Recorder) -> None:
@@ -77,9 +77,9 @@ class TracedSenderDriver(SenderDriver):
             self.tell(What.SENT, link=link, message=message)
         super()._write(worker, link, message, payload)
 
-    def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
+    def _handle(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
         self.tell(What.RECEIVED, link=number, message=message)
-        super()._message(worker, number, link, message, take)
+        super()._handle(worker, number, link, message, take)
 
     def _read_then_lose(self, worker: int, number: int, reason: str, take: Taking) -> None:
         self.tell(What.FAILED, link=number, reason=reason)
@@ -91,7 +91,7 @@ class TracedSenderDriver(SenderDriver):
         super()._close_link(link)
 
 
-class TracedReceiverDriver(ReceiverDriver):
+class RecordedReceiverDriver(ReceiverDriver):
     """A receiver's driver that is recorded."""
 
     def __init__(self, model_id: str, records: Recorder) -> None:
@@ -118,9 +118,9 @@ class TracedReceiverDriver(ReceiverDriver):
             self.tell(What.SENT, link=link, message=message)
         super()._write(link, message)
 
-    def _heard(self, number: int, link: Link, received: Received) -> None:
+    def _handle(self, number: int, link: Link, received: Received) -> None:
         self.tell(What.RECEIVED, link=number, message=received.message)
-        super()._heard(number, link, received)
+        super()._handle(number, link, received)
 
     def _say_last(self, link: int, message: Message) -> None:
         if link in self._links:
@@ -137,7 +137,7 @@ class TracedReceiverDriver(ReceiverDriver):
         super()._close_link(link)
 
 
-def _recorded(driver: TracedSenderDriver | TracedReceiverDriver, event: Any, take: Callable[[Any], Taken]) -> Taken:
+def _recorded(driver: RecordedSenderDriver | RecordedReceiverDriver, event: Any, take: Callable[[Any], Taken]) -> Taken:
     """Take an event, and record the step, or that it was refused."""
     before = driver.machine.state
     try:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.delta import Travelling
+from weightsync.engine.delta import VersionPayloads
 from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender_driver import SenderDriver
@@ -30,15 +30,15 @@ class Reporter:
 
     def __init__(self, driver: SenderDriver) -> None:
         self._driver = driver
-        self._preparing = 0.0
+        self._pack_s = 0.0
         self._nbytes = 0
         self._wire_dtype: WireDtype | None = None
-        #: How the payload of the version travels, where deltas may be sent.
-        self._travelling: Travelling | None = None
+        #: What the workers were sent, where deltas may be sent.
+        self._payloads: VersionPayloads | None = None
         self._dispatched = Stopwatch()
         #: For each worker, the versions that were superseded since it last had an outcome.
-        self._given_up: dict[int, tuple[int, ...]] = {}
-        driver.kept.append(self._given_up)
+        self._superseded: dict[int, tuple[int, ...]] = {}
+        driver.kept.append(self._superseded)
         #: A report that was not returned to a caller yet: it becomes part of the next one.
         self._previous: SyncReport | None = None
         #: For each worker whose end came with a traceback: its link, and the version of the first report with it that a
@@ -61,17 +61,17 @@ class Reporter:
 
     def dispatched(self, packed: Packed, since: Stopwatch) -> None:
         """Note that ``packed`` was dispatched, and when that began."""
-        self._preparing = packed.pack_s
+        self._pack_s = packed.pack_s
         self._nbytes = packed.nbytes
         self._wire_dtype = packed.wire_dtype
-        self._travelling = packed.travelling
+        self._payloads = packed.payloads
         self._dispatched = since
 
     def superseded(self, report: SyncReport) -> None:
         """Note that the version of ``report`` was abandoned in favour of the next one."""
         for worker in report.of(OutcomeKind.ABANDONED):
             assert report.version is not None
-            self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
+            self._superseded[worker] = (*self._superseded.get(worker, ()), report.version)
         self.withheld(report)
 
     def withheld(self, report: SyncReport) -> None:
@@ -113,9 +113,9 @@ class Reporter:
         """
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
-        if self._given_up:
+        if self._superseded:
             for worker in report.outcomes.keys() - report.of(OutcomeKind.ABANDONED):
-                self._given_up.pop(worker, None)
+                self._superseded.pop(worker, None)
         if self._left or self._not_caught_up:
             report = self._with_carried(report)
             self._left, self._not_caught_up = {}, {}
@@ -195,7 +195,7 @@ class Reporter:
         left: Mapping[int, str],
     ) -> SyncReport:
         seconds, connecting = self._dispatched.seconds, self._connecting(outcomes)
-        given_up = self._given_up
+        superseded = self._superseded
         report = SyncReport(
             model_id=self._driver.model_id,
             version=version,
@@ -203,12 +203,12 @@ class Reporter:
             outcomes=dict(sorted(outcomes.items())),
             nbytes=self._nbytes,
             wire_dtype=self._wire_dtype,
-            payload_nbytes={} if self._travelling is None else dict(self._travelling.sent),
-            pack_s=self._preparing,
+            payload_nbytes={} if self._payloads is None else dict(self._payloads.sent),
+            pack_s=self._pack_s,
             connect_s=min(connecting, seconds),
             transfer_s=max(0.0, seconds - connecting),
             apply_s=max(map(_APPLY_S, outcomes.values()), default=0.0),
-            superseded={w: given_up[w] for w in outcomes if w in given_up} if given_up else {},
+            superseded={w: superseded[w] for w in outcomes if w in superseded} if superseded else {},
             not_caught_up=not_caught_up,
             previous=self._previous,
             left=left,

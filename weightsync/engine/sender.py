@@ -285,9 +285,9 @@ class WeightSender(Participant):
         Raises:
             StateError: nothing is outstanding, or another thread waits for it.
         """
-        return self._give_up(pure.Abandon())
+        return self._abandon(pure.Abandon())
 
-    def _give_up(self, event: pure.Abandon) -> SyncReport:
+    def _abandon(self, event: pure.Abandon) -> SyncReport:
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             self._driver.take(event)
@@ -420,7 +420,7 @@ class WeightSender(Participant):
         if settling is OnPending.WAIT:
             self._wait(deadline)
         elif settling is OnPending.SUPERSEDE:
-            self._reporter.superseded(self._give_up(pure.Abandon()))
+            self._reporter.superseded(self._abandon(pure.Abandon()))
         return self._reporter.empty()
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
@@ -433,9 +433,9 @@ class WeightSender(Participant):
         packed = self._outgoing.pack(weights, targets)
         try:
             if self._packer.sends_deltas:
-                packed.travelling = self._driver.travelling(packed)
+                packed.payloads = self._driver.payloads_of(packed)
             if superseding:
-                self._reporter.superseded(self._give_up(pure.Abandon(f"superseded by version {self.version + 1}")))
+                self._reporter.superseded(self._abandon(pure.Abandon(f"superseded by version {self.version + 1}")))
         except BaseException:
             self._packer.handed_over(packed)
             raise

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from weightsync.engine.delta import Travelling, travelling
+from weightsync.engine.delta import VersionPayloads, version_payloads
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, handler_failed, read, watch
 from weightsync.engine.packer import Packed
-from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worthwhile
+from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worth_parts
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.options import Verify
@@ -159,9 +159,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             case pure.Greet(worker, link, due):
                 self._write(worker, link, self._hello(link, due))
                 if due:
-                    self._update(worker, link, due)
+                    self._send_update(worker, link, due)
             case pure.Dispatch(worker, link, version):
-                self._update(worker, link, version)
+                self._send_update(worker, link, version)
             case pure.CloseLink(_, link):
                 self._close_link(link)
             case pure.Farewell(worker, reason):
@@ -187,7 +187,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             link=link,
         )
 
-    def _update(self, worker: int, link: int, version: int) -> None:
+    def _send_update(self, worker: int, link: int, version: int) -> None:
         lane = self._links.get(link)
         if lane is None or not (lane.loses or lane.backlog.admit(version)):
             return
@@ -202,8 +202,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             sent = self._last_sent = self._message_of(version, packed, layout_known, shared)
         self._named.setdefault(version, {}).setdefault(worker, set()).add(sent.named)
         update, payload = sent.update, packed.buffer
-        if packed.travelling is not None and isinstance(lane.link, CarriesDeltas) and lane.link.carries_deltas:
-            update, payload = packed.travelling.to(worker, link, self.data.workers[worker].served, update, payload)
+        if packed.payloads is not None and isinstance(lane.link, CarriesDeltas) and lane.link.carries_deltas:
+            update, payload = packed.payloads.to(worker, link, self.data.workers[worker].served, update, payload)
         self._write(worker, link, update, payload)
         lane.known_layout = packed.layout.digest
 
@@ -308,7 +308,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     continue
                 # The events of the link; its loss is the last.
                 if (lane.outlet is not None and lane.outlet.idle) or self._flush(number, lane):
-                    self._heard(number, lane, self.take)
+                    self._read(number, lane, self.take)
 
     def look(self) -> None:
         """Pump the links that can be read or written. One poll finds them. Never blocks."""
@@ -340,7 +340,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return False
         return True
 
-    def _heard(self, number: int, lane: Lane, take: Taking) -> None:
+    def _read(self, number: int, lane: Lane, take: Taking) -> None:
         """Read a link, and handle what has arrived; first the messages that an outer call has read, but not handled."""
         worker, link, unread, failed = lane.worker, lane.link, lane.unread, None
         try:
@@ -357,7 +357,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     if isinstance(message, NoBase):
                         self._send_whole(worker, number, message)
                     else:
-                        self._message(worker, number, link, message, take)
+                        self._handle(worker, number, link, message, take)
             if failed is not None:
                 raise failed
         except (TransportError, ProtocolError) as error:
@@ -365,7 +365,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
             take(pure.LinkLost(worker, number, handler_failed(link, error)))
 
-    def _give_up(self, link: Link, reason: str) -> None:
+    def _lose_link(self, link: Link, reason: str) -> None:
         for number, lane in tuple(self._links.items()):
             if lane.link is link:
                 self._step(pure.LinkLost(lane.worker, number, reason))
@@ -373,10 +373,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _read_then_lose(self, worker: int, number: int, reason: str, take: Taking) -> None:
         """Take the events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
-            self._heard(number, self._links[number], take)
+            self._read(number, self._links[number], take)
         take(pure.LinkLost(worker, number, reason))
 
-    def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
+    def _handle(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
         match message:
             case Bye(incarnation=0) | Refusal(incarnation=0):
                 take(pure.Answer(worker, number, message))  # STALE: it names no sender
@@ -394,7 +394,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 if lane is not None and message.incarnation == self.data.incarnation:
                     waiting = lane.backlog.answered(message.version)
                     if waiting:
-                        self._update(worker, number, waiting)
+                        self._send_update(worker, number, waiting)
                         self._finish()
             case Hello():
                 watch(link, message)
@@ -420,9 +420,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         A newer one supersedes it there. To the protocol nothing has happened, and nothing is recorded.
         """
         packed, newest = self._packed.get(refused.version), self.data.workers[worker].due == refused.version
-        if packed is None or packed.travelling is None or not newest or refused.incarnation != self.data.incarnation:
+        if packed is None or packed.payloads is None or not newest or refused.incarnation != self.data.incarnation:
             return
-        again = packed.travelling.again(worker, link, packed.buffer)
+        again = packed.payloads.again(worker, link, packed.buffer)
         if again is not None:
             SenderDriver._write(self, worker, link, *again)
             self._finish()
@@ -431,7 +431,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self, payload: Buffer, nbytes: int, verify: Verify, targets: tuple[int, ...] | None
     ) -> OutgoingParts | None:
         """Prepare to send a payload in parts, to workers that owe no answer; None: it is sent whole to all."""
-        if payload.segment is None or not worthwhile(nbytes):
+        if payload.segment is None or not worth_parts(nbytes):
             return None
         with self.lock:
             lanes = [lane for lane in self._links.values() if targets is None or lane.worker in targets]
@@ -481,17 +481,17 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._named.pop(version, None)
         self._packed.pop(version).buffer.pins.discard(self._pin)
 
-    def travelling(self, packed: Packed) -> Travelling:
-        """How the payload of the next version travels: as a delta to workers that have acked the version before."""
+    def payloads_of(self, packed: Packed) -> VersionPayloads:
+        """The payloads of the next version: a delta for workers that have acked the version before."""
         with self.lock:
             version, workers = self.data.version, self.data.workers.values()
             base = self._packed.get(version)
             if base is None or base.layout.digest != packed.layout.digest or all(e.served != version for e in workers):
-                return Travelling()
+                return VersionPayloads()
             base.buffer.pin(packed.buffer)
         try:
             ref = BaseRef(version=version, digest=base.digested())
-            return travelling(packed.layout, packed.buffer.view, ref, base.buffer.view)
+            return version_payloads(packed.layout, packed.buffer.view, ref, base.buffer.view)
         finally:
             base.buffer.unpin(packed.buffer)
 

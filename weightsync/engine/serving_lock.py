@@ -139,7 +139,7 @@ class ServingLock:
         finally:
             self._waiters -= 1
 
-    def mine(self) -> bool:
+    def serves_here(self) -> bool:
         """Whether this thread serves the model."""
         return threading.get_ident() in self._serving
 
@@ -216,13 +216,13 @@ class ServingLock:
         if self._swapping is not None:
             return False
         for thread, entries in list(self._serving.items()):
-            entries[:] = [entry for entry in entries if not _over(entry)]
+            entries[:] = [entry for entry in entries if not _has_ended(entry)]
             if not entries:
                 del self._serving[thread]
         return all(thread == besides for thread in self._serving)
 
 
-def _over(entry: ServingEntry) -> bool:
+def _has_ended(entry: ServingEntry) -> bool:
     """Whether a call or block has ended. A KeyboardInterrupt may skip our hook, or the end of a block."""
     if not isinstance(entry, FrameType):
         return entry is not None and entry() is None
@@ -265,7 +265,7 @@ def _is_beside(module: str, ours: str) -> bool:
     return module == ours or module.startswith("torch._dynamo")
 
 
-class Ready(Struct, frozen=True):
+class StagedVersion(Struct, frozen=True):
     """A version that has been verified and staged, and only has to be swapped in."""
 
     pending: Pending
@@ -295,7 +295,7 @@ class ServedModel:
         #: Whether a loader was served, now or before: its pages of a slot hide what the trainer writes there.
         self._had_loader = False
         #: What is staged for `target`; None: nothing.
-        self.staged: Ready | None = None
+        self.staged: StagedVersion | None = None
         #: The digest of the version that was applied last; empty if it came without one.
         self.applied = b""
         #: Its layout, in which digests are computed.
@@ -308,8 +308,8 @@ class ServedModel:
         """How arrived weights become live. A loader may have written into the views of them that it got."""
         return Mode.MAP if self._had_loader else self._services.apply_mode
 
-    def copy_of(self, path: str | None) -> None:
-        """Become the copy of a model that was registered by ``path``; None if it was registered as an object."""
+    def restore_path(self, path: str | None) -> None:
+        """In a copy of the receiver: take the path of its model; None: the model was given as an object."""
         self.model = self.path = path
 
     def serve(self, model: Any, path: str | None, deadline: Deadline) -> None:

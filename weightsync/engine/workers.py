@@ -23,7 +23,7 @@ from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
 
 #: Seconds between two checks of processes that have not started yet.
-STARTS: Final = 0.5
+START_CHECK_SECONDS: Final = 0.5
 
 
 class SendTargets(Struct, frozen=True):
@@ -194,4 +194,4 @@ class Workers:
 
 def seconds_to_check(nap: float | None) -> float:
     """Seconds to sleep while processes have not started: until the next check of them, and no longer than ``nap``."""
-    return STARTS if nap is None else min(nap, STARTS)
+    return START_CHECK_SECONDS if nap is None else min(nap, START_CHECK_SECONDS)

@@ -92,7 +92,7 @@ class ActorProcess:
         return self._life.done()
 
     def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - Ray says why in either case
-        """In Ray's words, once it is dead."""
+        """How it ended, in Ray's words, once it is dead."""
         error = self._life.exception()
         return "its actor has ended" if error is None else plain(str(error))
 

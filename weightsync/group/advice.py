@@ -70,8 +70,8 @@ def in_words_of_group(report: SyncReport, members: Members, sender: WeightSender
     reworded = {}
     for worker, outcome in report.outcomes.items() if report.version else ():
         member = members.by_index[worker]
-        if outcome.kind is OutcomeKind.TIMED_OUT and member.life is MemberState.STARTING:
-            reworded[worker] = replace(outcome, reason=f"it {member.state}")
+        if outcome.kind is OutcomeKind.TIMED_OUT and member.state is MemberState.STARTING:
+            reworded[worker] = replace(outcome, reason=f"it {member.state_in_words}")
         elif outcome.kind is OutcomeKind.LOST and worker in members.given_up(sender.worker_ids):
             reworded[worker] = replace(outcome, reason=members.failure(worker).reason)
     if not reworded and before is report.previous:
@@ -81,7 +81,7 @@ def in_words_of_group(report: SyncReport, members: Members, sender: WeightSender
 
 def too_late(members: Mapping[int, Member]) -> str:
     """The message when no worker gave a result in time."""
-    lives = ", ".join(f"{index} {member.state}" for index, member in members.items())
-    starting = any(member.life is MemberState.STARTING for member in members.values())
+    lives = ", ".join(f"{index} {member.state_in_words}" for index, member in members.items())
+    starting = any(member.state is MemberState.STARTING for member in members.values())
     advice = " A worker that starts imports the program and torch first: it may need a longer timeout=." * starting
     return f"no worker gave a result in time (worker {lives}). results() may be called again.{advice}"

@@ -35,7 +35,7 @@ _ROOM: Final = b"r"
 _STOP: Final = b"s"
 _VERSION: Final = b"v"
 #: Milliseconds after which a worker that waits for room looks again: another of its threads may have read the word.
-_LOOK: Final = 100
+_LOOK_MS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class WorkerEnd:
         """Whether the worker is to return, now or within some seconds."""
         deadline = Deadline(seconds)
         while not self.stopped and not deadline.passed:
-            self._listen(wait=_LOOK)
+            self._listen(wait=_LOOK_MS)
         return self.stopped
 
     @property
@@ -298,7 +298,7 @@ class WorkerEnd:
         with self._putting:
             self._listen(wait=0)
             while not self._room and not self._ended:
-                self._listen(wait=_LOOK)
+                self._listen(wait=_LOOK_MS)
             frame = Put(versions(), pickled)
             self._use_room()
             self._send(frame)

@@ -356,7 +356,7 @@ class WorkerGroup:
     def _give_up_failed(self) -> None:
         """Remove workers that have failed for good and owe an answer: a rank's link may be open, or not exist."""
         for index in self.sender.owing:
-            if self._members.by_index[index].life is MemberState.FAILED:
+            if self._members.by_index[index].state is MemberState.FAILED:
                 self.sender.remove_worker(index)
 
     def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
@@ -382,7 +382,7 @@ class WorkerGroup:
         """
         deadline, members = Deadline(_LOST_SECONDS), [self._members.by_index[index] for index in refused]
         while not deadline.passed and any(
-            member.life is MemberState.STARTING and not self._is_over(member.index) for member in members
+            member.state is MemberState.STARTING and not self._is_over(member.index) for member in members
         ):
             self._members.wait(deadline)
             self._members.pump()

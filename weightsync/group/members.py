@@ -32,7 +32,7 @@ _LONGEST_DELAY: Final = 60.0
 #: How often the delay is doubled at most, so that it stays a number.
 _DOUBLINGS: Final = 64
 #: Seconds between two looks at a link that has no descriptor to wait for.
-_LOOK: Final = 0.1
+_LOOK_SECONDS: Final = 0.1
 #: Why a worker that fails after `Member.stop` is not restarted.
 _STOPPED: Final = "It is not restarted, since the group was stopped."
 #: The advice after an error whose message says what to correct.
@@ -40,7 +40,7 @@ _LASTING: Final = "A restarted worker would fail in the same way: correct the ar
 
 
 class MemberState(enum.Enum):
-    """Where a member is."""
+    """What a member does, or how it ended."""
 
     #: Its process was started, and its function has not begun.
     STARTING = "starting"
@@ -83,7 +83,7 @@ class Process(Protocol):
 
     @property
     def handle(self) -> Any:
-        """What the user knows it by."""
+        """What the user knows the worker by: a process, an actor or a rank."""
 
     def fileno(self) -> int:
         """Readable once it is dead."""
@@ -93,7 +93,7 @@ class Process(Protocol):
         """Whether it is dead. Never waits."""
 
     def how_it_ended(self, started: bool) -> str:
-        """In words, once it is dead.
+        """How it ended, in words, once it is dead.
 
         Args:
             started: whether its function had begun.
@@ -121,7 +121,7 @@ class Running(NamedTuple):
     announce: Callable[[int], None]
 
 
-class Waiting(NamedTuple):
+class UntakenResult(NamedTuple):
     """A result that the trainer has not taken yet."""
 
     member: Member
@@ -143,7 +143,7 @@ class Member:
         self.restarts = 0
         self._rules = rules
         self._start = start
-        self.life = MemberState.WAITING
+        self.state = MemberState.WAITING
         #: Its process and channel; None if it has none now.
         self.running: Running | None = None
         #: How many of its results wait for the trainer.
@@ -162,21 +162,21 @@ class Member:
         """Begin a life."""
         with Shield(lambda: None):  # what a handler raises leaves no process that nobody ends
             self.running = self._start(self.index, self.restarts)
-            self.life, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
+            self.state, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
             self._started, self._unlinked, self._dump = Stopwatch(), None, StackDump()
             self.due = Deadline(Timeout.START)
 
-    def read(self) -> list[Waiting]:
+    def read(self) -> list[UntakenResult]:
         """Read what it has said, and return its new results."""
         if self.running is None:
             return []
         before = self.running.channel.nbytes
         frames = self.running.channel.read()
-        if self.running.channel.nbytes > before and self.life is MemberState.RUNNING:
+        if self.running.channel.nbytes > before and self.state is MemberState.RUNNING:
             self.begin_to_wait()  # a large result takes as long as the trainer does to read it
         for frame in frames:
             self._hear(frame)
-        results = [Waiting(self, self.running, frame) for frame in frames if isinstance(frame, Put)]
+        results = [UntakenResult(self, self.running, frame) for frame in frames if isinstance(frame, Put)]
         self.untaken += len(results)
         return results
 
@@ -184,9 +184,9 @@ class Member:
         if isinstance(frame, Failed | Finished):
             self._last_word = frame
             self.due = Deadline(_GRACE)
-            self.life = MemberState.FINISHED if isinstance(frame, Finished) else self.life
+            self.state = MemberState.FINISHED if isinstance(frame, Finished) else self.state
         elif self._last_word is None:  # else a thread of the worker has put once more
-            self.life = MemberState.HELD if isinstance(frame, Held) else MemberState.RUNNING
+            self.state = MemberState.HELD if isinstance(frame, Held) else MemberState.RUNNING
             self.begin_to_wait()
 
     def begin_to_wait(self) -> None:
@@ -194,17 +194,17 @@ class Member:
         if self._last_word is None:
             self.due = Deadline(self._rules.deadline)
 
-    def take(self, waiting: Waiting) -> None:
+    def take(self, waiting: UntakenResult) -> None:
         """One of its results was taken: it may put another one."""
         if waiting.life is not None and waiting.life is self.running:
             self.untaken -= 1
             waiting.life.channel.make_room()
             self.begin_to_wait()
 
-    def judge(self) -> WorkerFailedError | None:
+    def do_what_is_due(self) -> WorkerFailedError | None:
         """Do what is due by now. Returns the error of a life that could not be begun."""
         if self.running is None:
-            return self._restart() if self.life is MemberState.WAITING and self.due.passed else None
+            return self._restart() if self.state is MemberState.WAITING and self.due.passed else None
         if self._waits_for_trainer:
             self.begin_to_wait()
         elif self.due.passed:
@@ -213,16 +213,16 @@ class Member:
 
     @property
     def _waits_for_trainer(self) -> bool:
-        """Whether its deadline does not count now."""
-        full = self.life is MemberState.RUNNING and self.untaken >= self._rules.capacity
-        return full or self.life is MemberState.HELD
+        """Whether it waits for the trainer, so that its deadline does not count now."""
+        full = self.state is MemberState.RUNNING and self.untaken >= self._rules.capacity
+        return full or self.state is MemberState.HELD
 
     def _restart(self) -> WorkerFailedError | None:
         self.restarts += 1
         try:
             self.start()
         except Exception as error:  # noqa: BLE001 - whatever the system or Ray lacks now, it may have later
-            return self._failed(f"it could not be started again ({type(error).__name__}: {error})", "", None)
+            return self._failure(f"it could not be started again ({type(error).__name__}: {error})", "", None)
         return None
 
     def stop(self) -> None:
@@ -230,13 +230,13 @@ class Member:
         self._rules = replace(self._rules, max_restarts=0, remedy=_STOPPED)
         if self.running is not None:
             self.running.channel.stop()
-        elif self.life is MemberState.WAITING:
-            self.life = MemberState.FINISHED
+        elif self.state is MemberState.WAITING:
+            self.state = MemberState.FINISHED
 
     def _overdue(self) -> str:
         if self._last_word is not None:
             return f"it did not end within {_GRACE:g} s of its last message"
-        if self.life is MemberState.STARTING:
+        if self.state is MemberState.STARTING:
             return "it did not start in time"
         return f"it gave no result for {self._rules.deadline} s"
 
@@ -269,16 +269,16 @@ class Member:
         """
         word, how = self._last_word, self._reason
         if self.running is not None and not how:
-            how = self.running.process.how_it_ended(self.life is not MemberState.STARTING)
+            how = self.running.process.how_it_ended(self.state is not MemberState.STARTING)
         self.release()
         if isinstance(word, Finished):
             return None
         trace, version = (self._dump.stack, served) if word is None else (word.remote_traceback, word.version)
-        return self._failed(how if word is None else word.reason, trace, version)
+        return self._failure(how if word is None else word.reason, trace, version)
 
-    def _failed(self, reason: str, trace: str, version: int | None) -> WorkerFailedError:
+    def _failure(self, reason: str, trace: str, version: int | None) -> WorkerFailedError:
         error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=self._after_death())
-        if self.life is MemberState.WAITING:
+        if self.state is MemberState.WAITING:
             logger.warning("%s", error)
         return error
 
@@ -287,9 +287,9 @@ class Member:
         most = self._rules.max_restarts
         if self.restarts < most:
             delay = min(self._rules.restart_delay * 2 ** min(self.restarts, _DOUBLINGS), _LONGEST_DELAY)
-            self.life, self.due = MemberState.WAITING, Deadline(delay)
+            self.state, self.due = MemberState.WAITING, Deadline(delay)
             return f"It restarts in {delay:g} s (restart {self.restarts + 1} of at most {most})."
-        self.life = MemberState.FAILED
+        self.state = MemberState.FAILED
         if most:
             return f"It has been restarted as often as max_restarts={most} allows."
         lasting, remedy = isinstance(self._last_word, Failed) and self._last_word.lasting, self._rules.remedy
@@ -303,16 +303,16 @@ class Member:
             self.running = None
 
     @property
-    def state(self) -> str:
-        """Where it is, in words."""
-        if self.life is MemberState.STARTING:
+    def state_in_words(self) -> str:
+        """What it does now, or how it ended."""
+        if self.state is MemberState.STARTING:
             return f"has been starting for {self._started.seconds:.1f} s"
-        return f"is {self.life.value}"
+        return f"is {self.state.value}"
 
     @property
     def over(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.life is MemberState.FINISHED or self.life is MemberState.FAILED
+        return self.state is MemberState.FINISHED or self.state is MemberState.FAILED
 
 
 class Feed(Protocol):
@@ -341,7 +341,7 @@ class Members:
         self.by_index = dict(members)
         self._feed = feed
         #: Results that have arrived and were not taken.
-        self.results: deque[Waiting] = deque()
+        self.results: deque[UntakenResult] = deque()
         #: Each life that failed, in the order in which they did.
         self.failures: list[WorkerFailedError] = []
         #: Failures of workers that are not restarted, of which the trainer does not know yet.
@@ -361,11 +361,11 @@ class Members:
             with Shield(lambda: None):  # what a handler raises loses no result
                 self.results += member.read()
             if dead:
-                self._failed(member, member.died(self._served(member.index)))
+                self._record_failure(member, member.died(self._served(member.index)))
             else:
-                self._failed(member, member.judge())
+                self._record_failure(member, member.do_what_is_due())
 
-    def take_first(self) -> tuple[Waiting, Any]:
+    def take_first(self) -> tuple[UntakenResult, Any]:
         """Take the first result, and unpickle it. An interrupt such as KeyboardInterrupt meanwhile leaves it there."""
         first = self.results[0]
         try:
@@ -387,14 +387,14 @@ class Members:
         """The lives whose functions have not begun, by all that has arrived."""
         for member in self.by_index.values():
             self.results += member.read()
-        members = [member for member in self.by_index.values() if member.life is MemberState.STARTING]
+        members = [member for member in self.by_index.values() if member.state is MemberState.STARTING]
         return [member.running for member in members if member.running is not None]
 
     def log_hung(self, timeout: float | Timeout | None) -> None:
         """Log which workers have not returned in the time that `close` gave them, and what they were doing."""
         for index, member in self.by_index.items():
             life = member.running
-            if timeout == 0 or life is None or life.process.dead or member.life is MemberState.STARTING:
+            if timeout == 0 or life is None or life.process.dead or member.state is MemberState.STARTING:
                 continue
             dump = life.process.stack_dump()
             logger.warning(
@@ -407,15 +407,15 @@ class Members:
         entry = None if feed is None else feed.workers.get(index)
         return None if entry is None else entry.served or None
 
-    def _failed(self, member: Member, error: WorkerFailedError | None) -> None:
+    def _record_failure(self, member: Member, error: WorkerFailedError | None) -> None:
         if error is not None:
             self.failures.append(error)
-            if member.life is MemberState.FAILED:
+            if member.state is MemberState.FAILED:
                 self.unreported.append(error)
 
     def given_up(self, linked: Collection[int]) -> set[int]:
         """Those that have failed for good, and are not among the linked ones any more."""
-        return {i for i, member in self.by_index.items() if member.life is MemberState.FAILED and i not in linked}
+        return {i for i, member in self.by_index.items() if member.state is MemberState.FAILED and i not in linked}
 
     def failure(self, index: int) -> WorkerFailedError:
         """The last failure of a member that has failed."""
@@ -440,7 +440,7 @@ class Members:
 
     def require_one(self) -> None:
         """Raise the last failure, also if it was raised before, if all members have failed for good."""
-        if all(member.life is MemberState.FAILED for member in self.by_index.values()):
+        if all(member.state is MemberState.FAILED for member in self.by_index.values()):
             raise self.failures[-1]
 
     @property
@@ -463,7 +463,7 @@ class Members:
             return
         feed = self._feed()
         wanted, all_tell = _descriptors([] if feed is None else feed.transports().values())
-        naps = [SLICE, None if all_tell else _LOOK, deadline.nap]
+        naps = [SLICE, None if all_tell else _LOOK_SECONDS, deadline.nap]
         poller = _poller(wanted)
         for member in self.by_index.values():
             if member.running is not None:

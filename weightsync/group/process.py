@@ -71,7 +71,7 @@ class WorkerProcess:
         return self._watch.dead
 
     def how_it_ended(self, started: bool) -> str:
-        """In words, once it is dead: see `Process.how_it_ended`."""
+        """How it ended, in words, once it is dead: see `Process.how_it_ended`."""
         self.handle.join(_REAP_SECONDS)
         code: int | None = self.handle.exitcode
         if code is None:

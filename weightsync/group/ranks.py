@@ -89,7 +89,7 @@ class RankProcess:
         return self._channel.ended
 
     def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - its launcher says why
-        """In words, once it is dead."""
+        """How it ended, in words, once it is dead."""
         return f"its connection has ended: the process of rank {self.handle} is dead, or its host cannot be reached"
 
     def stack_dump(self) -> StackDump:
@@ -100,11 +100,11 @@ class RankProcess:
         """There is nothing to wait for: the group has closed its channel, and the process is its launcher's."""
 
     def kill(self) -> None:
-        """Give it up: its function wakes with `SenderClosed` at its next `put`, or where it waits for a version."""
+        """Give the rank up: it wakes with `SenderClosed` at its next `put`, or where it waits for a version."""
         self._channel.close()
 
     def close(self) -> None:
-        """Give it up."""
+        """Give the rank up."""
         self._channel.close()
 
 
@@ -168,7 +168,7 @@ class RankLauncher:
         return {"store": self._store, "num_workers": len(lives)}
 
     def launch(self, index: int, restarts: int) -> Launched:  # noqa: ARG002 - it has one life
-        """Leave a rank its note: see `Launcher.launch`."""
+        """Leave the note for one rank in the store: see `Launcher.launch`."""
         if self._reception is None or self._notes is None:
             raise TransportError("the group is closed.")
         rank = index + 1

@@ -111,7 +111,7 @@ class InheritedChannel:
     sock: socket.socket
 
     def connect(self) -> socket.socket:
-        """That end."""
+        """The worker's end of the pair."""
         return self.sock
 
 

@@ -64,7 +64,9 @@ MAX_NAME_NBYTES: Final = 2**16 - 1
 MAX_UNREAD_NBYTES: Final = 64 * 1024
 
 _HEADER: Final = struct.Struct("!4sHHQBBBBIQ16sQ16s")
+#: Magic and protocol version.
 _FIRST: Final = struct.Struct("!4sH")
+#: The header up to its checksum, and the rest, which the checksum covers together with the body.
 START: Final = struct.Struct("!4sHHQ")
 COVERED: Final = struct.Struct("!BBBBIQ16sQ16s")
 
@@ -130,22 +132,6 @@ def malformed(what: str, data: Readable) -> ProtocolError:
     """Build the error for bytes that cannot be decoded."""
     return ProtocolError(f"{what}.", unread=bytes(data[:MAX_UNREAD_NBYTES]))
 
-
-__all__ = [
-    "HEADER_NBYTES",
-    "MAGIC",
-    "MAX_BODY_NBYTES",
-    "MAX_TRACE_CONTEXT_NBYTES",
-    "MAX_UNREAD_NBYTES",
-    "Head",
-    "Readable",
-    "decode",
-    "decode_with",
-    "encode",
-    "is_trace_context",
-    "malformed",
-    "peek",
-]
 
 _HELLO: Final = struct.Struct("!HHIBHQQ16sQ")
 _UPDATE: Final = struct.Struct("!HHIIBQBBQ16sQ")
@@ -359,8 +345,10 @@ def _int(field: bytes) -> int:
 
 
 def _read_hello(head: Head, body: bytes) -> Hello:
-    named, digested, laid_out, hosted, reached, pid, started, fence, link = _HELLO.unpack_from(body)
-    name, layout_digest, layout, host, devices = _cut(body, _HELLO.size, named, digested, laid_out, hosted, reached)
+    name_size, digest_size, layout_size, host_size, devices_size, pid, started, fence, link = _HELLO.unpack_from(body)
+    name, layout_digest, layout, host, devices = _cut(
+        body, _HELLO.size, name_size, digest_size, layout_size, host_size, devices_size
+    )
     return Hello(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),
@@ -379,8 +367,8 @@ def _read_hello(head: Head, body: bytes) -> Hello:
 def _read_update(head: Head, body: bytes) -> Update:
     *sizes, nbytes, form, placed, segment, seal, slot_nbytes = _UPDATE.unpack_from(body)
     # An update of a sender that traces nothing ends here.
-    traced = min(max(0, len(body) - _UPDATE.size - sum(sizes)), MAX_TRACE_CONTEXT_NBYTES)
-    name, layout_digest, layout, extras, device, trace_context = _cut(body, _UPDATE.size, *sizes, traced)
+    trace_size = min(max(0, len(body) - _UPDATE.size - sum(sizes)), MAX_TRACE_CONTEXT_NBYTES)
+    name, layout_digest, layout, extras, device, trace_context = _cut(body, _UPDATE.size, *sizes, trace_size)
     if placed > _IN_PARTS or (placed != _IN_SLOT and (device or slot_nbytes)) or (placed == _IN_PARTS and segment):
         raise ValueError(f"payload placement {placed} is not valid")
     if head.payload_nbytes != (nbytes if placed in _FOLLOWING else 0):
@@ -404,10 +392,10 @@ def _read_update(head: Head, body: bytes) -> Update:
 
 
 def _read_ack(head: Head, body: bytes) -> Ack:
-    named, nested, seconds, evidence = _ACK.unpack_from(body)
-    name, report = _cut(body, _ACK.size, named, nested) if nested else (body[_ACK.size :], b"")
-    if len(name) != named:
-        raise ValueError(f"its name takes {named} bytes, but {len(name)} are there")
+    name_size, report_size, seconds, evidence = _ACK.unpack_from(body)
+    name, report = _cut(body, _ACK.size, name_size, report_size) if report_size else (body[_ACK.size :], b"")
+    if len(name) != name_size:
+        raise ValueError(f"its name takes {name_size} bytes, but {len(name)} are there")
     return Ack(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),
@@ -420,8 +408,8 @@ def _read_ack(head: Head, body: bytes) -> Ack:
 
 
 def _read_refusal(head: Head, body: bytes) -> Refusal:
-    named, kind, evidence, reasoned, traced, fence = _REFUSAL.unpack_from(body)
-    name, reason, remote_traceback = _cut(body, _REFUSAL.size, named, reasoned, traced)
+    name_size, kind, evidence, reason_size, traceback_size, fence = _REFUSAL.unpack_from(body)
+    name, reason, remote_traceback = _cut(body, _REFUSAL.size, name_size, reason_size, traceback_size)
     return Refusal(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),
@@ -435,8 +423,8 @@ def _read_refusal(head: Head, body: bytes) -> Refusal:
 
 
 def _read_bye(head: Head, body: bytes) -> Bye:
-    named, ending, reasoned = _BYE.unpack_from(body)
-    name, reason = _cut(body, _BYE.size, named, reasoned)
+    name_size, ending, reason_size = _BYE.unpack_from(body)
+    name, reason = _cut(body, _BYE.size, name_size, reason_size)
     return Bye(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),

@@ -575,7 +575,7 @@ class WeightSyncScheme(Configured):
     def packer(self) -> Packer:
         """A new packer with buffers of the kind that this scheme's links carry best."""
         return Packer(
-            self._verify, self._wire_dtype, self._sender_side.selection, self._sender_side.finite, self._delta
+            self._verify, self._wire_dtype, self._sender_side.selection, self._sender_side.finite_model_id, self._delta
         )
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:

@@ -23,7 +23,16 @@ from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEndpoint, listen, sender_link
 from weightsync.transports.store.fanout import Fanout
 from weightsync.transports.store.group import require_backend
-from weightsync.transports.store.store import FOR_EVER, Hints, Store, TCPStore, base_of, hosted, keep_in_child, reached
+from weightsync.transports.store.store import (
+    FOR_EVER,
+    Hints,
+    Store,
+    TCPStore,
+    base_of,
+    connect_to_store,
+    keep_in_child,
+    open_store,
+)
 from weightsync.transports.store.stream import named_address
 from weightsync.weights.strategy import WeightStrategy
 
@@ -187,7 +196,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         host, port = named_address(), _port_beside(base_port)
         for wanted in (port, 0):
             try:
-                return hosted(host, wanted, self._patience())
+                return open_store(host, wanted, self._patience())
             except (RuntimeError, OSError) as error:
                 failure: Exception = error
         raise TransportError(f"no store could be opened on {host}: {failure}") from failure
@@ -205,7 +214,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             )
         host, port = _address_in(info)
         try:
-            return reached(host, port, self._patience())
+            return connect_to_store(host, port, self._patience())
         except (RuntimeError, OSError) as error:
             raise TransportError(f"the store at {host}:{port} cannot be reached: {error}") from error
 

@@ -84,7 +84,7 @@ class ActorServer:
 
     @property
     def serves(self) -> bool:
-        """Whether there is a model for it here."""
+        """Whether versions have a model to go to in this actor."""
         if self.receiver is None:
             return self._listening
         try:

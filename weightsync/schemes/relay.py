@@ -11,7 +11,7 @@ from weightsync.errors import SyncError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 
 #: Takes the live version and a function that reads its weights; returns the report of the worker's own workers.
-RelayCall = Callable[[int | None, Callable[[], Any]], SyncReport | None]
+RelayWeights = Callable[[int | None, Callable[[], Any]], SyncReport | None]
 
 #: The attribute in which TorchRL's collectors keep the schemes to their own workers; None or empty: they have none.
 _SCHEMES = "_weight_sync_schemes"
@@ -30,7 +30,7 @@ def leads_on(context: Any, model_id: str) -> bool:
     return schemes is not MISSING and bool(schemes) and model_id in schemes
 
 
-def relay_call(context: Any, model_id: str) -> RelayCall | None:
+def relay_call(context: Any, model_id: str) -> RelayWeights | None:
     """What to do with a version of this model once it is live and before it is acked, or None.
 
     A context that has ``update_policy_weights_`` has workers of its own. A TorchRL collector always has that method,

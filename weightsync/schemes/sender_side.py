@@ -108,9 +108,9 @@ class SenderSide:
         #: The keywords of `init_on_sender`, and the workers that they define.
         self.given: Mapping[str, Any] = {}
         self.worker_set = WorkerSet()
-        #: Which weights are sent, and the name of the model if they must be finite: see `Packer`.
+        #: Which weights are sent, and the model's id if they must be finite: see `Packer`.
         self.selection: Selection | None = None
-        self.finite: str | None = None
+        self.finite_model_id: str | None = None
 
     def require_uninitialized(self) -> None:
         """Raises StateError: this side is initialised already."""
@@ -132,14 +132,14 @@ class SenderSide:
             require_fence(given["fence"], "the incarnation to rise above, from WorkerLostError.fence")
         expected = expected_number(given.get("expected_workers"))
         workers = worker_set_of(given, context, scheme.strategy)
-        given = self._with_set_model(workers.counted(given))
+        given = self._with_set_model(workers.with_count(given))
         if has_processes(context):
             registered(given, context, model_id)  # an error must come before the collector starts its workers
         endpoints = scheme._endpoints(given, context, model_id)
         refuse_repeated(endpoints)
         processes = processes_of(given.get("processes"), endpoints) or collector_processes(context, endpoints)
         self.selection = Selection(given["names"]) if "names" in given else None
-        self.finite = model_id if switch(given.get("check_finite", False), "check_finite") else None
+        self.finite_model_id = model_id if switch(given.get("check_finite", False), "check_finite") else None
         return SenderSetup(model_id, context, given, workers, endpoints, processes, expected)
 
     def _with_set_model(self, given: dict[str, Any]) -> dict[str, Any]:

@@ -79,10 +79,10 @@ def send_sharded(
     """
     failing = OnFailure(on_failure)
     ranks, sends = _Ranks(group, Deadline(timeout)), scheme is not None and scheme.initialized_on_sender
-    weights, root = _agreed(ranks, model, sends)
-    whole = _gathered(ranks, weights, sends)
+    weights, root = _agree_on_sender(ranks, model, sends)
+    whole = _gather(ranks, weights, sends)
     if scheme is None or not sends:
-        return _learned(ranks.result_of(root), root, failing)
+        return _report_from_sender(ranks.result_of(root), root, failing)
     try:
         side = scheme._sender_side
         side.rendezvous.require_connected("send_sharded", side.require_sender("send_sharded"))
@@ -99,7 +99,7 @@ def send_sharded(
     return report
 
 
-def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int]:
+def _agree_on_sender(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int]:
     """This rank's part of the model, after a check that all ranks hold parts of the same, and the rank that sends."""
     failure, fingerprint = None, _NO_FINGERPRINT
     try:
@@ -107,7 +107,7 @@ def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int
         fingerprint = weights.fingerprint
     except WeightSyncError as error:
         failure = error
-    found = ranks.exchanged(bytes([sends, failure is not None]) + fingerprint)
+    found = ranks.exchange(bytes([sends, failure is not None]) + fingerprint)
     if failure is not None:
         raise failure
     unreadable = [rank for rank, each in enumerate(found) if each[1]]
@@ -130,10 +130,10 @@ def _agreed(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWeights, int
     return weights, senders[0]
 
 
-def _gathered(ranks: _Ranks, weights: ShardedWeights, sends: bool) -> dict[str, Any]:
+def _gather(ranks: _Ranks, weights: ShardedWeights, sends: bool) -> dict[str, Any]:
     """The whole tensors by name, on the rank that sends; empty on the others."""
     whole: dict[str, Any] = {}
-    with ranks.limited(*weights.groups) as limit, _failing("gather the weights", "Nothing was sent"):
+    with ranks.limited(*weights.groups) as limit, _explaining("gather the weights", "Nothing was sent"):
         for name, tensor in weights.gather(limit):
             if sends:
                 whole[name] = tensor.cpu()
@@ -148,7 +148,7 @@ def _failure_of(report: SyncReport) -> str:
     return ""
 
 
-def _learned(sent: dict[str, str], root: int, failing: OnFailure) -> SyncReport:
+def _report_from_sender(sent: dict[str, str], root: int, failing: OnFailure) -> SyncReport:
     """The report of the rank that sent, or its failure."""
     report = decode_report(sent["report"].encode())
     if report is None:
@@ -189,11 +189,11 @@ class _Ranks:
         on_host = "cpu:" in dist.get_backend_config(self._group)
         self._device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
 
-    def exchanged(self, own: bytes) -> list[bytes]:
+    def exchange(self, own: bytes) -> list[bytes]:
         """What each rank sent, in the order of the ranks; all send the same number of bytes."""
         mine = self._tensor(own)
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        with self.limited(self._group) as limit, _failing("compare what the ranks hold", "Nothing was sent"):
+        with self.limited(self._group) as limit, _explaining("compare what the ranks hold", "Nothing was sent"):
             limit()
             dist.all_gather(found, mine, group=self._group)
         return [bytes(each.cpu().numpy()) for each in found]
@@ -217,7 +217,7 @@ class _Ranks:
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         unknown = "Whether the version was sent is known on that rank only"
-        with self.limited(self._group) as limit, _failing(f"learn the result of the send from rank {root}", unknown):
+        with self.limited(self._group) as limit, _explaining(f"learn the result of the send from rank {root}", unknown):
             limit(GRACE)
             dist.broadcast(tensor, group=self._group, group_src=root)
         return tensor
@@ -254,7 +254,7 @@ class _Limit:
 
 
 @contextlib.contextmanager
-def _failing(what: str, known: str) -> Iterator[None]:
+def _explaining(what: str, known: str) -> Iterator[None]:
     """Raise TransportError for a collective that failed: torch raises a RuntimeError of its own."""
     try:
         yield

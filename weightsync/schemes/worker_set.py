@@ -48,20 +48,21 @@ def send_to_groups(
         left = {worker for report in reports for worker in report.left}.difference(members())
         if still_there := [worker for worker in workers or () if worker not in left]:
             try:
-                reports.append(_served(send, (weights, still_there), deadline))
+                reports.append(_send_reporting(send, (weights, still_there), deadline))
             except WeightSyncError as error:
                 if not reports:
                     raise
                 errors.append(error)
     merged = _merged(reports)
     if errors:
-        raise _noted(errors, merged)
+        raise _with_notes(errors, merged)
     if failing is OnFailure.RAISE:
         merged.raise_on_failure()
     return merged
 
 
-def _served(send: Send, group: tuple[Any, list[int]], deadline: Deadline) -> SyncReport:
+def _send_reporting(send: Send, group: tuple[Any, list[int]], deadline: Deadline) -> SyncReport:
+    """Send to one group. Returns the report also where the error of a lost worker or of a refusal carries it."""
     try:
         return send(*group, deadline, OnFailure.REPORT)
     except (WorkerLostError, RefusedError) as error:
@@ -70,7 +71,7 @@ def _served(send: Send, group: tuple[Any, list[int]], deadline: Deadline) -> Syn
         return error.report
 
 
-def _noted(errors: Sequence[WeightSyncError], merged: SyncReport) -> WeightSyncError:
+def _with_notes(errors: Sequence[WeightSyncError], merged: SyncReport) -> WeightSyncError:
     """The first of the errors, with notes: the other errors, and what was sent to the other groups."""
     first, *others = errors
     for other in others:
@@ -119,7 +120,7 @@ class WorkerSet:
     #: Worker id to its own weights, where they were given one by one.
     weights: Mapping[int, Any] = field(default_factory=dict)
 
-    def counted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def with_count(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords given, with the number of workers."""
         return dict(given) if self.ids is None else {**given, "num_workers": len(self.ids)}
 
@@ -132,16 +133,16 @@ def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrate
     _refuse_contradictions(given)
     if "params_map" in given:
         weights = per_worker(given["params_map"], "params_map")
-        return _numbered(WorkerSet(tuple(sorted(weights)), weights), given)
+        return _require_count(WorkerSet(tuple(sorted(weights)), weights), given)
     if "devices" in given and (not isinstance(given["devices"], Sequence) or isinstance(given["devices"], str)):
         raise ConfigurationError(f"devices= is {given['devices']!r}: give a list with one device per worker.")
     if "devices" in given:
-        return _numbered(WorkerSet(tuple(range(len(given["devices"])))), given)
+        return _require_count(WorkerSet(tuple(range(len(given["devices"])))), given)
     count = given.get("num_workers", optional(context, "num_workers"))
     if count is MISSING or count is None:
         return WorkerSet()
     ids = tuple(range(require_whole(count, "num_workers", "the number of workers")))
-    return WorkerSet(ids, _mapped(given, ids, strategy)) if "device_map_fn" in given else WorkerSet(ids)
+    return WorkerSet(ids, _call_device_map_fn(given, ids, strategy)) if "device_map_fn" in given else WorkerSet(ids)
 
 
 def refuse_repeated(endpoints: Mapping[int, Any]) -> None:
@@ -256,7 +257,8 @@ _EXCLUSIVE: Mapping[str, Sequence[str]] = {
 }
 
 
-def _numbered(found: WorkerSet, given: Mapping[str, Any]) -> WorkerSet:
+def _require_count(found: WorkerSet, given: Mapping[str, Any]) -> WorkerSet:
+    """The workers. Raises ConfigurationError: ``num_workers``, if it was given, is not their number."""
     count = given.get("num_workers")
     if found.ids is not None and count not in (None, len(found.ids)):
         raise ConfigurationError(
@@ -265,7 +267,7 @@ def _numbered(found: WorkerSet, given: Mapping[str, Any]) -> WorkerSet:
     return found
 
 
-def _mapped(given: Mapping[str, Any], ids: Sequence[int], strategy: WeightStrategy) -> dict[int, Any]:
+def _call_device_map_fn(given: Mapping[str, Any], ids: Sequence[int], strategy: WeightStrategy) -> dict[int, Any]:
     """What the user's function returns for each worker."""
     source = weights = given.get("weights", given.get("model"))
     if isinstance(source, torch.nn.Module):

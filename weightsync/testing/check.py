@@ -23,7 +23,7 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (*LINK_SCENARIOS, *ENDING_SCENARIOS, *PROTOCOL_SCENARIOS, *WALKS, *GRAPH_SCENARIOS)
 }
 #: Seconds between two checks of a running scenario.
-_LOOK = 0.02
+_LOOK_SECONDS = 0.02
 
 
 def check_transport(
@@ -153,7 +153,7 @@ def _play(scenario: Scenario, link_setup: LinkSetup, raised: list[BaseException]
 def _watched(thread: threading.Thread, link_setup: LinkSetup) -> str:
     """Watch the scenario run. Returns the call that blocked, or an empty string."""
     while thread.is_alive():
-        thread.join(_LOOK)
+        thread.join(_LOOK_SECONDS)
         call = link_setup.watch.call
         if call and link_setup.watch.since.seconds > link_setup.patience:
             return f"{call} has not returned for {link_setup.patience:g} seconds"

@@ -288,11 +288,11 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
-        """Whether it may still be read."""
+        """Whether somebody may still read the buffer."""
         return bool(self.pins)
 
     def pin(self, token: Hashable) -> None:
-        """Keep it from being written; pinning twice with one token counts once."""
+        """Keep the buffer from being written; pinning twice with one token counts once."""
         self.pins.add(token)
 
     def unpin(self, token: Hashable) -> None:

@@ -28,7 +28,7 @@ class Slot(Protocol):
 
     @property
     def seal(self) -> bytes:
-        """The seal that lies in it now."""
+        """The seal that lies in the memory now."""
 
     def remap(self) -> bool:
         """Undo this process's own writes to the memory. From now on it may write there again.
@@ -37,7 +37,7 @@ class Slot(Protocol):
         """
 
     def tidy(self, unwritten: Callable[[memoryview], bool], /) -> None:
-        """Undo it now, while there is time, if it cannot be written before the next update lies in it.
+        """Do the work of the next `remap` now, while there is time, if nobody can write to the memory before that.
 
         Args:
             unwritten: whether a payload that was received there, and is still referenced, is written by nobody.
@@ -63,7 +63,7 @@ class OnDevice(Slot, Protocol):
         """Close the descriptor."""
 
     def read(self, view: memoryview) -> None:
-        """Copy its first bytes to the host."""
+        """Copy the memory's first bytes to the host, as many as ``view`` has."""
 
     def register(self, view: memoryview) -> object | None:
         """Pin memory of the host for `read`, until the result is dropped; None: it cannot be pinned."""
@@ -96,7 +96,7 @@ class DeviceSlot:
 
     @property
     def ref(self) -> SlotRef:
-        """How an update names it."""
+        """The slot as an update names it."""
         return SlotRef(segment=self.number, seal=self.seal, device=self.memory.identity, nbytes=self.memory.nbytes)
 
     def forget(self) -> None:
@@ -109,7 +109,7 @@ class DeviceSlot:
         self.memory.seal_with(seal)
 
     def unseal(self) -> None:
-        """It may be written from now on."""
+        """Remove the seal: the memory may be written from now on."""
         self.seal = bytes(SEAL_NBYTES)
         self.memory.unseal()
 

@@ -23,7 +23,7 @@ class _Warning(PerProcess):
         self._warned = False
 
     def once(self) -> bool:
-        """Whether to warn now."""
+        """Whether to warn now: True once in this process."""
         with self._lock:
             before, self._warned = self._warned, True
         return not before

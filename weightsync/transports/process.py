@@ -194,7 +194,7 @@ class ProcessWatch:
         return f"{dead}: it was ended by {signal_name(status.si_status)}"
 
     def names(self, pid: int, started: int) -> bool:
-        """Whether it watches exactly this process."""
+        """Whether this is the process that is watched."""
         return (self.pid, self._started) == (pid, started)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import Answers, GivenUp
+from weightsync.transports.calls.client import Answers, ClosedByPeer
 from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.same_host import SegmentPlace, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
@@ -345,7 +345,7 @@ class RpcCallClient(SharesMemory):
         except Exception as error:
             raise lost(self._peer, error) from error
         if delivered.failure:
-            raise GivenUp(f"{self._peer} refused a call: {delivered.failure}")
+            raise ClosedByPeer(f"{self._peer} refused a call: {delivered.failure}")
         messages = self._seal.brought(self._shared.without_mark(delivered.frames))
         self._shared.heard(messages)
         if messages:

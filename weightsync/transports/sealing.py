@@ -110,7 +110,7 @@ class _Known(PerProcess):
         self._computed: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
 
     def of(self, payload: Buffer) -> _Computed:
-        """Those of one buffer."""
+        """The digests of what one buffer held last."""
         with self._lock:
             return self._computed.setdefault(payload, _Computed())
 

@@ -236,36 +236,39 @@ def overrides_state_dict(kind: type[Any]) -> bool:
 
 
 def refuse_hidden_state(
-    root: nn.Module, peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], extras: Collection[str]
+    root: nn.Module, customising: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], extras: Collection[str]
 ) -> None:
     """Raise LayoutError if the state dict of `root` has an entry that was not read from the model.
 
     The state dict is made at each call: a hook, or an override, may add state that was not there the last time.
+
+    Args:
+        customising: the modules in it that customise their state dict, by name.
     """
-    _refuse_invisible_state(peculiar)
+    _refuse_invisible_state(customising)
     before = [_mark(tensor) for tensor in tensors.values()]
     hidden = dict(_hidden(_state_dict_of(root), tensors, extras))
     changed = [name for (name, tensor), mark in zip(tensors.items(), before, strict=True) if _mark(tensor) != mark]
-    for name in (*changed, *_replaced(peculiar, tensors)):
+    for name in (*changed, *_replaced(customising, tensors)):
         hidden[name] = "is written by state_dict(), from state that is kept elsewhere"
     if hidden:
-        raise LayoutError(_message(root, peculiar, hidden), mismatched=hidden)
+        raise LayoutError(_message(root, customising, hidden), mismatched=hidden)
 
 
-def _replaced(peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _replaced(customising: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the names below which modules that customise their state dict have other tensors by now."""
-    for prefix, module in peculiar.items():
+    for prefix, module in customising.items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = f"{prefix}.{key}" if prefix else key
             if tensor is not None and name in tensors and _place(tensor) != _place(tensors[name]):
                 yield name
 
 
-def _refuse_invisible_state(peculiar: Mapping[str, nn.Module]) -> None:
+def _refuse_invisible_state(customising: Mapping[str, nn.Module]) -> None:
     """Refuse modules whose state cannot be seen in a state dict of one process."""
     # Its state dict is gathered from all processes, so computing it here would wait for them.
     sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    for name, module in peculiar.items():
+    for name, module in customising.items():
         if isinstance(module, sharding):
             why = (
                 "shards its parameters (FullyShardedDataParallel): send the full state dict that it gathers, or wrap "
@@ -287,12 +290,12 @@ def is_fsdp(kind: type) -> bool:
     return issubclass(kind, made)
 
 
-def refuse_fsdp(peculiar: Mapping[str, nn.Module]) -> None:
+def refuse_fsdp(customising: Mapping[str, nn.Module]) -> None:
     """Refuse modules that `torch.distributed.fsdp.fully_shard` has wrapped.
 
     Between two forward passes their parameters may be whole, but need not be those that the optimizer has changed.
     """
-    for name, module in peculiar.items():
+    for name, module in customising.items():
         if is_fsdp(type(module)):  # type: ignore[arg-type]
             why = (
                 "is wrapped by fully_shard(): this rank holds only its shards. To send the model, call "
@@ -377,9 +380,9 @@ def _place(tensor: Tensor) -> object:
         return id(tensor)
 
 
-def _message(root: nn.Module, peculiar: Mapping[str, nn.Module], hidden: Mapping[str, str]) -> str:
+def _message(root: nn.Module, customising: Mapping[str, nn.Module], hidden: Mapping[str, str]) -> str:
     entries = listed([f"{quoted(name)} {what}" for name, what in hidden.items()])
-    owners = listed([_where(name, module) for name, module in peculiar.items()])
+    owners = listed([_where(name, module) for name, module in customising.items()])
     return (
         f"{_name_of(type(root))} keeps state outside its parameters, persistent buffers and extra state, which would "
         f"not be sent. Its state dict has {len(hidden)} such entries: {entries}. Modules that customise their state "

@@ -109,7 +109,7 @@ class MappedPayload:
         return found
 
     def form(self, weights: Weights) -> Form:
-        """What the destination's tensors are known by, once the parameters have that memory."""
+        """The form of the destination's tensors, once the parameters have that memory."""
         if self._form is None:
             self._form = Form(weights.tensors.values())
         return self._form

@@ -52,7 +52,7 @@ LARGE_HASHED: Final = 192 << 10
 _put: Final[Any] = setitem
 _get: Final[Any] = getitem
 #: Called with the bytes of a buffer that have just been written.
-Behind = Callable[[int, int], None]
+OnWritten = Callable[[int, int], None]
 _Copy = Callable[[list[Tensor], list[Tensor]], object]
 
 
@@ -62,7 +62,7 @@ def pack(
     view: memoryview,
     pieces: Pieces | None = None,
     *,
-    behind: Behind | None = None,
+    on_written: OnWritten | None = None,
     hashes: ChunkHashes | None = None,
 ) -> None:
     """Write the tensors into ``view[: layout.nbytes]``, bit for bit; bools as 0 or 1, gaps between groups as 0.
@@ -72,7 +72,7 @@ def pack(
 
     Args:
         pieces: how these tensors are copied, if that is planned already.
-        behind: called with ranges that were written, perhaps in several threads, and not necessarily with all.
+        on_written: called with ranges that were written, perhaps in several threads, and not necessarily with all.
         hashes: what hashes chunks of the buffer, as they are copied.
 
     Raises:
@@ -90,7 +90,7 @@ def pack(
             _fill(layout, first, last, tensors, base)
     else:
         pieces = pieces or Pieces(layout, movable(layout, tensors))
-        pieces.fill(tensors, base, hashes, behind)
+        pieces.fill(tensors, base, hashes, on_written)
 
 
 def pack_digested(
@@ -100,7 +100,7 @@ def pack_digested(
     extras: bytes,
     pieces: Pieces | None = None,
     *,
-    behind: Behind | None = None,
+    on_written: OnWritten | None = None,
 ) -> bytes:
     """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy.
 
@@ -110,7 +110,7 @@ def pack_digested(
         pack(weights, layout, view, pieces)
         return digest(view[: layout.nbytes], extras)
     hashes = ChunkHashes(view[: layout.nbytes])
-    pack(weights, layout, view, pieces, behind=behind, hashes=hashes)
+    pack(weights, layout, view, pieces, on_written=on_written, hashes=hashes)
     return hashes.combined(extras)
 
 
@@ -181,20 +181,20 @@ class Pieces:
         return divided(self._layout, self._steps, self._places, unit=DIGEST_CHUNK, least=LARGE_HASHED)
 
     def fill(
-        self, tensors: list[Tensor], base: int, hashes: ChunkHashes | None = None, behind: Behind | None = None
+        self, tensors: list[Tensor], base: int, hashes: ChunkHashes | None = None, on_written: OnWritten | None = None
     ) -> None:
         """Copy all tensors into the buffer at `base`.
 
         Args:
             hashes: hashes what is copied; None: nothing does.
-            behind: called with ranges of bytes once they are written.
+            on_written: called with ranges of bytes once they are written.
         """
         for step in self._alone:
             self._fill_run(tensors, base, step)
-        if hashes is None and behind is None:
+        if hashes is None and on_written is None:
             _each(self._whole, partial(self._fill_part, tensors, base, None))
         else:
-            begin = partial(_Following, base, hashes, behind)
+            begin = partial(_Following, base, hashes, on_written)
             _each(self._chunked, partial(self._fill_part, tensors, base, begin))
 
     def empty_into(self, tensors: list[Tensor], base: int, chosen: Sequence[int]) -> None:
@@ -277,8 +277,8 @@ class _Following:
         start: where the thread begins.
     """
 
-    def __init__(self, base: int, hashes: ChunkHashes | None, behind: Behind | None, start: int) -> None:
-        self._base, self._reached, self._behind = base, start, behind
+    def __init__(self, base: int, hashes: ChunkHashes | None, on_written: OnWritten | None, start: int) -> None:
+        self._base, self._reached, self._on_written = base, start, on_written
         self._hashing = None if hashes is None else hashes.in_order(start)
 
     def written(self, start: int, end: int, source: int) -> None:
@@ -287,8 +287,8 @@ class _Following:
             if self._reached < start:
                 self._hashing.take(memory_at(self._base + self._reached, start - self._reached))
             self._hashing.take(memory_at(source, end - start))
-        if self._behind is not None and self._reached < end:
-            self._behind(self._reached, end)
+        if self._on_written is not None and self._reached < end:
+            self._on_written(self._reached, end)
         self._reached = end
 
 

@@ -103,51 +103,51 @@ def _kind_may_merge(kind: type[nn.Module]) -> bool:
 
 def read_live(source: object) -> Weights:
     """Read a source without ever merging it. This is what a receiver overwrites."""
-    weights, peculiar = read_unchecked(source)
-    if isinstance(source, nn.Module) and (peculiar or is_fsdp(type(source))):  # type: ignore[arg-type]
-        refuse_fsdp({"": source, **peculiar})
-        return _whole(source, weights, peculiar)
+    weights, customising = read_unchecked(source)
+    if isinstance(source, nn.Module) and (customising or is_fsdp(type(source))):  # type: ignore[arg-type]
+        refuse_fsdp({"": source, **customising})
+        return _whole(source, weights, customising)
     return weights
 
 
 def read_shards(source: object) -> Weights:
     """Like `read_live`, for a module that `fully_shard` may have wrapped: its parameters are DTensors."""
-    weights, peculiar = read_unchecked(source)
-    return _whole(source, weights, peculiar) if peculiar else weights
+    weights, customising = read_unchecked(source)
+    return _whole(source, weights, customising) if customising else weights
 
 
-def _whole(source: Any, weights: Weights, peculiar: dict[str, nn.Module]) -> Weights:
+def _whole(source: Any, weights: Weights, customising: dict[str, nn.Module]) -> Weights:
     """The weights, with tensors that ``state_dict()`` has registered just now, as TorchRL's `SACLoss` does once.
 
     Raises LayoutError: the module keeps state elsewhere.
     """
     try:
-        _refuse_peculiar(source, weights, peculiar)
+        _refuse_hidden_state(source, weights, customising)
     except LayoutError:
-        found, peculiar = read_unchecked(source)
+        found, customising = read_unchecked(source)
         if found.tensors.keys() == weights.tensors.keys():
             raise
-        _refuse_peculiar(source, found, peculiar)
+        _refuse_hidden_state(source, found, customising)
         return found
     return weights
 
 
-def _refuse_peculiar(source: Any, weights: Weights, peculiar: dict[str, nn.Module]) -> None:
-    refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
+def _refuse_hidden_state(source: Any, weights: Weights, customising: dict[str, nn.Module]) -> None:
+    refuse_hidden_state(source, customising, weights.tensors, set(map(extra_state_name, weights.slots)))
 
 
 def read_unchecked(source: object) -> tuple[Weights, dict[str, nn.Module]]:
     """The weights, and the modules that customise their state dict, by name: they may keep more than that."""
-    weights, peculiar = Weights({}, {}), dict[str, nn.Module]()
+    weights, customising = Weights({}, {}), dict[str, nn.Module]()
     try:
         if is_module(type(source)):  # type: ignore[arg-type]
             assert isinstance(source, nn.Module)
-            _read_module(source, "", weights, peculiar, {})
+            _read_module(source, "", weights, customising, {})
         else:
             _read_other(source, weights)
     except RecursionError:
         raise ConfigurationError(f"The {_type_name(source)} contains itself or is nested too deep.") from None
-    return weights, peculiar
+    return weights, customising
 
 
 @lru_cache(maxsize=1024)
@@ -170,7 +170,7 @@ def _read_other(source: object, weights: Weights) -> None:
 
 
 def _read_module(
-    module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module], usual: dict[type, bool]
+    module: nn.Module, prefix: str, into: Weights, customising: dict[str, nn.Module], usual: dict[type, bool]
 ) -> None:
     # state_dict() takes ten times as long, and named_parameters() omits tied names.
     kind: Any = type(module)
@@ -178,7 +178,7 @@ def _read_module(
     if is_usual is None:
         is_usual = usual[kind] = kind.get_extra_state is _GET_EXTRA_STATE and _is_usual(kind)
     # To look up each attribute in the module would take longer than all of the rest.
-    own = module.__dict__ if is_usual else _read_unusual(module, prefix, into, peculiar)
+    own = module.__dict__ if is_usual else _read_unusual(module, prefix, into, customising)
     for name, parameter in own["_parameters"].items():
         if parameter is not None:
             tensors[prefix + name] = parameter
@@ -188,21 +188,23 @@ def _read_module(
             if buffer is not None and name not in transient:
                 tensors[prefix + name] = buffer
     if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or _STATE_DICT in own or _SAVE in own:
-        peculiar[prefix[:-1]] = module
+        customising[prefix[:-1]] = module
     if own["_modules"]:
         for name, child in own["_modules"].items():
             if type(child) is TensorDictParams:
                 _read_tensordict(child, f"{prefix}{name}.", into)
             elif child is not None:
-                _read_module(child, f"{prefix}{name}.", into, peculiar, usual)
+                _read_module(child, f"{prefix}{name}.", into, customising, usual)
 
 
-def _read_unusual(module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module]) -> Mapping[str, Any]:
+def _read_unusual(
+    module: nn.Module, prefix: str, into: Weights, customising: dict[str, nn.Module]
+) -> Mapping[str, Any]:
     """Read what is unusual about a module; returns its attributes."""
     if type(module).get_extra_state is not _GET_EXTRA_STATE:
         into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
     if overrides_state_dict(type(module)):  # type: ignore[arg-type]
-        peculiar[prefix[:-1]] = module
+        customising[prefix[:-1]] = module
     return {**vars(module), **{name: getattr(module, name) for name in _ATTRIBUTES}}
 
 

@@ -49,16 +49,16 @@ class Selection:
             ConfigurationError: the source or a value in it is of an unsupported type.
             LayoutError: a pattern matches nothing, or a module with a chosen tensor keeps state elsewhere.
         """
-        found, peculiar = read_unchecked(source)
+        found, customising = read_unchecked(source)
         chosen = Weights(
             {name: tensor for name, tensor in found.tensors.items() if self._has(name)},
             {module: slot for module, slot in found.slots.items() if self._has(extra_state_name(module))},
             {name: tensor for name, tensor in found.tensors.items() if not self._has(name)},
         )
         self._refuse_unmatched(chosen, found)
-        if peculiar:
-            refuse_fsdp(peculiar)
-            _refuse_hidden_state(found, chosen, peculiar)
+        if customising:
+            refuse_fsdp(customising)
+            _refuse_hidden_state(found, chosen, customising)
         return chosen
 
     def state_dict(self, source: object) -> dict[str, Any]:
@@ -86,12 +86,12 @@ class Selection:
         self._matched = names
 
 
-def _refuse_hidden_state(found: Weights, chosen: Weights, peculiar: dict[str, nn.Module]) -> None:
+def _refuse_hidden_state(found: Weights, chosen: Weights, customising: dict[str, nn.Module]) -> None:
     """Refuse modules that customise their state dict and have chosen tensors of their own, if they keep more state."""
     owners = {name.rpartition(".")[0] for name in chosen.tensors}
-    for name in owners.intersection(peculiar):
+    for name in owners.intersection(customising):
         prefix = f"{name}." if name else ""
         tensors = {each.removeprefix(prefix): t for each, t in found.tensors.items() if each.startswith(prefix)}
         extras = (extra_state_name(module) for module in found.slots)
         own = {each.removeprefix(prefix) for each in extras if each.startswith(prefix)}
-        refuse_hidden_state(peculiar[name], {"": peculiar[name]}, tensors, own)
+        refuse_hidden_state(customising[name], {"": customising[name]}, tensors, own)

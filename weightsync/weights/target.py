@@ -42,7 +42,7 @@ class DestinationPlan(Struct, frozen=True, eq=False):
         weights: the weights that were read, with the owners of the extra state.
         layout: their layout, in the orders in which updates have them.
         tensors: in the layout's order.
-        form: what the weights' tensors, in the order in which they were read, are known by.
+        form: stands for the form of the weights' tensors, in the order in which they were read.
         sharing: which tensors share memory.
         mappable: parameters that may become views of other memory, each with the index of the entry that it is to
             view: its own, or that of the first parameter it is tied to.
@@ -493,7 +493,7 @@ def _copy_out(
         for device in {payload.device, *plan.devices}:
             device.finish()
     elif plan.devices and (only := device_of(plan.tensors)) is not None and plan.devices == (only,):
-        scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload, known=form)
+        scatter_onto(only, plan.layout, plan.tensors, chosen, staged.pinned or payload, form_key=form)
     else:
         scatter(plan.layout, plan.tensors, chosen, address_of(payload), pieces)
         for device in plan.devices:

@@ -133,12 +133,12 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
 
 def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:
     """G10: a link that tells of its death is not listened to."""
-    shipped = SenderDriver._heard
+    shipped = SenderDriver._read
 
     def heard(self: SenderDriver, number: int, lane: Any, take: Any) -> None:
         shipped(self, number, lane, lambda each: isinstance(each, pure_sender.LinkLost) or take(each))
 
-    patch.setattr(SenderDriver, "_heard", heard)
+    patch.setattr(SenderDriver, "_read", heard)
 
 
 def refusals_are_fine(patch: pytest.MonkeyPatch) -> None:

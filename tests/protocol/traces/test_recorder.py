@@ -23,7 +23,7 @@ from recorded import Cast, judged, lines_of, model, play, recorded, write
 import weightsync
 from weightsync.engine import recorder as tracing
 from weightsync.engine.receiver_driver import ReceiverDriver
-from weightsync.engine.recorded_drivers import TracedReceiverDriver, TracedSenderDriver
+from weightsync.engine.recorded_drivers import RecordedReceiverDriver, RecordedSenderDriver
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -64,7 +64,7 @@ def _conversation() -> None:
 
 def test_a_call_that_is_refused_is_recorded_with_its_event_and_its_error(tmp_path: Path) -> None:
     def scenario() -> None:
-        sender, receiver = TracedSenderDriver("policy", records), TracedReceiverDriver("policy", records)
+        sender, receiver = RecordedSenderDriver("policy", records), RecordedReceiverDriver("policy", records)
         with pytest.raises(weightsync.StateError):
             sender.take(sending.Wait())
         with pytest.raises(weightsync.StateError):
@@ -405,7 +405,7 @@ def test_a_fault_in_the_recorder_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert not judged(recorded(tmp_path)).conforms
 
 
-@pytest.mark.parametrize("driver", [TracedSenderDriver, TracedReceiverDriver])
+@pytest.mark.parametrize("driver", [RecordedSenderDriver, RecordedReceiverDriver])
 @pytest.mark.parametrize("name", ["_step", "_write", "_close_link"])
 def test_a_hook_that_is_left_out_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: type, name: str

@@ -260,7 +260,7 @@ def test_what_crosses_the_host_again_and_again_is_grouped_and_viewed_once(
         planned.clear()
         view = memoryview(bytearray(layout.nbytes))
         pack_from(made, source, layout, view, sent)
-        scatter_onto(made, layout, into, chosen, view, known=form)
+        scatter_onto(made, layout, into, chosen, view, form_key=form)
         seen.append(sorted(set(planned)))
         assert all(torch.equal(into[index], source.tensors[f"{index}"]) for index in chosen)
         torch._foreach_add_(list(source.tensors.values()), 10)

@@ -27,7 +27,7 @@ from weightsync import (
     VLLMEngine,
     WorkerLostError,
 )
-from weightsync.schemes.engines.carrier import beside
+from weightsync.schemes.engines.carrier import call_while_carrying
 from weightsync.schemes.engines.client import Engine, bucketed
 
 KINDS = {
@@ -316,7 +316,7 @@ def test_a_carrier_is_told_to_give_up_when_its_call_cannot_be_made() -> None:
         json.dumps({"chunk": object()})
 
     with pytest.raises(TypeError, match="JSON"):
-        beside(call, carry, given_up.set, lambda: None, "update_weights")
+        call_while_carrying(call, carry, given_up.set, lambda: None, "update_weights")
     assert given_up.is_set()
     assert ended.is_set()
 

@@ -331,10 +331,10 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
     class Asked:
         """Reads nothing, and cannot be asked."""
 
-        def relays(self) -> bool:
+        def prepare_relay(self) -> bool:
             raise RuntimeError("do not ask")
 
-        def applied(self) -> None:
+        def version_decided(self) -> None:
             """Nobody waits."""
 
         def link_added(self) -> None:

@@ -15,7 +15,7 @@ from weightsync.transports import process
 from weightsync.transports.base import Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls import succession
-from weightsync.transports.calls.client import CallLink, GivenUp
+from weightsync.transports.calls.client import CallLink, ClosedByPeer
 from weightsync.transports.process import own_identity
 from weightsync.transports.rpc import RpcCallClient
 
@@ -110,7 +110,7 @@ def test_the_other_ends_close_is_reported_after_all_that_it_sent(linked: Any, la
     link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
-    call_client.calls[1].set_exception(GivenUp("given up"))
+    call_client.calls[1].set_exception(ClosedByPeer("given up"))
     call_client.calls[2 - last].set_result([ack(3 - last)])
     early = versions(link)
     call_client.calls[last].set_result([ack(last + 1)])
@@ -125,7 +125,7 @@ def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link
     link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
-    call_client.calls[1].set_exception(GivenUp("given up"))
+    call_client.calls[1].set_exception(ClosedByPeer("given up"))
     call_client.calls[2].set_exception(OSError("no route"))
 
     with pytest.raises(TransportError):
@@ -136,7 +136,7 @@ def test_of_several_failures_that_is_reported_which_says_more_than_that_the_link
     link, call_client = linked
     for version in (1, 2):
         link.send(update(version))
-    call_client.calls[0].set_exception(GivenUp("the receiver closed this link"))
+    call_client.calls[0].set_exception(ClosedByPeer("the receiver closed this link"))
     call_client.calls[1].set_exception(TransportError("the actor was restarted"))
 
     with pytest.raises(TransportError, match="the actor was restarted"):

@@ -30,7 +30,7 @@ from weightsync.transports.pipe.framing import (
     _Filling,
     may_be_ours,
 )
-from weightsync.transports.pipe.link import Mapped, PipeLink
+from weightsync.transports.pipe.link import MappedSegments, PipeLink
 
 UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=8)
 ACK = Ack(model_id="m", incarnation=1, version=1)
@@ -154,7 +154,7 @@ def test_a_payload_without_memory_is_skipped_and_what_follows_arrives(monkeypatc
 
 
 def test_what_names_memory_that_this_end_cannot_open_is_malformed() -> None:
-    segment, mapped = Segment(16), Mapped()
+    segment, mapped = Segment(16), MappedSegments()
     on_device = SlotRef(segment=1, seal=b"s" * 16, device=b"d" * 16, nbytes=16)
     for slot, descriptors, error in (
         (SLOT, (), "The peer names segment 1, which it never passed"),

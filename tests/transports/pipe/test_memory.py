@@ -33,7 +33,7 @@ from weightsync.transports.buffers import (
     Storage,
 )
 from weightsync.transports.mapping import Mapping
-from weightsync.transports.pipe.link import MAX_SEGMENTS, Mapped, Named
+from weightsync.transports.pipe.link import MAX_SEGMENTS, MappedSegments, NamedSegments
 from weightsync.weights.tensors import address_of, owning
 
 LARGE = 100_000
@@ -493,7 +493,7 @@ class Sharing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.named, self.mapped = Named(), Mapped()
+        self.named, self.mapped = NamedSegments(), MappedSegments()
         self.version = 0
         self.segments = [Segment(4096) for _ in range(MAX_SEGMENTS + 3)]
         for segment in self.segments:
@@ -526,7 +526,7 @@ TestSharing = Sharing.TestCase
 
 
 def test_a_segment_that_is_passed_again_takes_the_place_of_what_was_mapped_under_its_number():
-    mapped, right, wrong = Mapped(), Segment(4096), Segment(4096)
+    mapped, right, wrong = MappedSegments(), Segment(4096), Segment(4096)
     slot = SlotRef(segment=7)
     assert mapped.find(slot, (os.dup(wrong.fd),)).seal == bytes(16)
     seal = right.sealed()
@@ -537,7 +537,7 @@ def test_a_segment_that_is_passed_again_takes_the_place_of_what_was_mapped_under
 
 def test_a_segment_that_was_never_passed_is_a_protocol_error():
     with pytest.raises(ProtocolError, match="segment 7"):
-        Mapped().find(SlotRef(segment=7), ())
+        MappedSegments().find(SlotRef(segment=7), ())
 
 
 def test_seals_are_those_that_the_kernel_reports():

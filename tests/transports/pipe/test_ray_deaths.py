@@ -22,7 +22,7 @@ from weightsync.protocol.messages import Bye, Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink, GivenUp
+from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink, ClosedByPeer
 from weightsync.transports.calls.forwarding import ForwardingClient
 from weightsync.transports.calls.without_receiver import ack
 from weightsync.transports.ray import client as module
@@ -501,7 +501,7 @@ def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
         ray_server._servers.pop("m", None)
     link = answered_by(frames)
 
-    with pytest.raises(GivenUp, match="closed this link"):
+    with pytest.raises(ClosedByPeer, match="closed this link"):
         link.receive()
     link.close()
 

@@ -23,7 +23,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Hello, Update
 from weightsync.transports import process
 from weightsync.transports.store import store as stores
-from weightsync.transports.store.store import Client, Hints, StoreEndpoint, base_of, hosted, reached
+from weightsync.transports.store.store import Client, Hints, StoreEndpoint, base_of, connect_to_store, open_store
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
 
 
 def test_a_store_of_our_own_listens_where_it_says_and_nowhere_else() -> None:
-    made = hosted("127.0.0.1", 0, timedelta(seconds=7))
+    made = open_store("127.0.0.1", 0, timedelta(seconds=7))
     assert (made.host, made.timeout) == ("127.0.0.1", timedelta(seconds=7))
     made.set("key", "value")
     assert made.get("key") == b"value"
@@ -106,7 +106,7 @@ def test_a_store_of_our_own_listens_where_it_says_and_nowhere_else() -> None:
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", made.port), 5)
     with pytest.raises(OSError, match="in use"):
-        hosted("127.0.0.1", made.port, timedelta(seconds=7))
+        open_store("127.0.0.1", made.port, timedelta(seconds=7))
 
 
 def test_a_store_is_not_opened_without_the_descriptors_that_torch_aborts_without(
@@ -138,7 +138,7 @@ def test_a_store_that_cannot_be_made_closes_no_descriptor_of_others(monkeypatch:
 
     monkeypatch.setattr(stores, "TCPStore", torchs)
     with pytest.raises(RuntimeError, match="no server at"):
-        hosted("127.0.0.1", 0, timedelta(seconds=7))
+        open_store("127.0.0.1", 0, timedelta(seconds=7))
 
     with taken[0] as others:
         assert others.family is socket.AF_INET  # open: its number was that of the listener
@@ -169,8 +169,8 @@ def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
     base = Recorded("127.0.0.1", store.port, None, False, timedelta(seconds=5), wait_for_workers=False)
     Client(base).close()
     stores._arrived("127.0.0.1", store.port, 2)
-    hosted("127.0.0.1", 0, timedelta(seconds=7))
-    reached(store.host, store.port, timedelta(seconds=9))
+    open_store("127.0.0.1", 0, timedelta(seconds=7))
+    connect_to_store(store.host, store.port, timedelta(seconds=9))
 
     dialled = ((store.host, store.port, None, False, timedelta(seconds=15)), {"wait_for_workers": False})
     assert made[1:3] == [dialled, dialled]
@@ -268,7 +268,7 @@ def found(monkeypatch: pytest.MonkeyPatch, *fresh: Socket) -> None:
     """Have a connection that is made find these, beside one that was there."""
     looks = iter([{"old": fresh[0]}, {"old": fresh[0], **dict(enumerate(fresh))}])
     monkeypatch.setattr(stores, "_descriptor", lambda _: None)
-    monkeypatch.setattr(stores, "connected", lambda _=None: next(looks))
+    monkeypatch.setattr(stores, "connected_sockets", lambda _=None: next(looks))
 
 
 def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,12 +329,12 @@ def test_a_socket_is_copied_only_while_its_number_is_still_its_own() -> None:
     ours, theirs = socket.socketpair()
     number = os.dup(ours.fileno())
     identity = stores._identity(number)
-    assert stores.Connected("socket:[another]", number, 1).copy() is None
+    assert stores.ConnectedSocket("socket:[another]", number, 1).copy() is None
     assert _opened(identity) == 2
-    with stores.Connected(identity, number, 1).copy() as copied:
+    with stores.ConnectedSocket(identity, number, 1).copy() as copied:
         assert os.path.sameopenfile(copied.fileno(), number)
     os.close(number)
-    assert stores.Connected(identity, number, 1).copy() is None
+    assert stores.ConnectedSocket(identity, number, 1).copy() is None
     ours.close()
     theirs.close()
 

@@ -176,7 +176,7 @@ def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's answer can come first, and the trainer close at once."""
-    post, arrived, closed = LinkThreads._post, threading.Event(), threading.Event()
+    post, arrived, closed = LinkThreads._write_message, threading.Event(), threading.Event()
 
     def noted_late(worker: LinkThreads, queued: Any, client: Any) -> None:
         post(worker, queued, client)
@@ -184,7 +184,7 @@ def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
             arrived.set()
             assert closed.wait(PATIENCE)
 
-    monkeypatch.setattr(LinkThreads, "_post", noted_late)
+    monkeypatch.setattr(LinkThreads, "_write_message", noted_late)
     ends.update(1, GROUPED)
     assert arrived.wait(PATIENCE)
     ends.bye_and_close()
@@ -271,7 +271,7 @@ def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch
 def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_goodbye_behind_it(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    post, written, noted, link = LinkThreads._post, threading.Event(), threading.Event(), ends.accepted[0]
+    post, written, noted, link = LinkThreads._write_message, threading.Event(), threading.Event(), ends.accepted[0]
     worker: LinkThreads = link._threads  # type: ignore[attr-defined]
 
     def noted_late(writing: LinkThreads, *message: Any) -> None:
@@ -282,7 +282,7 @@ def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_g
 
     link.receive()
     with monkeypatch.context() as late:
-        late.setattr(LinkThreads, "_post", noted_late)
+        late.setattr(LinkThreads, "_write_message", noted_late)
         link.send(Ack(model_id="policy", incarnation=5, version=1, digest=b"d" * 16, seconds=0.0))
         assert written.wait(PATIENCE)
         ends.bye_and_close()

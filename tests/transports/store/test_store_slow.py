@@ -27,7 +27,7 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
 ) -> None:
     """It beat once a round: with 60 links at 0.1 s each, all its workers lost it."""
     monkeypatch.setattr(heartbeat, "PERIOD", 0.05)
-    monkeypatch.setattr(heartbeat, "_SILENCE", 2.0)
+    monkeypatch.setattr(heartbeat, "_SILENCE_SECONDS", 2.0)
     lost: list[str] = []
     slow = heartbeat.Callbacks(lost.append, lost.append, lambda _: time.sleep(0.1))
     members = [heartbeat.join(store, slow) for _ in range(60)]  # a round takes 6 s
@@ -47,14 +47,14 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
 @pytest.fixture
 def stopped(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """`store` answers no new connection until the event: torch waits for the answer without limit."""
-    goes_on, real = threading.Event(), stores._connected
+    goes_on, real = threading.Event(), stores._new_connection
 
     def connected(asked: Any, base: Any) -> Any:
         if base.port == store.port:
             goes_on.wait(PATIENCE)
         return real(asked, base)
 
-    monkeypatch.setattr(stores, "_connected", connected)
+    monkeypatch.setattr(stores, "_new_connection", connected)
     monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
     yield goes_on
     goes_on.set()
@@ -73,7 +73,7 @@ def test_a_store_that_does_not_answer_holds_up_no_connection_to_another(store: A
 def test_a_send_over_a_store_that_does_not_answer_says_so_and_then_its_workers_are_lost(
     store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "_DIAL", 3.0)
+    monkeypatch.setattr(heartbeat, "_DIAL_SECONDS", 3.0)
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=2, model=nn.Linear(2, 2))
         sender = scheme.get_sender()

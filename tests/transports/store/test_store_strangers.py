@@ -142,15 +142,15 @@ def test_junk_where_a_link_is_taken_or_a_group_is_agreed_on_is_written_over(
     client.set("group/agreed", junk)
     rendezvous = RendezvousStore(client, "group/", threading.Event())
 
-    assert announcing.taken(client, name)
-    assert not announcing.taken(client, name)
+    assert announcing.claim_link(client, name)
+    assert not announcing.claim_link(client, name)
     assert [rendezvous._agree("connect"), rendezvous._agree("given up")] == ["connect", "connect"]
 
 
 def test_a_link_that_was_withdrawn_is_taken_by_nobody(row: tuple[Client, Inbox]) -> None:
     client, name = row[0], "0123456789abcdef" * 2
     client.set(f"weightsync/link/{name}/taken", b"closed")
-    assert not announcing.taken(client, name)
+    assert not announcing.claim_link(client, name)
 
 
 def test_junk_in_a_heartbeat_harms_nobody(pair: StorePair) -> None:
@@ -258,7 +258,7 @@ def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_
 def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking_threads, "_LOOK", 0.01)
+    monkeypatch.setattr(blocking_threads, "_LOOK_SECONDS", 0.01)
     assert pair.sync().ok
     # The sender has a connection of its own to the store, so that its links can be distinguished from the worker's.
     senders, real, scarce, sent = reach(pair.store.port), link_threads.Client, [], threading.Event()
@@ -365,7 +365,7 @@ def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
         monkeypatch.setattr(module, "Client", unreachable)
     pair.sender.add_worker(0, (pair.store, 1))
 
-    assert [made.wait(PATIENCE) for links in announcing._under_way._made.values() for made in links][-1]
+    assert [each.wait(PATIENCE) for links in announcing._under_way._pending.values() for each in links][-1]
 
 
 def test_a_link_that_loses_the_store_as_it_is_announced_holds_up_no_goodbye(
@@ -382,7 +382,7 @@ def test_a_link_that_loses_the_store_as_it_is_announced_holds_up_no_goodbye(
     monkeypatch.setattr(Client, "claim", loses_the_store)
     pair.sender.add_worker(0, (pair.store, 1))
 
-    assert [made.wait(PATIENCE) for links in announcing._under_way._made.values() for made in links][-1]
+    assert [each.wait(PATIENCE) for links in announcing._under_way._pending.values() for each in links][-1]
 
 
 def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
@@ -402,4 +402,4 @@ def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
             pair.sender.add_worker(0, (pair.store, 1))
             assert pair.sender.send(timeout=PATIENCE).ok
         assert loop.raised == []
-    assert announcing._under_way._made
+    assert announcing._under_way._pending

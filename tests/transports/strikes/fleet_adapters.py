@@ -43,7 +43,7 @@ class PipeFleet(Fleet):
     """Two children of the test, which is the trainer."""
 
     # The message is read; of the payload, nothing is read, or mapped.
-    worker_payload = (Place(framing.__name__, "Inflow", "_memory_for"), Place(link.__name__, "Mapped", "find"))
+    worker_payload = (Place(framing.__name__, "Inflow", "_memory_for"), Place(link.__name__, "MappedSegments", "find"))
     answered = (APPLIED,)
 
     def __init__(self, crew: Crew, scheme_class: Any) -> None:

@@ -313,5 +313,5 @@ def test_dtypes_that_the_wire_does_not_bring_to_those_agreed_on_are_refused_and_
 
 def test_a_packer_checks_for_finite_weights_if_it_is_told_to_and_sends_no_deltas_unless_told() -> None:
     with pytest.raises(NonFiniteError, match="policy"):
-        Packer(finite="policy").pack({"a": torch.tensor([1.0, torch.nan])})
+        Packer(finite_model_id="policy").pack({"a": torch.tensor([1.0, torch.nan])})
     assert (Packer().sends_deltas, Packer(sends_deltas=True).sends_deltas) == (False, True)

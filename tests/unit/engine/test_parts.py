@@ -137,11 +137,11 @@ def test_a_link_that_fails_gets_no_more_and_the_others_all() -> None:
 def test_small_payloads_and_those_of_busy_machines_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
 
-    assert not parts.worthwhile(parts.LEAST_NBYTES - 1)
-    assert [parts.worthwhile(parts.LEAST_NBYTES, links) for links in (0, 1, 2, 3)] == [True, True, False, False]
-    assert parts.worthwhile(parts.LEAST_IF_BUSY, 3)
+    assert not parts.worth_parts(parts.LEAST_NBYTES - 1)
+    assert [parts.worth_parts(parts.LEAST_NBYTES, links) for links in (0, 1, 2, 3)] == [True, True, False, False]
+    assert parts.worth_parts(parts.LEAST_IF_BUSY, 3)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    assert parts.worthwhile(parts.LEAST_NBYTES)
+    assert parts.worth_parts(parts.LEAST_NBYTES)
 
 
 class Answers(Recording):
@@ -362,8 +362,8 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
     slots = make()
     real = packing.Pieces.fill
 
-    def half(self: packing.Pieces, tensors: Any, base: int, hashes: Any, behind: Any) -> None:
-        real(self, tensors, base, hashes, lambda start, end: behind(start, end) if start == 0 else None)
+    def half(self: packing.Pieces, tensors: Any, base: int, hashes: Any, on_written: Any) -> None:
+        real(self, tensors, base, hashes, lambda start, end: on_written(start, end) if start == 0 else None)
         raise LayoutError("A tensor cannot be copied.", mismatched={})
 
     filled(slots.source, 7.0)
@@ -382,7 +382,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
 
 def test_weights_that_are_refused_once_they_were_sent_in_parts_are_never_served(make: Callable[..., Slots]) -> None:
     slots = make()
-    slots.sender._packer._finite = "policy"  # as a worker group has it with check_finite=True
+    slots.sender._packer._finite_model_id = "policy"  # as a worker group has it with check_finite=True
 
     filled(slots.source, float("nan"))
     with pytest.raises(NonFiniteError):
@@ -450,7 +450,7 @@ def test_what_a_worker_writes_over_amid_the_parts_is_hashed_again(
 @pytest.mark.parametrize("end", ["the trainer closes", "the worker closes"])
 def test_no_hash_keeps_the_memory_of_a_payload_whose_link_has_ended(make: Callable[..., Slots], end: str) -> None:
     slots = make()
-    slots.sender._packer._finite = "policy"
+    slots.sender._packer._finite_model_id = "policy"
     filled(slots.source, float("nan"))
     with pytest.raises(NonFiniteError):
         slots.sender.send()

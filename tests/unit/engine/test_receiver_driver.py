@@ -426,7 +426,7 @@ def test_how_the_last_link_ended_is_over_once_another_is_there_or_expected() -> 
 
 def test_a_link_that_cannot_be_waited_for_is_down_alone() -> None:
     worker = Worker(1)
-    worker.driver._give_up(worker.links[1], "stuck")
+    worker.driver._lose_link(worker.links[1], "stuck")
     worker.driver.pump()
 
     assert ([link.closed for link in worker.links], worker.driver.ended) == ([0, 1], "stuck")

@@ -258,7 +258,7 @@ def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_work
     for worker in (0, 1):
         made.fleet.receives(worker, ack(4))
     assert made.concluded(4).superseded == {0: (1, 2)}
-    assert made.reporter._given_up == {}
+    assert made.reporter._superseded == {}
 
 
 @pytest.mark.parametrize("how", ["removed", "goodbye"])

@@ -391,7 +391,7 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
 
 def test_a_link_that_cannot_be_waited_for_is_given_up_alone() -> None:
     fleet = both()
-    fleet.driver._give_up(fleet.links[1], "stuck")
+    fleet.driver._lose_link(fleet.links[1], "stuck")
 
     assert (fleet.link_state(0), fleet.link_state(1)) == (pure.LinkState.EXPECTED, pure.LinkState.LOST)
     assert fleet.reason(1) == "stuck"

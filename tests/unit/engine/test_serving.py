@@ -78,11 +78,11 @@ def free(lock: ServingLock) -> bool:
 def test_a_swap_waits_for_no_forward_unless_it_is_told_to(lock: ServingLock, beside: Beside) -> None:
     beside.does(lock.enter)
     beside.does(lock.enter)
-    assert (free(lock), lock.mine(), beside.does(lock.mine)) == (False, False, True)
+    assert (free(lock), lock.serves_here(), beside.does(lock.serves_here)) == (False, False, True)
     beside.does(lock.leave)
     assert free(lock) is False
     beside.does(lock.leave)
-    assert (free(lock), beside.does(lock.mine)) == (True, False)
+    assert (free(lock), beside.does(lock.serves_here)) == (True, False)
     beside.does(lock.leave)  # nothing was entered: nothing ends
     assert free(lock) is True
 
@@ -301,7 +301,7 @@ def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: B
     ended = forward()
 
     assert beside.does(lambda: free(lock)) is True
-    assert not lock.mine()
+    assert not lock.serves_here()
     del ended
 
 

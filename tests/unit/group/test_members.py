@@ -182,10 +182,10 @@ def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeCloc
     clock.advance(9.0)
     says(member, lives, Put((1,), b""))
     clock.advance(9.0)
-    member.judge()
+    member.do_what_is_due()
     assert not member.dead
     clock.advance(2.0)
-    member.judge()
+    member.do_what_is_due()
     assert member.dead
     error = member.died()
     assert error is not None
@@ -198,7 +198,7 @@ def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock,
     says(member, lives, Started(), Put((1,), b""))  # its channel is full
     for _ in range(5):
         clock.advance(11.0)
-        member.judge()
+        member.do_what_is_due()
     assert not member.dead
 
 
@@ -207,13 +207,13 @@ def test_time_in_which_it_says_that_it_waits_for_a_newer_version_does_not_count(
     says(member, lives, Started(), Held())
     for _ in range(5):
         clock.advance(11.0)
-        member.judge()
+        member.do_what_is_due()
     assert not member.dead
-    assert member.state == "is waiting for a newer version"
+    assert member.state_in_words == "is waiting for a newer version"
 
     says(member, lives, Released())
     clock.advance(11.0)
-    member.judge()
+    member.do_what_is_due()
     assert member.dead
 
 
@@ -224,11 +224,11 @@ def test_time_in_which_the_trainer_reads_a_large_result_does_not_count(clock: Fa
         clock.advance(11.0)  # the trainer trains, and what does not fit into the socket waits
         lives.channels[-1].arriving = 1
         says(member, lives)
-        member.judge()
+        member.do_what_is_due()
         assert not member.dead
     clock.advance(11.0)
     says(member, lives)
-    member.judge()
+    member.do_what_is_due()
     assert member.dead
 
 
@@ -244,7 +244,7 @@ def test_a_result_after_its_last_word_counts_and_it_has_finished(clock: FakeCloc
 def test_a_worker_that_does_not_start_is_killed_whoever_waits_for_whom(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, deadline=None)
     clock.advance((seconds(Timeout.START) or 0) + 1)
-    member.judge()
+    member.do_what_is_due()
     error = member.died()
     assert error is not None
     assert "did not start in time" in error.reason
@@ -255,10 +255,10 @@ def test_a_worker_that_does_not_end_after_its_last_word_is_killed(clock: FakeClo
     says(member, lives, Started(), Finished())
     assert member.over
     clock.advance(11.0)
-    member.judge()
+    member.do_what_is_due()
     assert member.dead
     assert member.died() is None  # its function had returned: that is no failure
-    assert member.life is MemberState.FINISHED
+    assert member.state is MemberState.FINISHED
 
 
 def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clock: FakeClock, lives: Lives) -> None:
@@ -270,15 +270,15 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
         assert restarted is not None
         assert str(restarted).endswith(f"It restarts in {delay:g} s (restart {restarted.restarts + 1} of at most 2).")
         clock.advance(delay - 0.5)
-        member.judge()
-        assert member.life is MemberState.WAITING
+        member.do_what_is_due()
+        assert member.state is MemberState.WAITING
         clock.advance(0.5)
-        member.judge()
-        assert member.life is MemberState.STARTING
+        member.do_what_is_due()
+        assert member.state is MemberState.STARTING
     lives.processes[-1].kill()
     error = member.died()
     assert error is not None
-    assert (member.life, error.restarts, error.reason) == (MemberState.FAILED, 2, "its process was ended by SIGSEGV")
+    assert (member.state, error.restarts, error.reason) == (MemberState.FAILED, 2, "its process was ended by SIGSEGV")
     assert str(error).startswith("worker 0 failed after 2 restarts: its process was ended")
     assert str(error).endswith("It has been restarted as often as max_restarts=2 allows.")
 
@@ -303,9 +303,9 @@ def test_a_restart_that_fails_is_one_of_those_that_are_allowed(clock: FakeClock,
     errors = []
     for _ in range(4):
         clock.advance(60.0)
-        errors.append(member.judge())
+        errors.append(member.do_what_is_due())
     first, last, *others = errors
-    assert (others, member.life, member.restarts) == ([None, None], MemberState.FAILED, 2)
+    assert (others, member.state, member.restarts) == ([None, None], MemberState.FAILED, 2)
     assert "could not be started again (OSError: [Errno 24] Too many open files)" in str(first)
     assert "It restarts in 2 s" in str(first)
     assert str(last).endswith("It has been restarted as often as max_restarts=2 allows.")
@@ -335,7 +335,7 @@ def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeC
     (former,) = member.read()
     lives.processes[0].kill()
     member.died()
-    member.judge()
+    member.do_what_is_due()
     lives.channels[1].frames.append(Put((2,), b""))
     (latter,) = member.read()
 
@@ -350,13 +350,13 @@ def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, live
     member.stop()
     lives.processes[0].kill()
     assert str(member.died()).endswith("It is not restarted, since the group was stopped.")
-    assert (lives.channels[0].stops, member.life) == (1, MemberState.FAILED)
+    assert (lives.channels[0].stops, member.state) == (1, MemberState.FAILED)
 
     waiting = started(other := Lives(), restart_delay=5.0)
     other.processes[0].kill()
     waiting.died()
     waiting.stop()
-    assert waiting.life is MemberState.FINISHED
+    assert waiting.state is MemberState.FINISHED
 
 
 class Unpickled(Exception):
@@ -408,7 +408,7 @@ def test_g10_an_interrupt_while_a_life_begins_leaves_no_process_that_nobody_ends
     finally:
         signal.signal(signal.SIGUSR1, before)
 
-    assert (member.running is None, member.life) == (False, MemberState.STARTING)
+    assert (member.running is None, member.state) == (False, MemberState.STARTING)
     member.release()
     assert [process.dead for process in lives.processes] == [True]
 

@@ -51,7 +51,7 @@ def test_values_of_every_dtype_are_seen(name: str) -> None:
         "empty": torch.ones(0).to(DTYPES[name]),
         "count": torch.tensor(3),
     }
-    packer = Packer(finite="policy")
+    packer = Packer(finite_model_id="policy")
     packer.handed_over(packer.pack(weights))
 
     bad = torch.tensor([1.0, NAN]).to(DTYPES[name])
@@ -67,7 +67,7 @@ def test_float8_is_checked_in_pieces_that_bound_what_its_conversion_takes(monkey
     monkeypatch.setattr(casting, "_PIECE", 64)
     monkeypatch.setattr(casting, "_is_finite", lambda values: (sizes.append(values.numel()), check(values))[1])
     weights = torch.ones(1000)
-    packer = Packer(finite="policy")
+    packer = Packer(finite_model_id="policy")
     packer.handed_over(packer.pack({"large": weights.to(torch.float8_e5m2)}))
     weights[999] = INF
 

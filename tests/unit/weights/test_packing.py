@@ -162,7 +162,7 @@ def test_a_digest_follows_the_copy_chunk_by_chunk() -> None:
     try:
         torch.set_num_threads(1)
         pieces = Pieces(layout, movable(layout, tensors, least=0))
-        pieces.fill(tensors, address_of(payload), behind=lambda *part: written.append(part))
+        pieces.fill(tensors, address_of(payload), on_written=lambda *part: written.append(part))
     finally:
         torch.set_num_threads(before)
 

@@ -15,6 +15,8 @@ from weightsync.weights.tensors import DTYPE_NAMES
 
 #: Seconds that a failed call waits for its carrier to give up.
 _PATIENCE: Final = 5.0
+#: The methods of a `Carrier`.
+_METHODS: Final = ("init_info", "join", "update_info", "send", "done", "give_up")
 
 
 class Carrier(abc.ABC):
@@ -57,9 +59,6 @@ def refuse_async_carrier(carrier: Carrier) -> None:
     refuse_coroutines(carrier, _METHODS, "Write them as plain functions that return when they are done.")
 
 
-_METHODS: Final = ("init_info", "join", "update_info", "send", "done", "give_up")
-
-
 def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
     """Names, dtypes and shapes of a bucket, as engines expect them; ``dtypes`` is the engine's key for the dtypes."""
     return {
@@ -69,7 +68,7 @@ def described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
     }
 
 
-def beside(
+def call_while_carrying(
     call: Callable[[], None],
     carry: Callable[[], Any],
     give_up: Callable[[], None],

@@ -28,7 +28,7 @@ Bucket = list[tuple[str, Tensor]]
 PATIENCE: Final = 10.0
 
 
-class EngineLeftError(PartlyLoadedError):
+class EngineInDoubtError(PartlyLoadedError):
     """A version failed, and the engine may not be as it was before. The message says in full what state it is in."""
 
 
@@ -145,7 +145,7 @@ class EngineClient:
             first = list(islice(buckets, 1))  # before the engine is called, so that names that do not fit are refused
             if is_unawaited(engine.load(chain(first, buckets), f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
-        except EngineLeftError as error:
+        except EngineInDoubtError as error:
             self._lose(answers, str(error), error)
         except PartlyLoadedError as error:
             self._lose(answers, f"{engine} may hold parts of two versions, or be paused: {error}", error)

@@ -17,15 +17,13 @@ from weightsync.errors import ConfigurationError, EngineError, TransportError, w
 
 #: Seconds to wait for a connection, whatever the deadline of a send. `HttpCalls.abort` cannot end this wait.
 CONNECT_SECONDS: Final = 5.0
-#: How much of an engine's error is quoted.
+#: How many characters of an engine's error are quoted.
 _QUOTED: Final = 2000
-
-
-#: Calls that have succeeded are answered with a status from the first of these up to the second.
+#: A call has succeeded if its status is at least _SUCCESS and below _REDIRECTED.
 _SUCCESS: Final = 200
 _REDIRECTED: Final = 300
-#: How long an answer may be, in bytes.
-_LONGEST: Final = 2**22
+#: How much of an answer is read.
+_MAX_ANSWER_NBYTES: Final = 2**22
 #: The names and values of headers that can be sent.
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE: Final = re.compile(r"[^\r\n\u0100-\U0010ffff]*")
@@ -55,7 +53,7 @@ class HttpCalls:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        self._at = _parsed(url)
+        self._url_parts = _parsed(url)
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **_sendable(headers or {})}
         self._lock = threading.Lock()
@@ -78,7 +76,7 @@ class HttpCalls:
         self.awaited = f"POST {self.url}/{route}"
         try:
             self._connect(connection, route)
-            path = f"{self._at.path.rstrip('/')}/{route.lstrip('/')}"
+            path = f"{self._url_parts.path.rstrip('/')}/{route.lstrip('/')}"
             connection.request("POST", path, json.dumps(body or {}).encode(), self._headers)
             with connection.getresponse() as response:
                 status, text = response.status, _read(response).decode(errors="replace")
@@ -149,8 +147,8 @@ class HttpCalls:
                     held.shutdown(socket.SHUT_RDWR)
 
     def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._at.scheme == "https" else http.client.HTTPConnection
-        return kind(self._at.hostname or "", self._at.port, timeout=CONNECT_SECONDS)
+        kind = http.client.HTTPSConnection if self._url_parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._url_parts.hostname or "", self._url_parts.port, timeout=CONNECT_SECONDS)
 
     def _hold(self, held: socket.socket | None) -> None:
         with self._lock:
@@ -197,9 +195,9 @@ def _sendable(headers: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
-    """The body, up to the length that is used. Raises IncompleteRead: the connection ended before the body."""
-    body = response.read(_LONGEST)
-    if response.length and len(body) < _LONGEST:
+    """The body, up to `_MAX_ANSWER_NBYTES`. Raises IncompleteRead: the connection ended before the body."""
+    body = response.read(_MAX_ANSWER_NBYTES)
+    if response.length and len(body) < _MAX_ANSWER_NBYTES:
         raise http.client.IncompleteRead(body, response.length)
     return body
 

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Iterable
 
 from weightsync.errors import EngineError, PartlyLoadedError, TransportError, reason_of
-from weightsync.schemes.engines.client import Bucket, EngineLeftError
+from weightsync.schemes.engines.client import Bucket, EngineInDoubtError
 from weightsync.schemes.engines.http import UnreachedError
 
 
@@ -76,7 +76,7 @@ class Loading:
         """Load a version.
 
         Raises:
-            EngineLeftError: it failed, and the engine may have changed, may still be paused, or cannot be reached.
+            EngineInDoubtError: it failed, and the engine may have changed, may still be paused, or cannot be reached.
             Exception: it failed, and the engine continues with the previous version.
         """
         phases = self._phases
@@ -92,12 +92,12 @@ class Loading:
         except (TransportError, PartlyLoadedError) as error:
             if self._stage is _Stage.PAUSING and phases.resume_if_closed():
                 self._stage = _Stage.RESUMED
-            raise self._left(error) from error
+            raise self._in_doubt(error) from error
         except Exception as error:
             if not self._is_as_before(error):
-                raise self._left(error) from error
+                raise self._in_doubt(error) from error
             if self._may_be_paused(error):
-                self._go_on(error)
+                self._resume_after_failure(error)
             raise
         finally:
             phases.done()
@@ -117,21 +117,21 @@ class Loading:
         turned_away = isinstance(error, EngineError) and error.began_nothing
         return self._stage is not _Stage.PAUSING or not turned_away
 
-    def _go_on(self, error: Exception) -> None:
+    def _resume_after_failure(self, error: Exception) -> None:
         """Let the engine resume with the previous version."""
         try:
             self._phases.resume()
         except (EngineError, TransportError) as paused:
-            raise EngineLeftError(
+            raise EngineInDoubtError(
                 f"{self._name} did not load the version, and may be paused: it did not confirm that it resumed. "
                 f"{error} {paused}"
             ) from error
 
-    def _left(self, error: Exception) -> EngineLeftError:
+    def _in_doubt(self, error: Exception) -> EngineInDoubtError:
         state = self._state(error)
         if isinstance(error, TransportError):
-            return EngineLeftError(f"{error} If {self._name} still runs, it {state}.")
-        return EngineLeftError(f"{self._name} {state}: {reason_of(error)}")
+            return EngineInDoubtError(f"{error} If {self._name} still runs, it {state}.")
+        return EngineInDoubtError(f"{self._name} {state}: {reason_of(error)}")
 
     def _state(self, error: Exception) -> str:
         paused = "stays paused" if self._phases.pauses else "was not paused"

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, EngineError
 from weightsync.options import Option
-from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
+from weightsync.schemes.engines.carrier import Carrier, call_while_carrying, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.phases import Loading, Phases
@@ -153,7 +153,7 @@ class _Version(Phases):
         self._succeed("update_weights_from_tensor", {"serialized_named_tensors": everywhere, **common})
 
     def _beside(self, route: str, body: Mapping[str, Any], carrier: Carrier, carry: Callable[[], None]) -> None:
-        beside(lambda: self._succeed(route, body), carry, carrier.give_up, self._calls.abort, route)
+        call_while_carrying(lambda: self._succeed(route, body), carry, carrier.give_up, self._calls.abort, route)
 
     def _succeed(self, route: str, body: Mapping[str, Any]) -> None:
         answer = self._calls.command(route, body)

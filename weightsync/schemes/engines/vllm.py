@@ -12,7 +12,7 @@ from typing import Any, Final
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, EngineError, TransportError
 from weightsync.options import Option
-from weightsync.schemes.engines.carrier import Carrier, beside, described, refuse_async_carrier
+from weightsync.schemes.engines.carrier import Carrier, call_while_carrying, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls, NotDoneError
 from weightsync.schemes.engines.phases import Loading, Phases
@@ -38,6 +38,8 @@ class VLLMPause(Option):
 
 
 class _HttpControl:
+    """Calls the routes of a vLLM server."""
+
     def __init__(self, calls: HttpCalls, pause: VLLMPause | None) -> None:
         self._calls = calls
         self._pause = pause
@@ -257,7 +259,7 @@ class VLLMEngine(Engine):
 
     def _beside(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:
         control = self._control
-        beside(lambda: control.phase(phase, request), carry, self._carrier.give_up, control.abort, phase)
+        call_while_carrying(lambda: control.phase(phase, request), carry, self._carrier.give_up, control.abort, phase)
 
 
 class _Version(Phases):

@@ -116,9 +116,9 @@ class TransportReader:
             if found is None:
                 self._over.wait(PAUSE)
             elif not self._over.is_set():
-                self._answer(self._sent_on(found))
+                self._answer(self._pass_on(found))
 
-    def _sent_on(self, found: Any) -> str:
+    def _pass_on(self, found: Any) -> str:
         """The outcome of weights, as the text for ``send_ack``."""
         named = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)
         model_id, weights = found if named else (self._model_id, found)

@@ -20,7 +20,7 @@ from weightsync.transports.store.store import HINT, Hints
 from weightsync.weights.strategy import WeightStrategy
 
 #: Seconds between two checks for an instruction of another kind, in an endless wait.
-_LOOK: Final = 1.0
+_LOOK_SECONDS: Final = 1.0
 
 
 @torchrl_class
@@ -167,4 +167,4 @@ class DistributedTransport(TransportFacade):
 
 
 def _slice(remaining: float | None) -> float:
-    return _LOOK if remaining is None else min(remaining, _LOOK)
+    return _LOOK_SECONDS if remaining is None else min(remaining, _LOOK_SECONDS)

@@ -23,8 +23,8 @@ logger = logging.getLogger("weightsync")
 Answers = Future[Sequence[Message]]
 
 
-class GivenUp(TransportError):
-    """The other end has closed the link. Every call of that link ends."""
+class ClosedByPeer(TransportError):
+    """The called end has closed the link. It raises this for each call of that link, and so does the calling end."""
 
 
 #: Seconds that a call waits for calls that were begun before it, where calls may overtake each other. Earlier calls do
@@ -37,7 +37,7 @@ EARLY: Final = b"WSYE"
 UNKNOWN: Final = b"WSYU"
 #: The same, and not to be repeated: the call has failed in the worker.
 FAILED: Final = b"WSYF"
-#: The same: the worker has closed the link, so that each of its calls ends: see `GivenUp`.
+#: The same: the worker has closed the link, so that each of its calls ends: see `ClosedByPeer`.
 ENDED: Final = b"WSYG"
 
 
@@ -78,8 +78,8 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._call_client = call_client
         self._calls: list[Answers] = []
         self._failed: TransportError | ProtocolError | None = None
-        #: The error that says that the other end has closed the link; None: it has not.
-        self._given_up: GivenUp | None = None
+        #: The error of the first call that ended because the other end closed the link; None: none did.
+        self._closed_by_peer: ClosedByPeer | None = None
         forget_after_fork(self)
 
     @property
@@ -159,8 +159,8 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
             error = _error_of(self._calls[0])
             if error is None:
                 messages += self._calls[0].result()
-            elif isinstance(error, GivenUp):  # it brings nothing; a later one may bring the other end's last messages
-                self._given_up = self._given_up or error
+            elif isinstance(error, ClosedByPeer):  # no messages; a later call may bring the other end's last ones
+                self._closed_by_peer = self._closed_by_peer or error
             else:
                 break
             del self._calls[0]
@@ -169,9 +169,9 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     def _failure(self) -> TransportError | ProtocolError | None:
         """Why the link has failed: the first error that says more than that the other end has closed it."""
         errors = (_error_of(call) for call in self._calls if call.done())
-        error = next((each for each in errors if each is not None and not isinstance(each, GivenUp)), None)
+        error = next((each for each in errors if each is not None and not isinstance(each, ClosedByPeer)), None)
         if error is None:
-            return None if self._calls else self._given_up
+            return None if self._calls else self._closed_by_peer
         if isinstance(error, TransportError | ProtocolError):
             return error
         failed = TransportError(f"A call to {self._peer} failed: {error}")

@@ -116,12 +116,12 @@ class CallAuthenticator:
             session.skip(number)
 
     def drop(self, link: str) -> None:
-        """Forget that link."""
+        """Drop the session of a link."""
         with self._lock:
             self._sessions.pop(link, None)
 
     def forget(self, link: str) -> None:
-        """Drop what was kept for a link that its sender has closed."""
+        """Drop the calls that were kept for a link that its sender has closed."""
         with self._lock:
             session = self._sessions.get(link)
         if session is not None:

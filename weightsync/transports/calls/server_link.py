@@ -15,7 +15,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Bye, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import GivenUp
+from weightsync.transports.calls.client import ClosedByPeer
 from weightsync.transports.calls.same_host import MappedPlaces, SegmentPlace
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.wakeup import WakeableLink
@@ -94,14 +94,14 @@ class CallServerLink(WakeableLink):
 
         Raises:
             ProtocolError: the frame is malformed, or the limit of unread messages is exceeded.
-            GivenUp: the link was closed here.
+            ClosedByPeer: the link was closed here.
         """
         with self._lock:
             if self._closed and self._unsaid:
                 last, self._unsaid = self._unsaid, []
                 return _done(last)
             if self._closed:
-                raise GivenUp(f"The link to {self._peer} is closed.")
+                raise ClosedByPeer(f"The link to {self._peer} is closed.")
             if number in self._open:
                 return self._open[number]
             if number in self._answered or number < self._next:
@@ -246,7 +246,7 @@ class CallServerLink(WakeableLink):
             if self._said_bye:
                 call.set_result([])
             else:
-                call.set_exception(GivenUp(reason))
+                call.set_exception(ClosedByPeer(reason))
         self._let_go()
 
     def forget(self) -> None:

@@ -113,7 +113,8 @@ class Channel:
         self.outlet = Outflow(sock)
         self._sorter = Sorter()
         self._watch: ProcessWatch | None = None
-        self._deaf: Failure | None = None
+        #: Makes the error of each further read, given the peer's name; None: the connection can be read.
+        self._read_failure: Failure | None = None
         self._reading = False
         forget_after_fork(self)
 
@@ -164,7 +165,7 @@ class Channel:
                 self.outlet.clear()
                 if frame is not None:
                     frame.end()
-                raise (self._deaf or lost("is closed"))(peer)
+                raise (self._read_failure or lost("is closed"))(peer)
             try:
                 return self.outlet.write(frame)
             except OSError as error:
@@ -217,17 +218,17 @@ class Channel:
                 box.unsignal()
             frames = list(box.frames)
             box.frames.clear()
-            box.parted = False
+            box.said_goodbye = False
             for frame in frames:
                 if type(frame.message) is Bye:
-                    frames = box.part(frames)
+                    frames = box.put_back_behind_goodbye(frames)
                     break
-            if self._deaf is None:
+            if self._read_failure is None:
                 if self._sorter.unmet:
                     self._answer_unmet()
                 return frames
             if not frames:
-                raise self._deaf(box.peer)
+                raise self._read_failure(box.peer)
             box.signal()
             return frames
 
@@ -250,13 +251,13 @@ class Channel:
         with self._lock:
             if not self._sorter.user_messages:
                 self._read(None)
-            return bool(self._sorter.user_messages) or self._deaf is not None
+            return bool(self._sorter.user_messages) or self._read_failure is not None
 
     def has_ended(self) -> bool:
         """Read what is there. Returns whether nothing more can come."""
         with self._lock:
             self._read(None)
-            return self._deaf is not None
+            return self._read_failure is not None
 
     def take_user_message(self) -> UserMessage | None:
         """The next user message; None if another thread has just taken it.
@@ -266,8 +267,8 @@ class Channel:
             ProtocolError: none is left, and what follows is malformed.
         """
         with self._lock:
-            if not self._sorter.user_messages and self._deaf is not None:
-                raise self._deaf("the peer")
+            if not self._sorter.user_messages and self._read_failure is not None:
+                raise self._read_failure("the peer")
             return self._sorter.take_user_message()
 
     def unclaimed(self) -> tuple[str, ...]:
@@ -281,12 +282,12 @@ class Channel:
             return self._sorter.user_message_is_first(model_id)
 
     def _read(self, reader: Mailbox | None) -> None:
-        if self._deaf is None and (self._socket is None or self.connection.closed):
+        if self._read_failure is None and (self._socket is None or self.connection.closed):
             self._fail(lost("is closed"))
-        if self._deaf is None and self._reading:
+        if self._read_failure is None and self._reading:
             # An exception from outside, such as KeyboardInterrupt, came between reading and counting the bytes.
             self._fail(lost("was interrupted in the middle of a frame"))
-        if self._deaf is not None:
+        if self._read_failure is not None:
             return
         self._reading = True
         try:
@@ -326,7 +327,7 @@ class Channel:
                 return
 
     def _fail(self, why: Failure) -> None:
-        self._deaf = why
+        self._read_failure = why
         self._inflow.close()
         self._sorter.signal_all()
 
@@ -362,7 +363,7 @@ class Channel:
         """In a forked child: count as dead, and leave the connection to its users here."""
         self._lock = threading.Lock()
         self._release()
-        self._deaf = lost("was inherited over a fork: it is the parent's")
+        self._read_failure = lost("was inherited over a fork: it is the parent's")
 
     def __del__(self) -> None:
         self._release()

@@ -74,8 +74,8 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         self._channel = Channel.of(connection)
         self._box = self._channel.register(model_id, peer)
         self.outlet = self._channel.outlet
-        self._named = Named()
-        self._mapped = Mapped(opener)
+        self._named = NamedSegments()
+        self._mapped = MappedSegments(opener)
         self._reach = ReachableDevices(peer)
         self._pins = Pins()
         self._broken: ProtocolError | TransportError | None = None
@@ -309,14 +309,14 @@ class Numbered(Protocol):
 
     @property
     def number(self) -> int:
-        """Its number."""
+        """The number by which links name the slot."""
 
     @property
     def fd(self) -> int:
         """The descriptor by which another process opens it."""
 
 
-class Named:
+class NamedSegments:
     """The trainer's list: the segments that this link has named last."""
 
     def __init__(self) -> None:
@@ -344,7 +344,7 @@ class Named:
         self._again.update(number for number, named_for in self._keys.items() if named_for == key)
 
 
-class Mapped:
+class MappedSegments:
     """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list.
 
     Args:

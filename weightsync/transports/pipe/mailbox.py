@@ -32,7 +32,7 @@ class Mailbox:
         #: Whether its waker is readable, for something that its owner has not read from the socket itself.
         self.signalled = False
         #: Whether its owner has taken out a goodbye last: what follows is not for its link.
-        self.parted = False
+        self.said_goodbye = False
 
     def signal(self) -> None:
         """Make its waker readable: something arrived that its owner has not read from the socket itself."""
@@ -41,14 +41,14 @@ class Mailbox:
             self.waker.fire()
 
     def unsignal(self) -> None:
-        """Its owner takes out everything now."""
+        """Make its waker unreadable, as its owner takes out everything now."""
         self.signalled = False
         self.waker.clear()
 
-    def part(self, taken: list[Frame]) -> list[Frame]:
+    def put_back_behind_goodbye(self, taken: list[Frame]) -> list[Frame]:
         """Of frames that were taken out, put back those behind the first goodbye. Returns the others."""
         end = 1 + next(at for at, frame in enumerate(taken) if isinstance(frame.message, Bye))
-        self.parted = True
+        self.said_goodbye = True
         if taken[end:]:
             self.frames.extend(taken[end:])
             self.signal()
@@ -56,13 +56,13 @@ class Mailbox:
 
     def for_successor(self) -> list[Frame]:
         """Empty it as its link closes. Returns what is the next link's: from a handshake behind a goodbye on."""
-        left, parted = list(self.frames), self.parted
+        left, said_goodbye = list(self.frames), self.said_goodbye
         self.frames.clear()
         for at, frame in enumerate(left):
-            if parted and _is_from_sender(frame.message):
+            if said_goodbye and _is_from_sender(frame.message):
                 discard(left[:at])
                 return left[at:]
-            parted = parted or isinstance(frame.message, Bye)
+            said_goodbye = said_goodbye or isinstance(frame.message, Bye)
         discard(left)
         return []
 

@@ -17,7 +17,7 @@ from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, ENDED, FAILED, PATIENCE_FOR_ORDER, UNKNOWN, Answers, GivenUp
+from weightsync.transports.calls.client import EARLY, ENDED, FAILED, PATIENCE_FOR_ORDER, UNKNOWN, Answers, ClosedByPeer
 from weightsync.transports.calls.forwarding import CallsInTurn
 from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
@@ -53,7 +53,7 @@ class _Restarting(TransportError):
 
 
 #: What a frame in place of answers means.
-_NOT_ANSWERED: Final = {EARLY: _OutOfOrderCall, UNKNOWN: _OutOfOrderCall, FAILED: TransportError, ENDED: GivenUp}
+_NOT_ANSWERED: Final = {EARLY: _OutOfOrderCall, UNKNOWN: _OutOfOrderCall, FAILED: TransportError, ENDED: ClosedByPeer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class _Call:
 class _RayCallClient:
     """What the call clients of actors share: one put per version, the session's end, how a call ends."""
 
-    def __init__(self, peer: str, rows: ObjectCaches) -> None:
+    def __init__(self, peer: str, caches: ObjectCaches) -> None:
         self._peer = peer
-        self._rows = rows
-        self._row: CachedObject | None = None
+        self._caches = caches
+        self._cached: CachedObject | None = None
         self._session = Session(peer)
         self._calls: set[Answers] = set()
         self._closed = False
@@ -83,16 +83,16 @@ class _RayCallClient:
     def close(self) -> None:
         """Begin no further calls: see `CallClient.close`."""
         self._closed = True
-        if self._row is not None:
-            put_away(self._row)
-            self._row = None
+        if self._cached is not None:
+            put_away(self._cached)
+            self._cached = None
         for call in tuple(self._calls):
             ACTOR_WATCH.leave(call)
 
     def _put(self, update: Update, payload: Buffer | None) -> Any:
-        if self._row is None:
-            self._row = self._rows.of(update.incarnation)
-        return self._row.put(update, payload)
+        if self._cached is None:
+            self._cached = self._caches.of(update.incarnation)
+        return self._cached.put(update, payload)
 
     def _begin(self, call: _Call) -> Answers:
         """Begin a call. One that is to be repeated ends with its repetition."""
@@ -158,7 +158,7 @@ class _RayCallClient:
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
-            kind = GivenUp if isinstance(error.cause, GivenUp) else TransportError
+            kind = ClosedByPeer if isinstance(error.cause, ClosedByPeer) else TransportError
             lost = kind(f"{self._peer} ended its link: {reason_of(error.cause)}")
         else:
             return lost_call(self._peer, error)
@@ -191,9 +191,9 @@ class ActorCallClient(_RayCallClient, SharesMemory):
     """
 
     def __init__(  # noqa: PLR0917 - the first four are those of every call client
-        self, call: Any, model_id: str, peer: str, rows: ObjectCaches, key: SharedKey | None = None, actor: str = ""
+        self, call: Any, model_id: str, peer: str, caches: ObjectCaches, key: SharedKey | None = None, actor: str = ""
     ) -> None:
-        super().__init__(peer, rows)
+        super().__init__(peer, caches)
         self._call = call
         self._model_id = model_id
         self._link = new_name()
@@ -303,8 +303,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
         self._unsent_layout = self._unsent_layout or message.layout
-        if self._row is not None:
-            self._row.forget(message.version)
+        if self._cached is not None:
+            self._cached.forget(message.version)
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
         return [refusal(message, reason, evidence=Evidence.NONE)]
 
@@ -321,11 +321,11 @@ class PlainActorCallClient(_RayCallClient):
     """Carries versions to an actor without our receiver: all that is known is that its method returned.
 
     Args:
-        rows: where its sender's row is found; it presents weights as the method takes them.
+        caches: have the sender's object, which presents weights as the method takes them.
     """
 
-    def __init__(self, call: Callable[[Any], Any], peer: str, rows: ObjectCaches) -> None:
-        super().__init__(peer, rows)
+    def __init__(self, call: Callable[[Any], Any], peer: str, caches: ObjectCaches) -> None:
+        super().__init__(peer, caches)
         self._call = call
         self._in_turn = CallsInTurn(peer)
 
@@ -360,8 +360,8 @@ class PlainActorCallClient(_RayCallClient):
             return [ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
         if isinstance(error, _exceptions().RayTaskError):
-            if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:
-                self._row.forget(update.version)
+            if isinstance(error, _exceptions().ObjectLostError) and self._cached is not None:
+                self._cached.forget(update.version)
             trace = plain(str(error))
             return [refusal(update, trace.splitlines()[-1] if trace else repr(error), trace)]
         raise self._gone(error)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.errors import TransportError, reason_of
-from weightsync.transports.calls.client import ENDED, FAILED, GivenUp
+from weightsync.transports.calls.client import ENDED, FAILED, ClosedByPeer
 from weightsync.transports.calls.server import Frames
 from weightsync.transports.calls.without_receiver import another_model
 
@@ -56,7 +56,7 @@ def call(  # noqa: PLR0917 - Ray transmits positional arguments at less cost
         if take is None:
             raise TransportError(f"no receiver of model {model_id!r} listens in this actor any more.")
         return take(link, number, frame, payload, lost)
-    except GivenUp as error:
+    except ClosedByPeer as error:
         return [ENDED + reason_of(error).encode()]
     except Exception as error:  # whatever it is, the sender is told the reason
         logger.debug("model %r: a call failed: %s", model_id, reason_of(error), exc_info=True)

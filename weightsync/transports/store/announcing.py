@@ -49,21 +49,23 @@ class _OngoingAnnouncements(PerProcess):
     """
 
     def _begin(self) -> None:
-        self._made: dict[Where, list[threading.Event]] = {}
+        #: Each event is set once its link is announced, or never will be.
+        self._pending: dict[Where, list[threading.Event]] = {}
 
     def begin(self, where: Where) -> threading.Event:
         """Add a link; set the event once the link is announced or never will be."""
-        made = threading.Event()
+        settled = threading.Event()
         with self._lock:
-            self._made[where] = [each for each in self._made.get(where, ()) if not each.is_set()] + [made]
-        return made
+            pending = [each for each in self._pending.get(where, ()) if not each.is_set()]
+            self._pending[where] = [*pending, settled]
+        return settled
 
     def wait(self, where: Where) -> None:
         """Return once all links are announced that were begun before, or after a while."""
         with self._lock:
-            begun = tuple(self._made.get(where, ()))
-        for made in begun:
-            made.wait(_PATIENCE)
+            begun = tuple(self._pending.get(where, ()))
+        for settled in begun:
+            settled.wait(_PATIENCE)
 
 
 _under_way = _OngoingAnnouncements()
@@ -82,7 +84,7 @@ class _Announcement:
         store = base_of(endpoint.store)
         self._where = store.host, store.port, self._base
         self._reads_models = Models.are_read_in(endpoint.store)
-        self.made = _under_way.begin(self._where)
+        self.settled = _under_way.begin(self._where)
 
     def announce(self, client: Client) -> None:
         """Write the link's name to the first free announcement."""
@@ -97,11 +99,11 @@ class _Announcement:
             ):
                 continue
         finally:  # if the store is gone, it never will be announced: no goodbye is to wait for that
-            self.made.set()
+            self.settled.set()
 
     def withdraw(self, client: Client) -> None:
         """Claim the link, so that no worker can accept it."""
-        self.made.set()
+        self.settled.set()
         if client.claim(_taken_key(self.name), _WITHDRAWN, _names_a_taker) == _WITHDRAWN:
             Models(self._rank, SENDERS).remove(client, self._model_id)
 
@@ -128,24 +130,38 @@ def sender_link(endpoint: StoreEndpoint, model_id: str, peer: str, fanout: Fanou
         TransportError: no descriptor or thread is left.
     """
     endpoint.warn_if_exposed()
-    made = _Announcement(endpoint, model_id)
+    announcing = _Announcement(endpoint, model_id)
     key = endpoint.key
-    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, made.identity, peer)
-    doing = made.announce, made.withdraw, made.wait_for_others
+    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, announcing.identity, peer)
     untaken = _UNTAKEN.format(rank=endpoint.rank)
-    side = Side(0, "down", "up", peer, *doing, remark=made.remark, untaken=untaken, unconnected=made.made.set)
+    side = Side(
+        rank=0,
+        writes="down",
+        reads="up",
+        peer=peer,
+        begin=announcing.announce,
+        leave=announcing.withdraw,
+        before_goodbye=announcing.wait_for_others,
+        remark=announcing.remark,
+        untaken=untaken,
+        unconnected=announcing.settled.set,
+    )
     try:
-        return StoreLink(endpoint, made.name, side, guard, fanout=fanout)
+        return StoreLink(endpoint, announcing.name, side, guard, fanout=fanout)
     except BaseException:
-        made.made.set()
+        announcing.settled.set()
         raise
 
 
 def worker_link(
-    endpoint: StoreEndpoint, model_id: str, name: str, parted: Callable[[], None], before_end: Callable[[Client], None]
+    endpoint: StoreEndpoint,
+    model_id: str,
+    name: str,
+    sender_left: Callable[[], None],
+    before_end: Callable[[Client], None],
 ) -> StoreLink:
     """The worker's end of a link that it has accepted. Raises TransportError: no descriptor or thread is left."""
-    side = Side(1, "up", "down", "the sender", _nothing, _nothing, parted=parted, before_end=before_end)
+    side = Side(1, "up", "down", "the sender", _nothing, _nothing, peer_left=sender_left, before_end=before_end)
     key, identity = endpoint.key, _identity(endpoint, model_id, name)
     guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
     return StoreLink(endpoint, name, side, guard)
@@ -190,8 +206,8 @@ def _identity(endpoint: StoreEndpoint, model_id: str, name: str) -> Identity:
     return Identity("store", model_id, str(endpoint.rank), name)
 
 
-def taken(client: Client, name: str) -> bool:
-    """Whether an announced link is ours now: each is accepted once."""
+def claim_link(client: Client, name: str) -> bool:
+    """Claim an announced link. Returns whether it is ours now: each is accepted once."""
     mine = f"{heartbeat.process_name()} {uuid.uuid4().hex}"
     return client.claim(_taken_key(name), mine, _names_a_taker) == mine
 

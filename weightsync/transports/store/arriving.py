@@ -49,7 +49,7 @@ class _Assembly:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of it are there."""
+        """How many of the payload's bytes have arrived."""
         return sum(end - start for start, end in self.arrived)
 
 

@@ -99,7 +99,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
 _running = _Running()
 
 
-def start(owner: Owner, *bodies: Callable[[], None]) -> None:
+def start_threads(owner: Owner, *bodies: Callable[[], None]) -> None:
     """Run each of ``bodies`` in a thread. Raises TransportError: no more threads can be started."""
     for body in bodies:
         name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"
@@ -185,14 +185,14 @@ class WriteQueue:
 
 #: Attempts at a connection that could not be made at once, and the pause between them in seconds.
 _TRIES: Final = 120
-_LOOK: Final = 0.25
+_LOOK_SECONDS: Final = 0.25
 
 
 def notify_later(store: Store, key: str, side: Side, over: threading.Event) -> None:
     """There was no connection to the store: notify the peer, which waits for us, once there is one."""
     side.unconnected()
     for _ in range(_TRIES):
-        if over.wait(_LOOK):
+        if over.wait(_LOOK_SECONDS):
             return
         try:
             client = Client(store)

@@ -52,7 +52,7 @@ class Payload:
 
     @property
     def version(self) -> int:
-        """The version that it belongs to."""
+        """The version that the payload belongs to."""
         return self._update.version
 
     def digest(self) -> bytes:

@@ -14,7 +14,7 @@ from typing import Final
 
 from weightsync.errors import TransportError
 from weightsync.transports.process import forget_after_fork
-from weightsync.transports.store.blocking_threads import start
+from weightsync.transports.store.blocking_threads import start_threads
 from weightsync.transports.store.routes import TOKEN_NBYTES
 from weightsync.transports.store.stream import send_at_once
 
@@ -88,7 +88,7 @@ class Forwarder:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         forget_after_fork(self)
         try:
-            start(self, self._accept)
+            start_threads(self, self._accept)
         except TransportError:
             self._listener.close()
             raise
@@ -139,7 +139,7 @@ class Forwarder:
             try:
                 if not welcome:
                     raise TransportError("There are too many connections.")
-                start(child, child.serve)
+                start_threads(child, child.serve)
             except TransportError:
                 child.end()
         self._listener.close()

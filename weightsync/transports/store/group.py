@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from weightsync.transports.store.store import FOR_EVER, Client, Store, StoreEndp
 from weightsync.transports.store.stream import Stream
 
 #: How often a rank checks whether the other has arrived. Once for each link: both arrive soon.
-_LOOK: Final = 0.001
+_LOOK_SECONDS: Final = 0.001
 #: Where two ranks agree whether to connect. The first to write decides.
 _AGREED: Final = "agreed"
 _CONNECT: Final = "connect"
@@ -69,7 +69,7 @@ class RendezvousStore(Store):
         if self._own.issuperset(keys):
             return  # a rank also asks for its own value, which says nothing about the other rank
         while not self.check(keys):
-            if self._over.wait(_LOOK):
+            if self._over.wait(_LOOK_SECONDS):
                 self._agree(_GIVEN_UP)
             if self._client.value(self._prefix + _AGREED) == _GIVEN_UP.encode():
                 break
@@ -261,7 +261,7 @@ def _buckets(payload: memoryview) -> Sequence[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _errors_as(what: str) -> Any:
+def _errors_as(what: str) -> Iterator[None]:
     try:
         yield
     except TransportError:

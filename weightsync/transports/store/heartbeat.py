@@ -11,7 +11,7 @@ from typing import Final
 from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.transports.process import PerProcess
-from weightsync.transports.store.blocking_threads import start
+from weightsync.transports.store.blocking_threads import start_threads
 from weightsync.transports.store.store import DIAL, Client, Store, TCPStore, base_of
 
 #: Seconds between two beats.
@@ -20,9 +20,9 @@ PERIOD: Final = 0.5
 ROUNDS: Final = 8
 #: Seconds without a beat after which the store counts as lost. Checked twice, since this process itself may have been
 #: stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
-_SILENCE: Final = 3.5
+_SILENCE_SECONDS: Final = 3.5
 #: Seconds for the connection to the store, after which it counts as lost too: torch gives up before, unless it hangs.
-_DIAL: Final = DIAL.total_seconds() + 5.0
+_DIAL_SECONDS: Final = DIAL.total_seconds() + 5.0
 
 
 #: Beats for which a remark must be true before it is logged: while a run starts, models and workers come one by one.
@@ -87,7 +87,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start beating. Raises TransportError: no more threads can be started; it has stopped again."""
         try:
-            start(self, self._beat, self._judge)
+            start_threads(self, self._beat, self._judge)
         except TransportError:
             self.close()
             raise
@@ -126,7 +126,7 @@ class Heartbeat:
             client = self._client = Client(self._store)
             self._dialled.set()
             while not self._over.is_set():
-                self._listen(client)
+                self._run_round(client)
                 self._over.wait(PERIOD)
             client.delete(f"weightsync/heartbeat/{process_name()}")
         except TransportError as error:
@@ -139,7 +139,7 @@ class Heartbeat:
             if self._client is not None:
                 self._client.close()
 
-    def _listen(self, client: Client) -> None:
+    def _run_round(self, client: Client) -> None:
         """One round. It asks the store once or more for each member, and so may take long: beats do not wait for it."""
         with self._lock:
             members = list(self._members.values())
@@ -167,12 +167,13 @@ class Heartbeat:
             member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
-        if not self._dialled.wait(_DIAL):
-            self._lost(f"the store has not answered for {_DIAL:.0f} s")
+        """Report the store lost if this process's own beats stop: then a request to it is not answered."""
+        if not self._dialled.wait(_DIAL_SECONDS):
+            self._lost(f"the store has not answered for {_DIAL_SECONDS:.0f} s")
         while not self._over.is_set():
-            if not self._shown.acquire(timeout=_SILENCE) and not self._shown.acquire(timeout=_SILENCE):
-                self._lost(f"the store has been silent for {2 * _SILENCE:.0f} s")
-        if not self._ended.wait(_SILENCE) and self._client is not None:
+            if not self._shown.acquire(timeout=_SILENCE_SECONDS) and not self._shown.acquire(timeout=_SILENCE_SECONDS):
+                self._lost(f"the store has been silent for {2 * _SILENCE_SECONDS:.0f} s")
+        if not self._ended.wait(_SILENCE_SECONDS) and self._client is not None:
             self._client.cut()
 
     def _lost(self, reason: str) -> None:

@@ -15,7 +15,7 @@ from weightsync.transports.base import Received, Waker
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.arriving import arrivals_of
-from weightsync.transports.store.blocking_threads import WriteQueue, notify_later, start, unforeseen
+from weightsync.transports.store.blocking_threads import WriteQueue, notify_later, start_threads, unforeseen
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import NO_ANSWER, Ended, Inbox, Outbox, PeerClosed, QueuedMessage, Side, end
@@ -81,7 +81,7 @@ class LinkThreads:
         with self._condition:  # a loss of the store, which a callback reports at any time from here on, waits for it
             self._heartbeat_member = heartbeat.join(endpoint.store, callbacks)
         try:
-            start(self, self._write, self._read)
+            start_threads(self, self._write, self._read)
         except TransportError as error:
             self._fail(error)
             raise
@@ -203,7 +203,7 @@ class LinkThreads:
             self._introduce(client, outbox)
             self._introduced = True
             while (queued := self._next(client)) is not None:
-                self._post(queued, client)
+                self._write_message(queued, client)
                 with self._condition:
                     awaited = self._outgoing.written()
                     self._condition.notify_all()
@@ -251,7 +251,7 @@ class LinkThreads:
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or self._failed)
 
-    def _post(self, queued: QueuedMessage, client: Client) -> None:
+    def _write_message(self, queued: QueuedMessage, client: Client) -> None:
         assert self._stream is not None
         try:
             queued.before()
@@ -395,7 +395,7 @@ class LinkThreads:
         for received in self._arrivals.take(opened, stream, client):
             self._held.append(received)
             if isinstance(received.message, Bye) and self._guard.admits:
-                self._side.parted()
+                self._side.peer_left()
                 self._before_end(client)
             del received
 

@@ -26,11 +26,11 @@ from weightsync.transports.store.announcing import (
     Models,
     Where,
     base_key,
+    claim_link,
     decline,
-    taken,
     worker_link,
 )
-from weightsync.transports.store.blocking_threads import start
+from weightsync.transports.store.blocking_threads import start_threads
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEndpoint, base_of, keep_in_child
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("weightsync")
 _NOBODY = "nobody"
 #: How often the end of a link checks for an earlier announcement that was not processed yet, and the seconds between.
 _LOOKS: Final = 200
-_LOOK: Final = 0.01
+_LOOK_SECONDS: Final = 0.01
 
 
 class _Listeners(PerProcess):
@@ -124,14 +124,14 @@ class _Listener:
         self._waking_client: Client | None = None
         self._next = 0
         #: Set once the sender of the link taken last has said goodbye.
-        self._parted = threading.Event()
+        self._sender_left = threading.Event()
         self._remark = heartbeat.Remark()
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
         self._heartbeat_member = heartbeat.join(endpoint.store, heartbeat.Callbacks(self._lose, self._lose, self._look))
         forget_after_fork(self)
         try:
-            start(self, self._listen)
+            start_threads(self, self._listen)
         except TransportError:
             self._heartbeat_member.leave()
             raise
@@ -155,7 +155,7 @@ class _Listener:
                 self._next += 1
         except TransportError as error:
             # After a goodbye the loss of the store is expected: it may have been the sender's own.
-            if not self._over.is_set() and not self._parted.is_set():
+            if not self._over.is_set() and not self._sender_left.is_set():
                 self._accept(PlaceholderLink(error))
         finally:
             _listeners.drop(self)
@@ -197,14 +197,14 @@ class _Listener:
         if refused is not None:
             logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
             announced.refuse(client, refused)
-        elif taken(client, announced.name):
+        elif claim_link(client, announced.name):
             Models(self._endpoint.rank, SENDERS).remove(client, self._model_id)
             self._take(client, announced.name)
 
     def _take(self, client: Client, name: str) -> None:
-        self._parted = parted = threading.Event()
+        self._sender_left = sender_left = threading.Event()
         try:
-            link = worker_link(self._endpoint, self._model_id, name, parted.set, self._before_end)
+            link = worker_link(self._endpoint, self._model_id, name, sender_left.set, self._before_end)
         except TransportError as error:
             logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)
@@ -244,7 +244,7 @@ class _Listener:
         for _ in range(_LOOKS):
             if not any(each.is_behind(client) for each in _listeners.at(self.where)):
                 return
-            pause.wait(_LOOK)
+            pause.wait(_LOOK_SECONDS)
 
     def is_behind(self, client: Client) -> bool:
         """Whether a link was announced that was not processed yet."""
@@ -266,7 +266,7 @@ class _Listener:
             for link in tuple(self._unproven):
                 link.close()
             try:
-                start(self, self._wake)
+                start_threads(self, self._wake)
             except TransportError:  # from Python 3.12 on, no thread starts while the interpreter ends
                 self.cut()
 
@@ -301,7 +301,7 @@ class PlaceholderLink:
             self.end(error)
 
     def end(self, error: TransportError) -> None:
-        """It ends: the reader is woken."""
+        """End the link with this error, and wake its reader."""
         self._ended = error
         for waker in self._wakers:
             waker.fire()
@@ -315,7 +315,7 @@ class PlaceholderLink:
         return True
 
     def receive(self) -> list[Received]:
-        """Raise why it has ended, if it has."""
+        """Raise the error with which the link has ended, if it has."""
         if self._ended is not None:
             raise self._ended
         return []

@@ -30,7 +30,7 @@ _END: Final = "E"
 #: Why a link has no connection yet, while its end has none to the store.
 NO_ANSWER: Final = "the store has not answered this process so far"
 #: Seconds between two checks of a key that another program has written to.
-_LOOK: Final = 0.05
+_LOOK_SECONDS: Final = 0.05
 
 
 def _nothing() -> None:
@@ -60,7 +60,7 @@ class Side:
     #: Called before this end says goodbye, or its connection ends.
     before_goodbye: Callable[[], None] = _nothing
     #: Called by the reading thread when the other end has said goodbye.
-    parted: Callable[[], None] = _nothing
+    peer_left: Callable[[], None] = _nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
     #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say.
@@ -232,7 +232,7 @@ class Inbox:
                 raise Ended
             if later is not None and later[:1] in (_WORDS, _CLOSED):
                 raise TransportError(f"a message was overwritten in the store by someone else, under the key {key}")
-            pause.wait(_LOOK)
+            pause.wait(_LOOK_SECONDS)
 
     @property
     def next_key(self) -> str:

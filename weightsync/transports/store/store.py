@@ -176,7 +176,7 @@ def _arrived(host: str, port: int, *rest: Any) -> StoreEndpoint:
     return StoreEndpoint(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), *rest)
 
 
-def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
+def open_store(host: str, port: int, timeout: timedelta) -> TCPStore:
     """A store of our own that listens at that address alone. By default torch's store listens on all interfaces.
 
     Raises OSError, RuntimeError: it cannot be opened there.
@@ -189,7 +189,7 @@ def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=number)
 
 
-def reached(host: str, port: int, timeout: timedelta) -> TCPStore:
+def connect_to_store(host: str, port: int, timeout: timedelta) -> TCPStore:
     """The store that listens at an address.
 
     Raises OSError, RuntimeError: no descriptor is left, or nothing has listened there for that long.
@@ -231,10 +231,10 @@ class Client:
         self._store: Store | None = None
         with _dialling.lock_of(base.port), self._failures_named():
             _require_descriptors()
-            before = connected() if _descriptor(base) is None else {}
-            self._store = _connected(store, base)
+            before = connected_sockets() if _descriptor(base) is None else {}
+            self._store = _new_connection(store, base)
             self._store.set_timeout(FOR_EVER)
-            now = connected(_descriptor(self._store)).items()
+            now = connected_sockets(_descriptor(self._store)).items()
             fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
             self._plug = fresh[0].copy() if len(fresh) == 1 else None
         if len(fresh) == 1 and self._plug is None:
@@ -348,14 +348,14 @@ def _require_descriptors(count: int = _NEEDED) -> None:
             os.close(descriptor)
 
 
-def _connected(store: Store, base: TCPStore) -> Store:
+def _new_connection(store: Store, base: TCPStore) -> Store:
     if store is base:
         return TCPStore(base.host, base.port, None, False, DIAL, wait_for_workers=False)
     return store.clone()
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class ConnectedSocket:
     """A socket that is connected over IP, with the port of its other end."""
 
     identity: str
@@ -391,7 +391,7 @@ def _descriptor(store: Store) -> str | None:
     return None if described is None else described[1]
 
 
-def connected(descriptor: str | None = None) -> dict[str, Connected]:
+def connected_sockets(descriptor: str | None = None) -> dict[str, ConnectedSocket]:
     """This process's connected sockets, by identity: the one of that descriptor, or all."""
     found = {}
     for entry in os.listdir("/proc/self/fd") if descriptor is None else (descriptor,):
@@ -402,7 +402,7 @@ def connected(descriptor: str | None = None) -> dict[str, Connected]:
                 sock = _socket_over(int(entry))
                 try:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
-                        found[identity] = Connected(identity, int(entry), sock.getpeername()[1])
+                        found[identity] = ConnectedSocket(identity, int(entry), sock.getpeername()[1])
                 finally:
                     sock.detach()
     return found

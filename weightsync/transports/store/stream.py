@@ -29,11 +29,11 @@ _CHUNK_NBYTES: Final = 2**20
 #: Payloads are written and read in pieces of this size.
 PIECE_NBYTES: Final = 64 * 2**20
 #: Seconds for connecting, and for an accepted connection to name its link.
-_DIAL: Final = 5.0
-_PROOF: Final = 1.0
+_DIAL_SECONDS: Final = 5.0
+_PROOF_SECONDS: Final = 1.0
 #: Milliseconds between two checks whether to keep waiting.
-_LOOK: Final = 50
-_SEND_TIMEOUT: Final = struct.pack("@ll", 0, _LOOK * 1000)
+_LOOK_MS: Final = 50
+_SEND_TIMEOUT: Final = struct.pack("@ll", 0, _LOOK_MS * 1000)
 _SEND_FLAGS: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE: Final = _SEND_FLAGS | socket.MSG_DONTWAIT
 _WHOLE: Final = int(socket.MSG_WAITALL)
@@ -234,7 +234,7 @@ def send_at_once(sock: socket.socket) -> None:
 def dial(address: str, name: str) -> Stream:
     """The connection to a worker that listens. Raises TransportError: it is out of reach, or no descriptor is left."""
     try:
-        sock = connection_to(address, _DIAL)
+        sock = connection_to(address, _DIAL_SECONDS)
     except OSError as error:
         raise TransportError(f"The connection to {address} could not be made: {error}.") from error
     stream = Stream(sock)
@@ -264,7 +264,7 @@ def _pieces(payload: memoryview | None) -> Iterator[memoryview]:
 
 def _names(sock: socket.socket, name: str) -> bool:
     """Whether an accepted connection names the link in time, in however many segments."""
-    expected, shown, deadline = name.encode(), b"", Deadline(_PROOF)
+    expected, shown, deadline = name.encode(), b"", Deadline(_PROOF_SECONDS)
     with contextlib.suppress(OSError):
         while len(shown) < len(expected):
             sock.settimeout(deadline.remaining)
@@ -278,7 +278,7 @@ def _names(sock: socket.socket, name: str) -> bool:
 def _ready(sock: socket.socket, event: int) -> bool:
     poller = select.poll()
     poller.register(sock, event)
-    return bool(poller.poll(_LOOK))
+    return bool(poller.poll(_LOOK_MS))
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     #: The tensors as views of as many bytes, wherever these are.
     among: Callable[[Tensor], SlotViews]
     #: The same object for as long as the tensors are of the same form: see `Device.copy`.
-    known: object | None = None
+    form_key: object | None = None
 
 
 class Waits(Protocol):
@@ -81,11 +81,11 @@ class Device(Waits, Protocol):
         Raises DeviceError: it cannot be opened; nothing is left open.
         """
 
-    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], form_key: object | None = None) -> None:
         """Queue a copy, tensor by tensor, in the current stream. It may continue after the call.
 
         Args:
-            known: the same object for as long as both are of the same number, dtypes and strides, and those that are
+            form_key: the same object for as long as both are of the same number, dtypes and strides, and those that are
                 no `SlotViews` stay where they are, so that they need not be looked at again. None: they are.
         """
 
@@ -182,18 +182,18 @@ class DeviceMemory:
         # By a capsule: torch exports a tensor itself only where its device is the current one.
         return from_dlpack(to_dlpack(self.flat[group.offset : group.offset + group.nbytes]))
 
-    def write(self, weights: Weights, layout: Layout, known: object | None = None) -> None:
+    def write(self, weights: Weights, layout: Layout, form_key: object | None = None) -> None:
         """Queue a copy of weights of a layout into it in the current stream. `seal_with` waits for it.
 
         Gaps between entries are 0, as in a payload on the host.
 
         Args:
-            known: the same object for as long as the weights have the same form: see `Device.copy`.
+            form_key: the same object for as long as the weights have the same form: see `Device.copy`.
         """
         before, into = self._views, self.views(layout)
         if self._views is not before:
             self.flat.zero_()
-        self.device.copy(into, ordered(weights, layout), known)
+        self.device.copy(into, ordered(weights, layout), form_key)
 
     def read(self, view: memoryview) -> None:
         """Copy its first bytes to the host. What writes it must have ended."""

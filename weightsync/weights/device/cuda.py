@@ -204,9 +204,9 @@ class CudaDevice:
             mapping = _Mapping(self._driver, self._ordinal, address, nbytes)
             return torch.as_tensor(mapping, device=f"cuda:{self._ordinal}")
 
-    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], form_key: object | None = None) -> None:
         """See `Device.copy`."""
-        planned = None if known is None else self._planned.get(known)
+        planned = None if form_key is None else self._planned.get(form_key)
         if planned is not None:
             if isinstance(into, SlotViews):
                 tensors = planned.bound(tensors)
@@ -214,8 +214,8 @@ class CudaDevice:
                 into = planned.bound(into)
         else:
             planned = _Planned(groups_of(into, tensors))
-            if known is not None:
-                self._planned[known] = planned
+            if form_key is not None:
+                self._planned[form_key] = planned
         copy_groups(planned.groups, into, tensors)
 
     @cached_property
@@ -249,14 +249,14 @@ class CudaDevice:
             for turn, piece in enumerate(pieces):
                 if areas is None or piece.host.numel() > STAGING_NBYTES:
                     with torch.cuda.stream(self._beside):
-                        self.copy(piece.among(piece.host), piece.tensors, piece.known)
+                        self.copy(piece.among(piece.host), piece.tensors, piece.form_key)
                     continue
                 staged = areas[turn % 2][: piece.host.numel()]
                 before = crossed[turn % 2]
                 if before is not None:
                     here.wait_event(before)
                 with torch.cuda.stream(here):
-                    self.copy(piece.among(staged), piece.tensors, piece.known)
+                    self.copy(piece.among(staged), piece.tensors, piece.form_key)
                 self._beside.wait_event(here.record_event())
                 with torch.cuda.stream(self._beside):
                     piece.host.copy_(staged, non_blocking=True)
@@ -279,7 +279,7 @@ class CudaDevice:
                 self._send(staged, piece.host)
                 here.wait_event(self._beside.record_event())
                 with torch.cuda.stream(here):
-                    self.copy(piece.tensors, piece.among(staged), piece.known)
+                    self.copy(piece.tensors, piece.among(staged), piece.form_key)
                 spread[turn % 2] = here.record_event()
 
     def _send_alone(self, piece: Piece) -> None:

@@ -17,18 +17,20 @@ from weightsync.weights.reading import Weights, ordered
 from weightsync.weights.tensors import SlotViews, address_of, borrowed, count_writes
 
 
-def pack_from(device: Device, weights: Weights, layout: Layout, view: memoryview, known: object | None = None) -> None:
+def pack_from(
+    device: Device, weights: Weights, layout: Layout, view: memoryview, form_key: object | None = None
+) -> None:
     """Like `weightsync.weights.packing.pack`, for weights that are all on a device, behind the current stream.
 
     Args:
-        known: the same object for as long as the weights and the layout have the same form: see `Device.copy`.
+        form_key: the same object for as long as the weights and the layout have the same form: see `Device.copy`.
 
     Raises LayoutError: a tensor, which the error names, cannot be copied.
     """
     base = address_of(view)
     zero_gaps(layout, base)
     try:
-        device.to_host(_pieces(layout, ordered(weights, layout), range(len(layout.entries)), base, known))
+        device.to_host(_pieces(layout, ordered(weights, layout), range(len(layout.entries)), base, form_key))
     except Exception:
         pack(weights, layout, view)  # its error names the tensor
         raise
@@ -41,23 +43,25 @@ def scatter_onto(
     chosen: Sequence[int],
     view: memoryview,
     *,
-    known: object | None = None,
+    form_key: object | None = None,
 ) -> None:
     """Like `weightsync.weights.packing.scatter`, into tensors that are all on a device, and wait for the copy.
 
     Args:
-        known: see `Device.copy`; the layout and the entries are the same too.
+        form_key: see `Device.copy`; the layout and the entries are the same too.
     """
     if chosen:
-        device.from_host(_pieces(layout, tensors, chosen, address_of(view), known))
+        device.from_host(_pieces(layout, tensors, chosen, address_of(view), form_key))
         count_writes(list(map(tensors.__getitem__, chosen)))
 
 
-def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen: Sequence[int], known: object) -> None:
+def copy_out(
+    memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen: Sequence[int], form_key: object
+) -> None:
     """Queue a copy of the chosen entries of a slot into tensors on its device or another, in the current stream.
 
     Args:
-        known: see `Device.copy`; the entries are the same too.
+        form_key: see `Device.copy`; the entries are the same too.
     """
     found = memory.views(layout)
     if len(chosen) < len(tensors):
@@ -65,24 +69,24 @@ def copy_out(memory: DeviceMemory, layout: Layout, tensors: list[Tensor], chosen
         if part is None or part[0] != chosen:
             part = found.part = chosen, SlotViews(map(found.__getitem__, chosen))
         tensors, found = list(map(tensors.__getitem__, chosen)), part[1]
-    memory.device.copy(tensors, found, known)
+    memory.device.copy(tensors, found, form_key)
     count_writes(tensors)
 
 
-class _Run:
-    """What some of the tensors of a payload are known by."""
+class _RunKey:
+    """Stands for the form of a run of tensors, in `Device.copy`."""
 
 
-#: For each object that weights are known by, what the runs of them that cross together are known by.
-_known_runs: WeakKeyDictionary[object, list[_Run]] = WeakKeyDictionary()
+#: The keys of the runs of tensors that are copied together, by the key of the form of all of them.
+_run_keys: WeakKeyDictionary[object, list[_RunKey]] = WeakKeyDictionary()
 
 
 def _pieces(
-    layout: Layout, tensors: Sequence[Tensor], chosen: Sequence[int], base: int, known: object | None
+    layout: Layout, tensors: Sequence[Tensor], chosen: Sequence[int], base: int, form_key: object | None
 ) -> list[Piece]:
     found, runs, wanted = [], _runs(layout), frozenset(chosen)
-    by = repeat(None) if known is None else _known_runs.setdefault(known, [_Run() for _ in runs])
-    for (first, last), run in zip(runs, by, strict=False):
+    run_keys = repeat(None) if form_key is None else _run_keys.setdefault(form_key, [_RunKey() for _ in runs])
+    for (first, last), run_key in zip(runs, run_keys, strict=False):
         indices: Sequence[int] = range(first, last)
         if len(wanted) < len(layout.entries):
             indices = [index for index in indices if index in wanted]
@@ -91,7 +95,7 @@ def _pieces(
         some = tuple(index - first for index in indices) if len(indices) < last - first else None
         if indices:
             among = partial(_among, layout, first, last, some)
-            found.append(Piece(host, [tensors[index] for index in indices], among, run))
+            found.append(Piece(host, [tensors[index] for index in indices], among, run_key))
     return found
 
 
