@@ -16,11 +16,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from weightsync import MissingExtraError, TransportError
+from weightsync.transports.process import without_interrupts
 
 #: How many seconds workers have to end by themselves.
 STOP_TIMEOUT = 3.0
@@ -189,13 +190,8 @@ def failures_sent(channel: connection.Connection) -> Iterator[None]:
 def start_forkserver(modules: Sequence[str]) -> None:
     """Start the process that workers are forked from. It imports their modules once for all of them."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # if it started below, it would unblock the signal
-    # Ctrl-C goes to all processes of the terminal, but only the trainer should handle it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with without_interrupts():
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def store(port: int = 0, timeout: float = 60.0, world_size: int | None = None) -> Any:

@@ -160,7 +160,8 @@ class WeightSender(Participant):
             ModelPathError: (an AttributeError) a model path does not resolve; no version was sent.
             LayoutError: weights that cannot travel, are not those of the registered model (other names, shapes or
                 dtypes), or have a value too large for the scheme's ``wire_dtype``; no version was sent.
-            NonFiniteError: with ``check_finite=True``, weights with NaN or infinite values; no version was sent.
+            NonFiniteError: with ``check_finite=True``, NaN or infinite values; no version was sent.
+            TransportError: there is no memory for the packed weights; no version was sent.
             AckTimeoutError: some workers had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did. If every target
                 was lost or had refused before, nothing was sent.
@@ -212,7 +213,7 @@ class WeightSender(Participant):
             SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was
                 dispatched anyway, unless the deadline had passed (`AckTimeoutError`).
             WorkerLostError, RefusedError: every target was lost or had refused before; nothing was sent.
-            StateError, ConfigurationError, ModelPathError, LayoutError, NonFiniteError: as for `send`.
+            StateError, ConfigurationError, ModelPathError, LayoutError, NonFiniteError, TransportError: as for `send`.
         """
         deadline, stopwatch = Deadline(timeout), Stopwatch()
         if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
@@ -384,12 +385,7 @@ class WeightSender(Participant):
             self.add_worker(worker_id, endpoint)
 
     def _prepare(
-        self,
-        asked: SenderInput,
-        weights: Any,
-        wanted: SendTargets,
-        deadline: Deadline,
-        pending: OnPending,
+        self, asked: SenderInput, weights: Any, wanted: SendTargets, deadline: Deadline, pending: OnPending
     ) -> Packed | SyncReport:
         """Check that the call is allowed, settle what is outstanding, pack the weights. A report: nothing is sent."""
         with Shield(self._driver.waker.fire):

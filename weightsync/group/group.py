@@ -279,7 +279,7 @@ class WorkerGroup:
             AckTimeoutError: some workers had not answered by the deadline; `wait_async` waits for them again.
             RefusedError: workers refused the update, and keep serving their previous version.
             SyncError: there were failures of several kinds.
-            StateError, ConfigurationError, LayoutError, NonFiniteError: no version was sent.
+            StateError, ConfigurationError, LayoutError, NonFiniteError, TransportError: no version was sent.
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
         self._dispatch("send", weights, OnPending.SUPERSEDE, timeout)
@@ -302,7 +302,7 @@ class WorkerGroup:
             timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused.
 
         Raises:
-            StateError, ConfigurationError, LayoutError, NonFiniteError: no version was sent.
+            StateError, ConfigurationError, LayoutError, NonFiniteError, TransportError: no version was sent.
             SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was sent
                 anyway, unless the deadline had passed (`AckTimeoutError`).
         """

@@ -8,9 +8,12 @@ import os
 import pickle
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from weightsync.clock import Deadline
@@ -23,10 +26,23 @@ from weightsync.group.stack_dump import StackDump, request
 from weightsync.group.steps import Announced
 from weightsync.group.worker import InheritedChannel, Job, work
 from weightsync.schemes.pipes import PipeScheme
-from weightsync.transports.process import signal_name, started_at, watching
+from weightsync.transports.process import signal_name, started_at, watching, without_interrupts
 
 #: Seconds that the kernel gets to end a process that was killed.
 _REAP_SECONDS: Final = 5.0
+_GUARD_IT: Final = (
+    'If your program has no `if __name__ == "__main__":` guard around the code that makes the group, add one: each '
+    "worker imports the program"
+)
+_MOVE_IT: Final = (
+    "Workers cannot import what is defined in a notebook or at a prompt: put run=, make_model= and the model's class "
+    'into a module and import them, or give ctx=multiprocessing.get_context("fork")'
+)
+
+
+def _has_file(program: ModuleType) -> bool:
+    """Whether a program can be imported by another process: it is neither a notebook nor typed at a prompt."""
+    return getattr(program, "__spec__", None) is not None or Path(getattr(program, "__file__", None) or "").is_file()
 
 
 class WorkerProcess:
@@ -48,8 +64,12 @@ class WorkerProcess:
         self._dumps = dumps
         name = f"weightsync worker {job.index}"
         self.handle: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
+        start_method = context.get_start_method()
+        # The fork server's processes are its children, and would keep what it began with.
+        starting = contextlib.nullcontext() if start_method == "forkserver" else without_interrupts()
         try:
-            self.handle.start()
+            with starting:
+                self.handle.start()
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise ConfigurationError(
                 f"what worker {job.index} is to run cannot be pickled (run= is {name_of(job.plan.run)}; "
@@ -57,7 +77,7 @@ class WorkerProcess:
                 "lambda or inside another function; or give "
                 'ctx=multiprocessing.get_context("fork"). Nothing was started.'
             ) from error
-        self._imports_program = context.get_start_method() != "fork"
+        self._imports_program = start_method != "fork"
         self._pid: int = self.handle.pid
         self._watch = watching(self._pid, started_at(self._pid) or 0)
 
@@ -80,11 +100,8 @@ class WorkerProcess:
             return f"its process was ended by {signal_name(-code)}"
         if started or not self._imports_program:
             return f"its process ended with exit code {code} before its function had returned"
-        return (
-            f"its process ended with exit code {code} before it had started; its stderr says why. If your program has "
-            'no `if __name__ == "__main__":` guard around the code that makes the group, add one: each worker imports '
-            "the program"
-        )
+        advice = _GUARD_IT if _has_file(sys.modules["__main__"]) else _MOVE_IT
+        return f"its process ended with exit code {code} before it had started; its stderr says why. {advice}"
 
     def stack_dump(self) -> StackDump:
         """Its main thread's stack: see `Process.stack_dump`."""

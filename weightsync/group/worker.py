@@ -165,6 +165,7 @@ def work(job: Job) -> None:
     """Be a worker process until the function returns or raises, or the trainer is gone."""
     os.setsid()  # the processes that the function starts are ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and ends the workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `without_interrupts`
     torch.set_num_threads(1)  # as in the workers of Ray, torchrun and TorchRL: all of them share the processor
     if job.dump_to is not None:
         dump_on_signal(job.dump_to)

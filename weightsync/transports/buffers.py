@@ -101,6 +101,13 @@ SPARE_BUFFERS: Final = 1
 #: For how many payloads a pool keeps a buffer more, once more than two were in use.
 KEPT_PAYLOADS: Final = 16
 
+#: What to do if there is no memory for a segment; and for what other reasons there may be none.
+_FREE_MEMORY: Final = "Free memory, or let the trainer have more (`ulimit -v`, its container's limit), and send again."
+_REMEDIES: Final = {
+    errno.EFBIG: "Run `ulimit -f unlimited` before the trainer.",
+    errno.EMFILE: "Run `ulimit -n 4096` before the trainer.",
+}
+
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 #: Its size can never change.
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -154,8 +161,8 @@ class Segment:
         try:
             self._allocate()
         except OSError as error:
-            remedy = " Run `ulimit -f unlimited` before the trainer." if error.errno == errno.EFBIG else ""
-            raise TransportError(f"No shared memory for {nbytes} bytes: {error.strerror}.{remedy}") from error
+            remedy = _REMEDIES.get(error.errno or 0, _FREE_MEMORY)
+            raise TransportError(f"No shared memory for {nbytes} bytes: {error.strerror}. {remedy}") from error
         forget_after_fork(self)
 
     def _allocate(self) -> None:

@@ -5,12 +5,15 @@ Sibling processes inherit the ends of pipes, so a stream may never end. The proc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import lru_cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
@@ -64,6 +67,21 @@ class PerProcess(ABC):
     @abstractmethod
     def _begin(self) -> None:
         """Set the value that a process begins with."""
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Start a process inside: it begins with SIGINT blocked.
+
+    A terminal sends Ctrl-C to all of its processes, but only the trainer should handle it. Without this a process that
+    still imports torch would print a traceback.
+    """
+    resource_tracker.ensure_running()  # if it started inside, it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def own_identity() -> tuple[int, int]:

@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from exhausted import descriptors_left
 
 from weightsync.errors import TransportError
 from weightsync.transports import buffers
@@ -35,12 +36,19 @@ def test_a_segment_that_was_forgotten_has_no_memory_and_closes_nothing_again() -
 
 
 def test_a_segment_that_was_never_made_closes_nothing() -> None:
-    with pytest.raises(TransportError, match=r"^No shared memory for \d+ bytes: only \d+ kB are available\.$"):
+    with pytest.raises(
+        TransportError, match=r"^No shared memory for \d+ bytes: only \d+ kB are available\. Free memory"
+    ):
         Segment(2**50)
     gc.collect()
 
     for number in (0, 1, 2):
         os.fstat(number)
+
+
+def test_a_segment_without_a_descriptor_names_the_limit() -> None:
+    with descriptors_left(0), pytest.raises(TransportError, match=r"Too many open files\. Run `ulimit -n 4096`"):
+        Segment(LARGE)
 
 
 def test_memory_that_is_larger_than_a_file_may_be_names_the_limit() -> None:

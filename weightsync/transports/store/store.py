@@ -182,7 +182,8 @@ def open_store(host: str, port: int, timeout: timedelta) -> TCPStore:
     Raises OSError, RuntimeError: it cannot be opened there.
     """
     _require_descriptors(_SERVER_NEEDS)
-    with socket.create_server((host, port), backlog=_BACKLOG) as listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=_BACKLOG) as listener:
         port = listener.getsockname()[1]
         # The store owns it from here on, and closes it even if it fails. Closing it twice might close another's.
         number = listener.detach()

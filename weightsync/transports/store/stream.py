@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final, TypeGuard
 
 from weightsync.clock import Deadline
@@ -41,6 +42,11 @@ _SIOCGIFADDR: Final = 0x8915
 #: Names the interface to use, for gloo and for us.
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _LOOPBACK: Final = "127.0.0.1"
+#: The IPv6 addresses of this network namespace, and the scope there of those that are valid on one link only.
+_IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
+_LINK_LOCAL: Final = "20"
+#: What the resolver says of a name that has no IPv4 address, but may have one of IPv6.
+_NO_IPV4: Final = frozenset({socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY})
 #: On another host, if there are any: an address for documentation.
 _ELSEWHERE: Final = ("203.0.113.1", 9)
 #: A congestion control that neither paces nor measures delays. Every Linux has it, and every process may choose it.
@@ -303,8 +309,8 @@ def own_address(stays_on_host: bool, towards_store: str | None) -> str:
     interface = os.environ.get(_INTERFACE)
     if interface:
         return _address_at(interface)
-    if stays_on_host:
-        return _LOOPBACK
+    if stays_on_host:  # an IPv6 loopback by which the store was reached exists; 127.0.0.1 may not
+        return towards_store if towards_store is not None and is_loopback(towards_store) else _LOOPBACK
     # A sender elsewhere cannot connect to a loopback. The host's own name may be one's (127.0.1.1 on Debian).
     if _is_reachable(towards_store):
         return towards_store
@@ -340,14 +346,33 @@ def _address_at(interfaces: str) -> str:
         try:
             found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
+            only = _ipv6_address_at(interface)
+            if only is not None:
+                return only
             raise TransportError(f"GLOO_SOCKET_IFNAME names {interface}, which has no address: {error}.") from error
     return socket.inet_ntoa(found[20:24])
 
 
+def _ipv6_address_at(interface: str) -> str | None:
+    """An IPv6 address of an interface that is not valid on its own link only; None: it has none."""
+    with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+        for row in _IPV6_ADDRESSES.read_text(encoding="ascii").splitlines():
+            address, _, _, scope, _, name = row.split()
+            if name == interface and scope != _LINK_LOCAL:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+    return None
+
+
 def hosts_address() -> str:
-    """This host's address for other hosts; the loopback's if the host has no name."""
+    """This host's address for other hosts, IPv4 if it has one; the loopback's if the host's name has no address."""
+    name = socket.gethostname()
     try:
-        return socket.gethostbyname(socket.gethostname())
+        return socket.gethostbyname(name)
+    except socket.gaierror as error:
+        if error.errno not in _NO_IPV4:  # no DNS server answers: to ask for another address takes as long again
+            return _LOOPBACK
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET6)[0][4][0])
     except OSError:
         return _LOOPBACK
 

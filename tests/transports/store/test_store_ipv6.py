@@ -1,0 +1,83 @@
+"""Hosts that have addresses of IPv6 only."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from weightsync import TransportError
+from weightsync.transports.store import stream
+from weightsync.transports.store.store import Client, hosted
+from weightsync.transports.store.stream import hosts_address, named_address, own_address
+
+#: As /proc/net/if_inet6 lists them.
+LISTED = (
+    "fe8000000000000000fc00fffe000001 04 40 20 80     eth7\n"
+    "20010db8000000000000000000000007 04 40 00 82     eth7\n"
+    "fe8000000000000000fc00fffe000002 05 40 20 80     eth8\n"
+)
+
+
+@pytest.fixture(scope="module")
+def loopback() -> str:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    return "::1"
+
+
+def resolver(monkeypatch: pytest.MonkeyPatch, errno: int) -> list[str]:
+    """A host whose name has an address of IPv6, and none of IPv4 for that reason. Returns the names looked up."""
+    asked: list[str] = []
+
+    def no_ipv4(name: str) -> NoReturn:
+        raise socket.gaierror(errno, "none")
+
+    def ipv6(name: str, *_: Any) -> Any:
+        asked.append(name)
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::7", 0, 0, 0))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "trainer")
+    monkeypatch.setattr(socket, "gethostbyname", no_ipv4)
+    monkeypatch.setattr(socket, "getaddrinfo", ipv6)
+    return asked
+
+
+def test_a_store_of_our_own_listens_at_an_address_of_ipv6(loopback: str) -> None:
+    made = hosted(loopback, 0, timedelta(seconds=7))
+    client = Client(made)
+    assert (made.host, client.own_address) == (loopback, loopback)
+    client.close()
+
+
+@pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_NODATA])
+def test_a_host_without_ipv4_has_its_address_of_ipv6(errno: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = resolver(monkeypatch, errno)
+    assert (hosts_address(), asked) == ("2001:db8::7", ["trainer"])
+
+
+def test_a_dns_that_does_not_answer_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = resolver(monkeypatch, socket.EAI_AGAIN)
+    assert (hosts_address(), asked) == ("127.0.0.1", [])
+
+
+def test_an_interface_may_have_an_address_of_ipv6_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "if_inet6").write_text(LISTED, encoding="ascii")
+    monkeypatch.setattr(stream, "_IPV6_ADDRESSES", tmp_path / "if_inet6")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert named_address() == "2001:db8::7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    with pytest.raises(TransportError, match="GLOO_SOCKET_IFNAME names eth8, which has no address"):
+        named_address()
+
+
+@pytest.mark.parametrize(("towards_store", "wanted"), [("::1", "::1"), ("2001:db8::7", "127.0.0.1")])
+def test_a_worker_on_the_trainers_host_listens_at_the_loopback_that_it_has_used(
+    towards_store: str, wanted: str
+) -> None:
+    assert own_address(True, towards_store) == wanted

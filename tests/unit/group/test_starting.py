@@ -1,0 +1,68 @@
+"""How worker processes start: Ctrl-C does not reach them meanwhile, and what a failed start says."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import group_workers as workers
+import pytest
+from group_worlds import Make
+from torch import nn
+
+from weightsync import Worker, WorkerFailedError, WorkerGroup
+
+
+def blocks_sigint(pid: int) -> bool:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+        name, _, mask = line.partition(":")
+        if name == "SigBlk":
+            return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
+    raise AssertionError(f"process {pid} has no SigBlk")
+
+
+def put_mask(worker: Worker) -> None:
+    worker.put((signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.getsignal(signal.SIGINT)))
+
+
+def test_ctrl_c_does_not_reach_workers_that_still_import(model: nn.Module) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with WorkerGroup(workers.act, model, 1, ctx=multiprocessing.get_context("spawn")) as group:
+        (process,) = group.processes.values()
+        blocked = blocks_sigint(process.pid)
+        group.close(timeout=0)
+
+    assert blocked
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_worker_whose_function_runs_ignores_ctrl_c_and_blocks_nothing(model: nn.Module) -> None:
+    with WorkerGroup(put_mask, model, 1, ctx=multiprocessing.get_context("fork")) as group:
+        (result,) = group.results()
+
+    assert result.value == (set(), signal.SIG_IGN)
+
+
+def test_processes_of_a_users_own_fork_server_are_not_affected(make: Make) -> None:
+    with make(workers.act) as group:
+        (process,) = group.processes.values()
+        assert not blocks_sigint(process.pid)
+        group.close(timeout=0)
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"], ids=["notebook", "stdin"])
+def test_a_worker_that_cannot_import_what_was_typed_at_a_prompt_is_told_where_to_put_it(
+    make: Make, file: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = ModuleType("__main__")
+    if file is not None:
+        program.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    with (
+        make(workers.act, make_model=workers.ends_at_once) as group,
+        pytest.raises(WorkerFailedError, match=r"before it had started.*a notebook or at a prompt: put run=.*module"),
+    ):
+        list(group.results())
