@@ -16,12 +16,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from weightsync import MissingExtraError, TransportError
-from weightsync.transports.process import without_interrupts
 
 #: How many seconds workers have to end by themselves.
 STOP_TIMEOUT = 3.0
@@ -190,8 +189,13 @@ def failures_sent(channel: connection.Connection) -> Iterator[None]:
 def start_forkserver(modules: Sequence[str]) -> None:
     """Start the process that workers are forked from. It imports their modules once for all of them."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-    with without_interrupts():
+    resource_tracker.ensure_running()  # if it started below, it would unblock the signal
+    # Ctrl-C goes to all processes of the terminal, but only the trainer should handle it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
         forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def store(port: int = 0, timeout: float = 60.0, world_size: int | None = None) -> Any:

@@ -22,7 +22,8 @@ class LinkRecorder:
         self.delivery = link.delivery
         #: The messages that were given to `send`, as (kind, incarnation, version).
         self.attempts: list[tuple[str, int, int]] = []
-        #: Which of these failed.
+        #: Which of these failed, or were the last before writing failed: the link ended there, and messages that had
+        #: arrived by then were not handled any more.
         self.failures: set[int] = set()
         #: The updates that were sent.
         self.updates: list[Update] = []
@@ -66,6 +67,7 @@ class LinkRecorder:
             with self._calling("flush()"):
                 written = self.link.flush()
         except TransportError:
+            self.failures.add(len(self.attempts) - 1)
             self._watch.log.append(LogEntry(EventKind.FAILED, self))
             raise
         return self._noted(written)

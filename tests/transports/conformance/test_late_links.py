@@ -1,17 +1,24 @@
-"""The kit waits for a transport's threads, however late they are."""
+"""The kit allows for a transport's threads: however late they are, and however early they see a link end."""
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from threading import Event, Thread, Timer
 
 import pytest
 from in_process_call_client import DirectCallClient
 
+from weightsync import TransportError
+from weightsync.protocol.messages import Ack, Message
 from weightsync.testing.bench import Bench
 from weightsync.testing.ends import Ends
 from weightsync.testing.link_setup import LinkSetup
+from weightsync.transports.base import Link
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
 from weightsync.transports.calls.server import CallServer, Parcel
+from weightsync.transports.pipe.link import PipeLink
 
 PATIENCE = 20.0
 LATE = 0.2
@@ -51,4 +58,50 @@ def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> Non
     bench.finish()
 
     assert not any(buffer.pinned for buffer in bench.payloads._buffers)
+    link_setup.tear_down()
+
+
+class FailsOnceAnswered(PipeLink):
+    """Writes late, as a thread would: that its sender's end has closed shows only once an ack is to be written."""
+
+    _answered = False
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        self._answered = self._answered or isinstance(message, Ack)
+
+    def flush(self) -> bool:
+        if self._answered:
+            raise TransportError("the connection is closed.")
+        return True
+
+
+@pytest.mark.untraced("the kit's own bench")
+def test_a_link_may_fail_between_two_messages_that_arrived_together() -> None:
+    kinds = iter((PipeLink, FailsOnceAnswered))
+
+    def connect(model_id: str) -> Ends:
+        ours, theirs = multiprocessing.Pipe()
+        worker_end = next(kinds)(theirs, model_id)
+
+        def listen(accept: Callable[[Link], None]) -> Callable[[], None]:
+            accept(worker_end)
+            return worker_end.close
+
+        return Ends(PipeLink(ours, model_id), listen)
+
+    link_setup = LinkSetup(connect, PATIENCE)
+    bench = Bench(link_setup)
+    bench.join(0)
+    bench.connect()
+    bench.send()
+    bench.receive(0)
+    bench.apply(0)
+    bench.join(0)
+    bench.close_sender()
+
+    bench.receive(0)  # the handshake, the version that it serves already, and the goodbye
+
+    sent = [name for name, *_ in bench.receivers[0].links[2].attempts]
+    assert sent == ["Hello", "Ack", "Refusal"]
+    bench.finish()
     link_setup.tear_down()

@@ -11,7 +11,7 @@ import pytest
 
 from weightsync import TransportError
 from weightsync.transports.store import stream
-from weightsync.transports.store.store import Client, hosted
+from weightsync.transports.store.store import Client, open_store
 from weightsync.transports.store.stream import hosts_address, named_address, own_address
 
 #: As /proc/net/if_inet6 lists them.
@@ -49,7 +49,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch, errno: int) -> list[str]:
 
 
 def test_a_store_of_our_own_listens_at_an_address_of_ipv6(loopback: str) -> None:
-    made = hosted(loopback, 0, timedelta(seconds=7))
+    made = open_store(loopback, 0, timedelta(seconds=7))
     client = Client(made)
     assert (made.host, client.own_address) == (loopback, loopback)
     client.close()

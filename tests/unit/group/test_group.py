@@ -10,6 +10,7 @@ import queue
 import re
 import select
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -349,7 +350,10 @@ def test_a_timeout_says_which_workers_are_still_starting_and_since_when(make: Ma
         group.close(timeout=0.0)
 
 
-def test_a_worker_that_dies_before_it_starts_is_told_with_a_hint_at_the_guard(make: Make) -> None:
+def test_a_worker_that_dies_before_it_starts_is_told_with_a_hint_at_the_guard(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a worker of xdist's has none
     with (
         make(workers.act, make_model=workers.ends_at_once) as group,
         pytest.raises(WorkerFailedError, match=r'exit code 1 before it had started.*no `if __name__ == "__main__"'),
