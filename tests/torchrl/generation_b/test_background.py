@@ -352,10 +352,11 @@ def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: 
 def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, ended, go_on = duo.receiving.get_receiver(), threading.Event(), threading.Event()
+    receiver, ended, go_on, called = duo.receiving.get_receiver(), *(threading.Event() for _ in range(3))
     shipped = receiver.receive_and_apply_here
 
     def delayed() -> bool | None:
+        called.set()
         try:
             return shipped()
         except TransportError:
@@ -364,6 +365,8 @@ def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
             raise
 
     monkeypatch.setattr(receiver, "receive_and_apply_here", delayed)
+    receiver.driver.waker.fire()
+    assert called.wait(PATIENCE), "the thread is past the call that was under way"
     duo.sending.shutdown()
     assert ended.wait(PATIENCE)
     monkeypatch.undo()
