@@ -42,7 +42,7 @@ _MOVE_IT: Final = (
 
 def _has_file(program: ModuleType) -> bool:
     """Whether a program can be imported by another process: it is neither a notebook nor typed at a prompt."""
-    return getattr(program, "__spec__", None) is not None or Path(getattr(program, "__file__", None) or "").is_file()
+    return program.__spec__ is not None or Path(vars(program).get("__file__") or "").is_file()
 
 
 class WorkerProcess:
