@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
+from fleet import functions_called
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, RefusedError, StateError, WorkerLostError
@@ -42,23 +42,13 @@ class Fleet:
 
 def calls_an_answer(workers: int) -> float:
     """Calls of Python functions for each answer."""
-    fleet, calls = Fleet(workers), 0
+    fleet = Fleet(workers)
     fleet.take(sender.Send(None))
     acks = fleet.acks()
 
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        for ack in acks:
-            fleet.take(ack)
-    finally:
-        sys.setprofile(before)
+    calls = functions_called(lambda: [fleet.take(ack) for ack in acks])
     assert fleet.state is State.READY
-    return calls / workers
+    return len(calls) / workers
 
 
 def bytes_an_answer(workers: int) -> float:
