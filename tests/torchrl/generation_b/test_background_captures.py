@@ -88,6 +88,26 @@ def test_a_background_reader_calls_no_device_while_another_thread_captures(
     assert constants(duo.model) == {3.0}
 
 
+def test_a_forward_makes_no_version_live_while_another_thread_captures(
+    duo: Duo, graphs: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    receiver, sender = duo.receiving.get_receiver(), duo.sending.get_sender()
+    with receiver.serving():  # the version is staged, and waits for the end of the block
+        sender.send_async(filled(duo.source, 3.0))
+        while receiver._served.staged is None:
+            time.sleep(0.001)
+        graph_of(graphs).capture_begin()
+    with beside(duo.model) as seen:
+        pass
+    assert seen == [{2.0}]
+
+    graph_of(graphs).capture_end()
+    assert sender.wait_async(timeout=PATIENCE).ok
+    assert constants(duo.model) == {3.0}
+
+
 class PassesOn:
     """Has workers of its own. While their weights are packed, another thread begins a capture."""
 

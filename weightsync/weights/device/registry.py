@@ -30,8 +30,10 @@ def installed(kind: str, backend: Backend) -> Iterator[None]:
 
 
 def capturing() -> bool:
-    """Whether the current stream captures a graph: nobody may wait for kernels then."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    """Whether a graph is being captured, by whichever thread: nobody may wait for all kernels of a device then."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return captures().under_way or torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def apart_from_captures() -> AbstractContextManager[None]:
