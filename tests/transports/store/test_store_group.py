@@ -112,6 +112,17 @@ def test_every_operation_on_a_payload_is_awaited_before_its_buffer_goes_back(
     assert making.made.unawaited == 0
 
 
+def test_an_error_of_nccls_is_raised_with_its_cause(client: Client) -> None:
+    making, lines = Making(), ("NCCL error in: a.cpp:9, invalid usage", "ncclInvalidUsage: ...", "Last error:", "Twice")
+
+    def fail() -> None:
+        raise RuntimeError("\n".join(lines))
+
+    making.made.connecting = fail
+    with pytest.raises(TransportError, match=r"failed: NCCL error in: a\.cpp:9, invalid usage: Twice$"):
+        making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+
+
 def test_a_group_is_aborted_with_its_link(client: Client) -> None:
     making = Making()
     making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]

@@ -298,7 +298,14 @@ def _errors_as(what: str) -> Iterator[None]:
     except TransportError:
         raise
     except (RuntimeError, OSError) as error:
-        raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
+        raise TransportError(f"The process group with the peer {what}: {_said_by(error)}") from error
+
+
+def _said_by(error: Exception) -> str:
+    """An error's first line; of one of NCCL's the cause too, such as that both ranks have the same GPU."""
+    first, *others = str(error).splitlines() or [""]
+    _, mark, cause = "\n".join(others).partition("Last error:\n")
+    return f"{first}: {cause.splitlines()[0]}" if mark and cause else first
 
 
 def group_of(endpoint: StoreEndpoint, rank: int, key: str) -> Group | NoGroup:

@@ -33,7 +33,7 @@ def capturing() -> bool:
     """Whether a graph is being captured, by whichever thread: nobody may wait for all kernels of a device then."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    return captures().under_way or torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return captures().under_way or torch.cuda.is_current_stream_capturing()
 
 
 def apart_from_captures() -> AbstractContextManager[None]:
