@@ -15,7 +15,7 @@ from fake_device import fake_device
 from fleet import PATIENCE, constants, filled
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from weightsync.weights.device import captures, registry
+from weightsync.weights.device import captures, cuda, registry
 from weightsync.weights.device.captures import Captures
 
 #: Seconds in which a thread that does not wait would long have done its work.
@@ -44,7 +44,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Captures:
     """The captures of this process, in which CUDA counts as used."""
     kind = type("Own", (Graph,), {"capture_begin": Graph.capture_begin, "capture_end": Graph.capture_end})
     made = Captures(kind)
-    monkeypatch.setattr(registry, "captures", lambda: made)
+    for module in (registry, cuda):
+        monkeypatch.setattr(module, "captures", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
