@@ -344,7 +344,7 @@ class WeightReceiver(Participant):
     def begin_serving(self, entry: ServingEntry) -> None:
         """Begin a forward. First swap in a staged version, so that a busy worker never delays a swap forever.
 
-        A forward that is captured as a CUDA graph swaps nothing: the swap would wait for kernels.
+        While some thread captures a CUDA graph, no forward swaps anything: the swap would wait for kernels.
 
         Args:
             entry: the forward's call, or the block.

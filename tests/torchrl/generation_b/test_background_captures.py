@@ -15,7 +15,7 @@ from fake_device import fake_device
 from fleet import PATIENCE, constants, filled
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from weightsync.weights.device import captures, registry
+from weightsync.weights.device import captures, cuda, registry
 from weightsync.weights.device.captures import Captures
 
 #: Seconds in which a thread that does not wait would long have done its work.
@@ -44,7 +44,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Captures:
     """The captures of this process, in which CUDA counts as used."""
     kind = type("Own", (Graph,), {"capture_begin": Graph.capture_begin, "capture_end": Graph.capture_end})
     made = Captures(kind)
-    monkeypatch.setattr(registry, "captures", lambda: made)
+    for module in (registry, cuda):
+        monkeypatch.setattr(module, "captures", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
@@ -84,6 +85,26 @@ def test_a_background_reader_calls_no_device_while_another_thread_captures(
     assert (duo.receiving.get_receiver().version, constants(duo.model)) == (sender.version - 1, {2.0})
 
     graph.capture_end()
+    assert sender.wait_async(timeout=PATIENCE).ok
+    assert constants(duo.model) == {3.0}
+
+
+def test_a_forward_makes_no_version_live_while_another_thread_captures(
+    duo: Duo, graphs: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    receiver, sender = duo.receiving.get_receiver(), duo.sending.get_sender()
+    with receiver.serving():  # the version is staged, and waits for the end of the block
+        sender.send_async(filled(duo.source, 3.0))
+        while receiver._served.staged is None:
+            time.sleep(0.001)
+        graph_of(graphs).capture_begin()
+    with beside(duo.model) as seen:
+        pass
+    assert seen == [{2.0}]
+
+    graph_of(graphs).capture_end()
     assert sender.wait_async(timeout=PATIENCE).ok
     assert constants(duo.model) == {3.0}
 

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -107,11 +108,15 @@ class Driver:
     def unpin(self, address: int) -> None:
         self.calls.append("unpin")
 
+    def unmap(self, address: int, nbytes: int) -> None:
+        self.calls.append(f"unmap {nbytes}")
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def test_whole_pages_are_pinned_and_released_before_they_are_unmapped() -> None:
@@ -121,6 +126,20 @@ def test_whole_pages_are_pinned_and_released_before_they_are_unmapped() -> None:
     assert driver.calls == ["pin 8192 True"]
     del pinned
     assert driver.calls == ["pin 8192 True", "unpin"]
+
+
+def test_memory_that_goes_while_a_graph_is_captured_is_released_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver: Any = Driver()
+    monkeypatch.setattr(cuda, "_unreleased", deque())
+    pinned = CudaDevice(driver, 0).register(memoryview(bytearray(10)), read_only=False)
+    mapped = cuda._Mapping(driver, 0, 4096, 100)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: driver.calls.append("wait"))
+    del pinned, mapped
+    assert driver.calls == ["pin 4096 False"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cuda.release_left()
+    assert driver.calls == ["pin 4096 False", "wait", "unpin", "wait", "unmap 100"]
 
 
 def test_a_forked_child_releases_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ import torch.distributed as dist
 
 from weightsync import TransportError
 from weightsync.transports.store import group as module
-from weightsync.transports.store.group import Group
+from weightsync.transports.store.group import Group, RendezvousStore
 from weightsync.transports.store.store import Client, StoreEndpoint
 
 PAYLOAD = memoryview(bytearray(5))
+#: Seconds; reached only by a failure.
+PATIENCE = 30.0
 
 
 class Made:
@@ -24,9 +28,12 @@ class Made:
     def __init__(self) -> None:
         self.aborted = False
         self.unawaited = 0
+        #: What happens while an operation is posted, as NCCL connects in the first.
+        self.connecting: Callable[[], object] = lambda: None
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Made:
         del tensors, to, tag
+        self.connecting()
         self.unawaited += 1
         return self
 
@@ -70,7 +77,9 @@ class Written:
 
 @pytest.fixture
 def client(store: Any) -> Iterator[Client]:
+    """A connection to the store, where rank 1 of the link has arrived already."""
     client = Client(store)
+    client.set("a link/group/arrived/1", b"yes")
     yield client
     client.close()
 
@@ -103,6 +112,17 @@ def test_every_operation_on_a_payload_is_awaited_before_its_buffer_goes_back(
     assert making.made.unawaited == 0
 
 
+def test_an_error_of_nccls_is_raised_with_its_cause(client: Client) -> None:
+    making, lines = Making(), ("NCCL error in: a.cpp:9, invalid usage", "ncclInvalidUsage: ...", "Last error:", "Twice")
+
+    def fail() -> None:
+        raise RuntimeError("\n".join(lines))
+
+    making.made.connecting = fail
+    with pytest.raises(TransportError, match=r"failed: NCCL error in: a\.cpp:9, invalid usage: Twice$"):
+        making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+
+
 def test_a_group_is_aborted_with_its_link(client: Client) -> None:
     making = Making()
     making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
@@ -123,6 +143,29 @@ def test_a_group_that_ends_while_it_is_being_made_is_aborted(client: Client) -> 
         making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
     assert making.made.aborted
+
+
+def test_an_abort_does_not_wait_for_a_rank_that_connects_to_one_that_has_died(client: Client) -> None:
+    making, connecting, died = Making(), threading.Event(), threading.Event()
+    making.made.connecting = lambda: (connecting.set(), died.wait(PATIENCE))
+    with ThreadPoolExecutor(2) as threads:
+        writing = threads.submit(making.group.write, Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+        assert connecting.wait(PATIENCE)
+        threads.submit(making.group.abort).result(PATIENCE / 2)
+        assert not making.made.aborted
+        died.set()
+        wait([writing], PATIENCE)
+    assert making.made.aborted
+
+
+def test_neither_rank_connects_if_the_other_has_given_up(store: Any) -> None:
+    making = Making()
+    making.meanwhile = lambda: pytest.fail("it was made")
+    with contextlib.closing(Client(store)) as client:
+        RendezvousStore(client, making.group._prefix, threading.Event()).give_up()
+
+        with pytest.raises(TransportError, match="closed while it was being made"):
+            making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
 
 def test_no_operation_touches_a_payload_any_more_once_a_send_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

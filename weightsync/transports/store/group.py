@@ -33,7 +33,7 @@ class RendezvousStore(Store):
     """The store through which two ranks find each other. Unlike a plain store, the wait can be ended.
 
     A rank that has found the other connects and waits for it inside NCCL, where it cannot be interrupted. So the ranks
-    agree beforehand: either both connect or neither does.
+    agree beforehand, in `meet`: either both connect or neither does.
     """
 
     def __init__(self, client: Client, prefix: str, over: threading.Event) -> None:
@@ -42,6 +42,14 @@ class RendezvousStore(Store):
         self._prefix = prefix
         self._over = over
         self._own: set[str] = set()
+
+    def meet(self, rank: int) -> None:
+        """Return once both ranks have come, and have agreed to connect. Rank 0 of NCCL asks for no key of the other's.
+
+        Raises TransportError: as `wait`.
+        """
+        self.set(f"arrived/{rank}", b"yes")
+        self.wait([f"arrived/{1 - rank}"])
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
         """Write a value."""
@@ -179,10 +187,16 @@ class Group:
         self._move([scratch[: nbytes - start] for start in starts], self._receiving)
 
     def abort(self) -> None:
-        """Make all operations in flight fail, here and at the other end. The group is unusable afterwards."""
+        """Make all operations in flight fail, here and at the other end. The group is unusable afterwards.
+
+        An operation that is being posted may wait inside NCCL for the other rank, the first one does. It is not waited
+        for: the thread that posts it aborts the group after it.
+        """
         self._over.set()
-        with self._lock:
-            group, self._group = self._group, None
+        if not self._lock.acquire(blocking=False):
+            return
+        group, self._group = self._group, None
+        self._lock.release()
         if group is not None:
             group.abort()
 
@@ -200,15 +214,30 @@ class Group:
         with _errors_as("could not be made"):
             if self._over.is_set():
                 rendezvous.give_up()
-                raise TransportError("the process group was aborted")
+                raise _aborted()
+            rendezvous.meet(self._rank)
             group = self._make(rendezvous, self._rank)
-        with self._lock:
-            if not self._over.is_set():
+        try:
+            with self._unless_over():
                 self._group = group
-                return
-        # A thread that aborted meanwhile found no group.
-        group.abort()
-        raise TransportError("the process group was aborted")
+        except TransportError:  # a thread that aborted meanwhile found no group
+            group.abort()
+            raise
+
+    @contextlib.contextmanager
+    def _unless_over(self) -> Iterator[None]:
+        """A block with the lock held. An `abort` meanwhile is done at its end.
+
+        Raises TransportError: the group was aborted before.
+        """
+        try:
+            with self._lock:
+                if self._over.is_set():
+                    raise _aborted()
+                yield
+        finally:
+            if self._over.is_set():
+                self.abort()
 
     def _move(self, buckets: Sequence[torch.Tensor], start: Callable[[torch.Tensor, int], Callable[[], None]]) -> None:
         ends: deque[Callable[[], None]] = deque()
@@ -243,9 +272,7 @@ class Group:
         return received
 
     def _posted(self, post: Callable[[Any], Any]) -> Callable[[], None]:
-        with self._lock:
-            if self._over.is_set():
-                raise TransportError("the process group was aborted")
+        with self._unless_over():
             work = post(self._group)
 
         def finish() -> None:
@@ -254,6 +281,10 @@ class Group:
                 torch.cuda.current_stream(self._device).synchronize()
 
         return finish
+
+
+def _aborted() -> TransportError:
+    return TransportError("the process group was aborted")
 
 
 def _buckets(payload: memoryview) -> Sequence[torch.Tensor]:
@@ -267,7 +298,14 @@ def _errors_as(what: str) -> Iterator[None]:
     except TransportError:
         raise
     except (RuntimeError, OSError) as error:
-        raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
+        raise TransportError(f"The process group with the peer {what}: {_said_by(error)}") from error
+
+
+def _said_by(error: Exception) -> str:
+    """An error's first line; of one of NCCL's the cause too, such as that both ranks have the same GPU."""
+    first, *others = str(error).splitlines() or [""]
+    _, mark, cause = "\n".join(others).partition("Last error:\n")
+    return f"{first}: {cause.splitlines()[0]}" if mark and cause else first
 
 
 def group_of(endpoint: StoreEndpoint, rank: int, key: str) -> Group | NoGroup:

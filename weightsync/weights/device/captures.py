@@ -57,6 +57,11 @@ class Captures:
         # By their types: `isinstance` would ask each object for its class, and some warn when they are asked anything.
         return any(issubclass(type(each), self._class) for each in _tracked())
 
+    @property
+    def under_way(self) -> bool:
+        """Whether some thread captures a graph, as far as that is known: from the first `watch`, or `apart`, on."""
+        return self._under_way > 0
+
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """A block during which no other thread captures. Whoever is too late waits for the other, up to `PATIENCE`."""

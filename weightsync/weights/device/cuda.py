@@ -8,10 +8,11 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,13 +43,8 @@ class _Mapping:
 
     def __del__(self) -> None:
         # At the end of the process the driver frees it; in a forked child it is the parent's, and there is no CUDA.
-        if sys.is_finalizing() or self._pid != os.getpid():
-            return
-        try:
-            torch.cuda.synchronize(self._ordinal)  # a kernel may still read it
-            self._driver.unmap(self._address, self._nbytes)
-        except Exception as error:  # noqa: BLE001 - a device that failed fails every call; its process can only end
-            logger.debug("memory of cuda:%d could not be unmapped: %s", self._ordinal, error)
+        if not sys.is_finalizing() and self._pid == os.getpid():
+            _release(self._ordinal, partial(self._driver.unmap, self._address, self._nbytes))
 
 
 class _Pinned:
@@ -64,14 +60,36 @@ class _Pinned:
 
     def __del__(self) -> None:
         # As in `_Mapping`. Memory that was unmapped while pinned would be taken for what is mapped there next.
-        if sys.is_finalizing() or self._pid != os.getpid():
-            return
-        try:
-            with torch.cuda.device(self._ordinal):
+        if not sys.is_finalizing() and self._pid == os.getpid():
+            _release(self._ordinal, partial(_unpin, self._driver, self._address, self._view))
+
+
+def _unpin(driver: Driver, address: int, _view: memoryview) -> None:
+    driver.unpin(address)
+
+
+#: What is to be released, each with its device.
+_unreleased: Final[deque[tuple[int, Callable[[], None]]]] = deque()
+
+
+def _release(ordinal: int, undo: Callable[[], None]) -> None:
+    """Unmap or unpin memory once no kernel uses it. The garbage collector may call this anywhere, in any thread."""
+    _unreleased.append((ordinal, undo))
+    release_left()
+
+
+def release_left() -> None:
+    """Release what is to be released, unless a graph is being captured, which waiting for the device would end."""
+    try:
+        while _unreleased and not is_capturing():
+            ordinal, undo = _unreleased.popleft()
+            with torch.cuda.device(ordinal):
                 torch.cuda.synchronize()
-                self._driver.unpin(self._address)
-        except Exception as error:  # noqa: BLE001 - see `_Mapping`
-            logger.debug("memory pinned for cuda:%d could not be released: %s", self._ordinal, error)
+                undo()
+    except IndexError:  # another thread has taken the last
+        pass
+    except Exception as error:  # noqa: BLE001 - a device that failed fails every call; its process can only end
+        logger.debug("memory of a GPU, or pinned for one, could not be released: %s", error)
 
 
 class Bounce:
@@ -169,6 +187,7 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         """See `Device.allocate`."""
+        release_left()
         torch.cuda.synchronize(self._ordinal)  # also makes the device's context
         try:
             handle, size = self._driver.create(self._ordinal, nbytes + SEAL_NBYTES)
@@ -187,6 +206,7 @@ class CudaDevice:
 
     def open(self, fd: int, nbytes: int) -> DeviceMemory:
         """See `Device.open`."""
+        release_left()
         try:
             torch.cuda.synchronize(self._ordinal)
         except RuntimeError as error:  # no context there: it is full, or only one process at a time may use it
@@ -356,6 +376,11 @@ class CudaBackend:
 def captures() -> Captures:
     """The captures of graphs in this process."""
     return Captures(torch.cuda.CUDAGraph)
+
+
+def is_capturing() -> bool:
+    """Whether a graph is being captured, as far as is known of other threads."""
+    return captures().under_way or torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=64)

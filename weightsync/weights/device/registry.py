@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightsync.errors import ProtocolError
 from weightsync.weights.device.base import Backend, Device, DeviceMemory, Waits
-from weightsync.weights.device.cuda import CudaBackend, captures
+from weightsync.weights.device.cuda import CudaBackend, captures, is_capturing
 
 #: By the type of a torch device. Weights on any other device are copied through host memory.
 backends: dict[str, Backend] = {"cuda": CudaBackend()}
@@ -30,8 +30,8 @@ def installed(kind: str, backend: Backend) -> Iterator[None]:
 
 
 def capturing() -> bool:
-    """Whether the current stream captures a graph: nobody may wait for kernels then."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    """Whether a graph is being captured, by whichever thread: nobody may wait for all kernels of a device then."""
+    return bool(torch.cuda.is_initialized()) and is_capturing()  # type: ignore[no-untyped-call]
 
 
 def apart_from_captures() -> AbstractContextManager[None]:
