@@ -8,11 +8,19 @@ import demo_workers
 import pytest
 
 from weightsync import WorkerFailedError, WorkerGroup
-from weightsync.demo import Phase, RunState, SchemeName, Settings, Verdict, joined, run, trainer
+from weightsync.demo import Phase, RunState, SchemeName, Settings, Verdict, WorkerState, joined, run, trainer
 
-SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, seconds=2.5, kill_worker=True)
-PIPE_OVERLAP = Settings(scheme=SchemeName.PROCESS, workers=2, seconds=1.5, overlap=True)
-STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, seconds=2.5, overlap=True, kill_worker=True)
+SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, kill_worker=True)
+PIPE_OVERLAP = Settings(scheme=SchemeName.PROCESS, workers=2, overlap=True)
+STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, overlap=True, kill_worker=True)
+
+
+def end_after(updates: int, patch: pytest.MonkeyPatch) -> None:
+    """Have runs end after so many updates, however long they take; a worker is killed after the first, if one is."""
+    patch.setattr(trainer, "SOLVED", 0.0)
+    patch.setattr(trainer, "STAYS_SOLVED", updates)
+    patch.setattr(trainer, "_HALF_WAY", 0.0)
+    patch.setattr(trainer, "WORKER_TIMEOUT", 60.0)
 
 
 def assert_proved(state: RunState) -> None:
@@ -41,7 +49,10 @@ def assert_proved(state: RunState) -> None:
         pytest.param(STORE_KILL, id="distributed-overlap-kill", marks=pytest.mark.gloo),
     ],
 )
-def test_every_worker_that_is_left_proves_the_trainers_last_weights(settings: Settings) -> None:
+def test_every_worker_that_is_left_proves_the_trainers_last_weights(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_after(20, monkeypatch)
     assert_proved(run(RunState(settings)))
 
 
@@ -61,10 +72,18 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
 
 
 def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 2.0)
+    end_after(3, monkeypatch)
     monkeypatch.setattr(trainer, "act", demo_workers.stops_in_its_first_chunk)
+    kill = trainer._kill
 
-    result = run(RunState(Settings(seconds=4.0)))
+    def kill_and_be_patient(worker: WorkerState) -> None:
+        kill(worker)
+        monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 60.0)  # for the proof of the other one
+
+    monkeypatch.setattr(trainer, "_kill", kill_and_be_patient)
+    monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 4.0)
+
+    result = run(RunState(Settings()))
 
     assert result.of(Verdict.PROVED) == [0]
     assert result.of(Verdict.LOST) == [1]
