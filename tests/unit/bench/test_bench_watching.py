@@ -185,6 +185,7 @@ def test_a_run_ends_when_a_worker_of_torchrl_is_killed(monkeypatch: pytest.Monke
         honest(scheme)  # its queues start their threads: one whose start is interrupted never ends
         for process in scheme._workers.processes:
             process.kill()
+            process.join()
         honest(scheme)
 
     monkeypatch.setattr(torchrl_schemes.TorchRLScheme, "send", killing)
