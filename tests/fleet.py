@@ -346,6 +346,11 @@ def descriptors() -> dict[str, str]:
     return {fd: name for fd, name in found.items() if not Path(name).match(recorder.PATTERN)}
 
 
+def opened_since(before: dict[str, str]) -> dict[str, str]:
+    """This process's descriptors that were not open before; what earlier tests left may have been closed since."""
+    return {fd: name for fd, name in descriptors().items() if before.get(fd) != name}
+
+
 def segments(pid: int | str = "self") -> int:
     """How many segments of ours a process holds descriptors of."""
     held = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -14,7 +15,10 @@ from weightsync.protocol.machine import SenderMachine
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """How many bytecode instructions a call executes, those of the functions it calls among them."""
+    """How many bytecode instructions a call executes, those of the functions it calls among them.
+
+    The garbage collector executes none of them: it would finalize what other tests have left.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object):
@@ -24,13 +28,17 @@ def instructions(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
-    for _ in range(2):  # Python 3.12 reports no instruction of a function that was not traced before
-        count = 0
-        sys.settrace(trace)
-        try:
-            call()
-        finally:
-            sys.settrace(before)
+    gc.disable()
+    try:
+        for _ in range(2):  # Python 3.12 reports no instruction of a function that was not traced before
+            count = 0
+            sys.settrace(trace)
+            try:
+                call()
+            finally:
+                sys.settrace(before)
+    finally:
+        gc.enable()
     return count
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from duo import Duo, beside
-from fleet import PATIENCE, Crew, WorkerSetup, constants, descriptors, filled, small
+from fleet import PATIENCE, Crew, WorkerSetup, constants, descriptors, filled, opened_since, small
 
 from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, State, StateError
 
@@ -166,8 +166,8 @@ def test_a_worker_comes_back_over_a_new_pipe(scheme_class: Any) -> None:
 
 def test_descriptors_are_all_given_back() -> None:
     gc.collect()  # what other tests have left
-    before = len(descriptors())
+    before = descriptors()
     for _ in range(3):
         with MultiProcessWeightSyncScheme() as scheme:
             scheme.init_on_sender(model=small(), num_workers=4)
-    assert len(descriptors()) == before
+    assert opened_since(before) == {}

@@ -13,6 +13,7 @@ class RemoteCollector:
     def __init__(self) -> None:
         self.given: list[Any] = []
         self.go_on = threading.Event()
+        self.turn = threading.Lock()
         self.behave("take")
 
     def behave(self, how: str) -> None:
@@ -28,8 +29,9 @@ class RemoteCollector:
         if self.how == "raise":
             # Even this does not look as if the connection had failed.
             raise ConnectionResetError("not for me")
-        assert self.go_on.wait(60)
-        self.given.append(policy_weights)
+        with self.turn:  # one that hung before comes first, also once it goes on
+            assert self.go_on.wait(60)
+            self.given.append(policy_weights)
         return "whatever it returns"
 
     def seen(self) -> list[float]:

@@ -54,6 +54,12 @@ def stop(worker: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
 
 
+def kill(worker: subprocess.Popen[bytes]) -> None:
+    """Kill it, and wait until it is dead: on a busy machine that is a while later."""
+    worker.kill()
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+
+
 def fail(error: BaseException) -> None:
     raise error
 
@@ -95,7 +101,7 @@ def test_what_a_scheme_says_of_the_workers_that_the_watchdog_killed_does_not_hid
 
 @pytest.mark.parametrize("error", [EOFError("the pipe"), KeyError("the actor")])
 def test_an_error_of_a_step_names_the_worker_that_has_ended(error: Exception, worker: subprocess.Popen[bytes]) -> None:
-    worker.kill()
+    kill(worker)
     with Watchdog() as watchdog, pytest.raises(BenchError) as raised:
         watchdog.do("ping", lambda: fail(error))
 
@@ -179,6 +185,7 @@ def test_a_run_ends_when_a_worker_of_torchrl_is_killed(monkeypatch: pytest.Monke
         honest(scheme)  # its queues start their threads: one whose start is interrupted never ends
         for process in scheme._workers.processes:
             process.kill()
+            process.join()
         honest(scheme)
 
     monkeypatch.setattr(torchrl_schemes.TorchRLScheme, "send", killing)

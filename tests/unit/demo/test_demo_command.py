@@ -15,6 +15,7 @@ from pathlib import Path
 import demo_workers
 import pytest
 from commands import assert_all_gone, marked, running
+from test_demo_runs import end_after
 from typer.testing import CliRunner
 
 from weightsync import cli
@@ -77,10 +78,11 @@ def test_a_missing_gymnasium_is_named_with_its_extra(
 def test_plain_lines_and_the_json_tell_all_there_is(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("weightsync.cli._demo_display._SECONDS_PER_LINE", 0.5)
+    end_after(20, monkeypatch)
+    monkeypatch.setattr("weightsync.cli._demo_display._SECONDS_PER_LINE", 0.02)
 
     report = tmp_path / "demo.json"
-    options = ["--scheme", "process", "--async", "--seconds", "3", "--kill-worker", "--json", str(report)]
+    options = ["--scheme", "process", "--async", "--kill-worker", "--json", str(report)]
     shown = runner.invoke(build(), ["demo", *options])
 
     assert shown.exit_code == 0, shown.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from test_demo_runs import assert_proved
+from test_demo_runs import assert_proved, end_after
 
 from weightsync import MissingExtraError
 from weightsync.demo import RunState, SchemeName, Settings, run
@@ -18,10 +18,9 @@ pytestmark = [
 
 
 @pytest.mark.usefixtures("cluster")
-def test_every_worker_that_is_left_proves_the_trainers_last_weights() -> None:
-    assert_proved(
-        run(RunState(Settings(scheme=SchemeName.RAY, workers=3, seconds=3.0, overlap=True, kill_worker=True)))
-    )
+def test_every_worker_that_is_left_proves_the_trainers_last_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_after(20, monkeypatch)
+    assert_proved(run(RunState(Settings(scheme=SchemeName.RAY, workers=3, overlap=True, kill_worker=True))))
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

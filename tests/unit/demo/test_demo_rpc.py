@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rpc_over import apart
-from test_demo_runs import assert_proved
+from test_demo_runs import assert_proved, end_after
 
 from weightsync import TransportError
 from weightsync.demo import RunState, SchemeName, Settings, run
@@ -18,8 +18,10 @@ pytestmark = pytest.mark.rpc
 
 def proved() -> None:
     """A run in which a worker is killed."""
-    settings = Settings(scheme=SchemeName.RPC, workers=3, seconds=3.0, overlap=True, kill_worker=True)
-    assert_proved(run(RunState(settings)))
+    settings = Settings(scheme=SchemeName.RPC, workers=3, overlap=True, kill_worker=True)
+    with pytest.MonkeyPatch.context() as patch:
+        end_after(20, patch)
+        assert_proved(run(RunState(settings)))
 
 
 def test_every_worker_that_is_left_proves_the_trainers_last_weights(forkserver: Any) -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
+from pathlib import Path
 
 import demo_workers
 import pytest
 
 from weightsync import WorkerFailedError, WorkerGroup
 from weightsync.demo import Phase, RunState, SchemeName, Settings, Verdict, joined, run, trainer
+from weightsync.testing import FakeClock
 
-SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, seconds=2.5, kill_worker=True)
-PIPE_OVERLAP = Settings(scheme=SchemeName.PROCESS, workers=2, seconds=1.5, overlap=True)
-STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, seconds=2.5, overlap=True, kill_worker=True)
+SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, kill_worker=True)
+PIPE_OVERLAP = Settings(scheme=SchemeName.PROCESS, workers=2, overlap=True)
+STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, overlap=True, kill_worker=True)
+
+
+def end_after(updates: int, patch: pytest.MonkeyPatch) -> None:
+    """Have runs end after so many updates, however long they take; a worker is killed after the first, if one is."""
+    patch.setattr(trainer, "SOLVED", 0.0)
+    patch.setattr(trainer, "STAYS_SOLVED", updates)
+    patch.setattr(trainer, "_HALF_WAY", 0.0)
+    patch.setattr(trainer, "WORKER_TIMEOUT", 60.0)
 
 
 def assert_proved(state: RunState) -> None:
@@ -41,7 +52,10 @@ def assert_proved(state: RunState) -> None:
         pytest.param(STORE_KILL, id="distributed-overlap-kill", marks=pytest.mark.gloo),
     ],
 )
-def test_every_worker_that_is_left_proves_the_trainers_last_weights(settings: Settings) -> None:
+def test_every_worker_that_is_left_proves_the_trainers_last_weights(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_after(20, monkeypatch)
     assert_proved(run(RunState(settings)))
 
 
@@ -60,11 +74,34 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
     assert result.last_mean >= 150.0
 
 
-def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 2.0)
-    monkeypatch.setattr(trainer, "act", demo_workers.stops_in_its_first_chunk)
+def is_stopped(pid: int | None) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
 
-    result = run(RunState(Settings(seconds=4.0)))
+
+def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_after(3, monkeypatch)
+    monkeypatch.setattr(trainer, "act", demo_workers.stops_in_its_first_chunk)
+    state, over = RunState(Settings()), threading.Event()
+
+    def waits_for_the_one_that_stopped() -> bool:
+        sender, last = state.sender, state.workers[1]
+        return state.phase is Phase.TRAINING and is_stopped(last.pid) and sender is not None and sender.owing == (1,)
+
+    def advance() -> None:
+        """Time stands still until then; then a bit over a minute passes at once."""
+        while not waits_for_the_one_that_stopped():
+            if over.wait(0.01):
+                return
+        clock.advance(61.0)
+
+    with FakeClock() as clock:
+        thread = threading.Thread(target=advance)
+        thread.start()
+        try:
+            result = run(state)
+        finally:
+            over.set()
+            thread.join()
 
     assert result.of(Verdict.PROVED) == [0]
     assert result.of(Verdict.LOST) == [1]

@@ -25,6 +25,7 @@ import group_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
+from fleet import descriptors, opened_since
 from group_worlds import PIPES, RANKS, RAY, SHARED, WORLD, Make, World, await_results
 from torch import nn
 
@@ -473,11 +474,11 @@ def test_a_group_leaves_no_descriptor(make: Make) -> None:
     with make(workers.act_twice):  # what is opened once for all
         pass
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
         list(group.results())
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_since(before) == {}
 
 
 def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:

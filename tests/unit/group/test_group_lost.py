@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import group_workers as workers
 import pytest
@@ -28,6 +30,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.protocol.sender import LinkState
 from weightsync.telemetry.prometheus import Metrics
+from weightsync.testing import FakeClock
 
 
 def kill_all(group: WorkerGroup) -> None:
@@ -95,12 +98,33 @@ def test_a_worker_that_is_not_restarted_fails_each_send_to_nobody(make: Make) ->
                 waits()
 
 
+@contextlib.contextmanager
+def a_minute_passes_during_a_send(group: WorkerGroup) -> Iterator[None]:
+    """Inside the block time stands still until the next version has left; then a bit over a minute passes at once."""
+    before, over = group.sender.version, threading.Event()
+
+    def advance() -> None:
+        while group.sender.version == before and not over.wait(0.001):
+            continue
+        clock.advance(61.0)
+
+    with FakeClock() as clock:
+        thread = threading.Thread(target=advance)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
 def test_a_worker_that_hangs_is_killed_by_its_deadline_while_the_trainer_waits_for_its_answer(make: Make) -> None:
-    options = {"deadline": 0.5, "max_staleness": 0, "max_restarts": 1, "restart_delay": 0.0}
+    options = {"deadline": 60.0, "max_staleness": 0, "max_restarts": 1, "restart_delay": 0.0}
     with make(workers.hold_a_step_for_ever_first, 1, **options) as group:
         assert next(group.results()).value == 0
-        assert group.send(timeout=60.0)[0].kind is OutcomeKind.LOST
-        assert "it gave no result for 0.5 s" in group.failures[0].reason
+        with a_minute_passes_during_a_send(group):
+            assert group.send(timeout=600.0)[0].kind is OutcomeKind.LOST
+        assert "it gave no result for 60.0 s" in group.failures[0].reason
 
 
 def test_a_wait_leaves_a_worker_alone_that_was_lost_and_is_restarted_already(make: Make) -> None:
@@ -137,10 +161,11 @@ def test_each_restart_is_an_event_that_says_why_and_is_counted(make: Make) -> No
 
 @pytest.mark.parametrize("make_over", [RANKS], indirect=True)
 def test_no_answer_of_a_rank_that_was_given_up_is_waited_for(make_over: Make) -> None:
-    with make_over(workers.hold_a_step_for_ever_first, 1, deadline=0.5, max_staleness=0) as group:
+    with make_over(workers.hold_a_step_for_ever_first, 1, deadline=60.0, max_staleness=0) as group:
         assert next(group.results()).value == 0
-        assert group.send(timeout=60.0, on_failure="report")[0].kind is OutcomeKind.LOST  # its link lives on
-        with pytest.raises(WorkerFailedError, match=r"no result for 0.5 s, and was given up"):
+        with a_minute_passes_during_a_send(group):
+            assert group.send(timeout=600.0, on_failure="report")[0].kind is OutcomeKind.LOST  # its link lives on
+        with pytest.raises(WorkerFailedError, match=r"no result for 60.0 s, and was given up"):
             next(group.results())
 
 
