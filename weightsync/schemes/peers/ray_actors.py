@@ -100,14 +100,17 @@ class ActorLinks:
         worker = (WAY, model_id, known) if known else None
         if name == CALL:
             return _linked(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
-        form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
-        plain = PlainActorCallClient(_calling(name, method), peer, self._plain[form])
+        without = NoCallClient(_no_method(actor, methods, peer))
+        plain = without if name == RUN else self._plain_client(name, method, peer)
         if handle is None:
             return _linked(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
-        without = plain if name != RUN else NoCallClient(_no_method(actor, methods, peer))
-        asking = ForwardingClient(model_id, lambda: ask_models(handle, model_id, peer), ours, without)
+        asking = ForwardingClient(model_id, lambda: ask_models(handle, model_id, peer), ours, plain)
         return _linked(asking, peer, worker)
+
+    def _plain_client(self, name: str, method: Any, peer: str) -> PlainActorCallClient:
+        form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
+        return PlainActorCallClient(_calling(name, method), peer, self._plain[form])
 
 
 def _linked(client: CallClient, peer: str, worker: Hashable | None = None) -> Link:
@@ -180,8 +183,12 @@ def _parameters(method: Any) -> set[str]:
 
 
 def _calling(name: str, method: Any) -> Callable[[Any], Any]:
-    once = returning_once(method)
-    return lambda ref: once.remote(**{ARGUMENTS[name]: ref})
+    """Call a method with the weights: by the parameter's name, or as the first argument if it has another name."""
+    once, argument = returning_once(method), ARGUMENTS[name]
+    known = optional(method, "_signature")
+    unknown = known is MISSING or not known
+    named = unknown or any(each.name == argument or each.kind is each.VAR_KEYWORD for each in known)
+    return (lambda ref: once.remote(**{argument: ref})) if named else once.remote
 
 
 def returning_once(method: Any) -> Any:
