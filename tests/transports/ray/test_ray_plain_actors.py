@@ -105,6 +105,15 @@ def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
     assert get(collector.shows.remote()) == {4.0}
 
 
+@pytest.mark.parametrize("method", ["update_policy_weights_", "anything_else"])
+def test_a_ray_client_sends_to_no_actor_without_our_class_and_says_what_to_do(method: str) -> None:
+    """It would wait for the object store in the thread that receives the store's answer, and for ever."""
+    call = SimpleNamespace(remote=None)
+    kind = type("ClientActorHandle", (), {"__module__": "ray.util.client.common", method: call, "__ray_call__": call})
+    with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=r"worker 0 .* Ray Client \(ray://\)"):
+        scheme.init_on_sender("policy", remote_collectors=[kind()], model=small(1.0))
+
+
 class Method:
     """An actor's method, as its handle has it."""
 

@@ -91,7 +91,7 @@ class ActorLinks:
 
         Raises:
             MissingExtraError: Ray is not installed.
-            ConfigurationError: it is not an actor.
+            ConfigurationError: it is not an actor, or not one that a Ray Client can send to.
         """
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
@@ -100,6 +100,7 @@ class ActorLinks:
         worker = (WAY, model_id, known) if known else None
         if name == CALL:
             return _linked(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
+        _refuse_ray_client(handle, peer)
         without = NoCallClient(_no_method(actor, methods, peer))
         plain = without if name == RUN else self._plain_client(name, method, peer)
         if handle is None:
@@ -162,6 +163,15 @@ def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
         f"{peer} ({type(endpoint).__name__}) is not an actor with a method that takes weights: derive its class from "
         f"WeightSyncActor, give it {known}, or initialise a RayWeightSyncScheme in it before weights are sent."
     )
+
+
+def _refuse_ray_client(handle: Any, peer: str) -> None:
+    """Refuse a Ray Client's handle: ``ray.put`` never returns in a callback of the client's own, where it would run."""
+    if type(handle).__module__.startswith("ray.util.client"):
+        raise ConfigurationError(
+            f"{peer} is an actor whose class does not derive from WeightSyncActor. A Ray Client (ray://) can send to "
+            "no such actor: run the trainer as a process of the cluster, or derive the actor's class. Nothing was sent."
+        )
 
 
 def handle_of(endpoint: Any) -> Any:
