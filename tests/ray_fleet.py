@@ -122,12 +122,22 @@ class Loop(WeightSyncActor):
         self.released.set()
 
 
+class TwoParts(Exception):
+    """An exception that can be pickled, and not unpickled: that would call it with one argument."""
+
+    def __init__(self, reason: str, part: int) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
 class Plain(Bench):
     """An actor that knows nothing of weightsync."""
 
     def update_policy_weights_(self, policy_or_weights: Any) -> str:
         if "raise" in self.kept:
             raise ValueError("these weights are not for me")
+        if "raise with parts" in self.kept:
+            raise TwoParts("these weights are not for me", 2)
         self.kept["type"] = type(policy_or_weights).__name__
         self.kept["calls"] = self.kept.get("calls", 0) + 1
         if not isinstance(policy_or_weights, dict):

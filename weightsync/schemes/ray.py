@@ -117,8 +117,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def _actors(self, given: Mapping[str, Any], context: Any) -> list[Any]:
         for name in ("remote_collectors", "actor_refs", "actors"):
             actors = given_or_found(given, context, name)
+            if isinstance(actors, Mapping):
+                raise ConfigurationError(
+                    f"{name}= is a {type(actors).__name__}: give a list of actors. A worker's id is its index there."
+                )
             if actors is not None:
-                return list(actors) if isinstance(actors, Iterable) else [actors]
+                return list(actors) if isinstance(actors, Iterable) and not isinstance(actors, str) else [actors]
         raise ConfigurationError(
             "init_on_sender() needs remote_collectors= or actor_refs=, or a context that has them: one Ray actor per "
             "worker."

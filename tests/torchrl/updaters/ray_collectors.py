@@ -7,6 +7,14 @@ import threading
 from typing import Any
 
 
+class TwoParts(Exception):
+    """An exception that can be pickled, and not unpickled: that would call it with one argument."""
+
+    def __init__(self, reason: str, part: int) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
 class RemoteCollector:
     """Keeps what it is given, raises or hangs. Has two threads, so that its mode can be set while it is busy."""
 
@@ -17,7 +25,7 @@ class RemoteCollector:
         self.behave("take")
 
     def behave(self, how: str) -> None:
-        """From now on: "take", "raise" or "hang" (until it is set again)."""
+        """From now on: "take", "raise", "raise with parts" or "hang" (until it is set again)."""
         self.how = how
         if how == "hang":
             self.go_on.clear()
@@ -29,6 +37,8 @@ class RemoteCollector:
         if self.how == "raise":
             # Even this does not look as if the connection had failed.
             raise ConnectionResetError("not for me")
+        if self.how == "raise with parts":
+            raise TwoParts("not for me", 2)
         with self.turn:  # one that hung before comes first, also once it goes on
             assert self.go_on.wait(60)
             self.given.append(policy_weights)

@@ -231,6 +231,15 @@ def test_a_collector_that_raises_is_reported_with_its_own_traceback_after_the_ot
     assert seen(pool[1:]) == [11.0]
 
 
+def test_a_collector_whose_exception_cannot_be_unpickled_is_refused_and_not_lost(pool: list[Any]) -> None:
+    behave(pool[0], "raise with parts")
+
+    report = RayWeightUpdater(weights(), pool).push_weights(on_failure="report", timeout=PATIENCE)
+
+    assert kinds(report) == [REFUSED, APPLIED]
+    assert report[0].reason.endswith("TwoParts: not for me")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from missing import not_tested
 from msgspec.structs import replace
+from ray_fleet import TwoParts
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, State, StateError, TransportError, WeightSyncActor
@@ -131,6 +133,62 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
         link.receive()
     assert not buffer.pinned
     link.close()
+
+
+def raised_with_parts() -> Exception:
+    """What Ray gives the trainer if an actor raises this exception."""
+    error = ray.exceptions.RayTaskError(
+        "update", "Traceback ...\nTwoParts: not for me", TwoParts("not for me", 2), "ray::update", 1, "there"
+    )
+    found: Exception = ray.exceptions.RayError.from_bytes(error.to_bytes())
+    return found
+
+
+def test_a_receiver_whose_exception_cannot_be_unpickled_ends_its_link_for_that_reason() -> None:
+    actor = Actor()
+    answers = with_our_receiver(actor).start(UPDATE, None)
+
+    actor.calls[0].set_exception(raised_with_parts())
+
+    with pytest.raises(TransportError, match=r"^worker 0 ended its link: TwoParts: not for me$"):
+        answers.result(timeout=0)
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_method_whose_end_cannot_be_unpickled_refuses_and_its_actor_is_not_lost(returned: bool) -> None:
+    actor = Actor()
+    answers = without(actor).start(UPDATE, None)
+
+    unread = ray.exceptions.RaySystemError(TypeError("no part"), "Traceback ...\nTypeError: no part")
+    actor.calls[0].set_exception(unread if returned else raised_with_parts())
+
+    refusal = answers.result(timeout=0)[0]
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.endswith("TypeError: no part" if returned else "TwoParts: not for me")
+    assert refusal.evidence is Evidence.CALL
+    assert refusal.remote_traceback
+
+
+def test_the_reason_of_an_exception_group_is_its_last_exception_and_not_the_rule_below_it() -> None:
+    actor = Actor()
+    answers = without(actor).start(UPDATE, None)
+    group = ExceptionGroup("both", [ValueError("not for me"), TypeError("nor for you")])
+    trace = "".join(traceback.format_exception(group))
+
+    actor.calls[0].set_exception(ray.exceptions.RayTaskError("update", trace, group, "ray::update", 1, "there"))
+
+    assert trace.rstrip().endswith("---")
+    assert answers.result(timeout=0)[0].reason == "TypeError: nor for you"
+
+
+def test_an_actor_that_could_not_be_started_is_lost() -> None:
+    actor = Actor()
+    answers = without(actor).start(UPDATE, None)
+
+    actor.calls[0].set_exception(ray.exceptions.RaySystemError("the worker process failed to start"))
+
+    with pytest.raises(TransportError, match="did not return: System error: the worker process failed to start"):
+        answers.result(timeout=0)
 
 
 @pytest.mark.parametrize("call_client", [with_our_receiver, without])

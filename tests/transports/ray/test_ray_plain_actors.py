@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from weightsync import (
     RayWeightUpdater,
     WorkerLostError,
 )
+from weightsync.schemes.peers import ray_actors
 
 
 def get(ref: Any) -> Any:
@@ -55,6 +57,18 @@ def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, said: str) ->
         scheme.init_on_sender("policy", remote_collectors=[given], model=small(1.0))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({0: "an actor"}, r"remote_collectors= is a dict: give a list of actors\."),
+        ("eve", r"worker 0 is the str 'eve', not an actor: .*ray.get_actor\('eve'\)"),
+    ],
+)
+def test_what_is_no_list_of_actors_is_refused_with_what_to_give(given: Any, said: str) -> None:
+    with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=said):
+        scheme.init_on_sender("policy", remote_collectors=given, model=small(1.0))
+
+
 def test_an_actor_that_is_given_twice_is_refused_also_by_two_handles(collector: Any) -> None:
     again = get(ray.put(collector))
     with (
@@ -89,6 +103,43 @@ def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
         assert transport.send_weights("policy", dict(small(4.0).state_dict())).ok
 
     assert get(collector.shows.remote()) == {4.0}
+
+
+@pytest.mark.parametrize("method", ["update_policy_weights_", "anything_else"])
+def test_a_ray_client_sends_to_no_actor_without_our_class_and_says_what_to_do(method: str) -> None:
+    """It would wait for the object store in the thread that receives the store's answer, and for ever."""
+    call = SimpleNamespace(remote=None)
+    kind = type("ClientActorHandle", (), {"__module__": "ray.util.client.common", method: call, "__ray_call__": call})
+    with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=r"worker 0 .* Ray Client \(ray://\)"):
+        scheme.init_on_sender("policy", remote_collectors=[kind()], model=small(1.0))
+
+
+class Method:
+    """An actor's method, as its handle has it."""
+
+    def __init__(self, function: Any) -> None:
+        self._signature = list(inspect.signature(function).parameters.values())
+
+    def remote(self, *arguments: Any, **named: Any) -> Any:
+        return arguments, named
+
+
+BY_NAME, AS_FIRST = ((), {"policy_or_weights": "weights"}), (("weights",), {})
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (lambda policy_or_weights: None, BY_NAME),
+        (lambda worker_ids=None, policy_or_weights=None: None, BY_NAME),
+        (lambda **anything: None, BY_NAME),
+        (lambda policy_weights: None, AS_FIRST),
+        (lambda weights=None, worker_ids=None: None, AS_FIRST),
+        (lambda *anything: None, AS_FIRST),
+    ],
+)
+def test_weights_are_given_by_the_parameters_name_or_as_the_first_argument(function: Any, given: Any) -> None:
+    assert ray_actors._calling("update_policy_weights_", Method(function))("weights") == given
 
 
 def test_the_end_of_a_call_is_awaited_also_if_the_method_is_declared_without_a_result(

@@ -215,6 +215,18 @@ def test_a_plain_actor_that_raises_refuses_with_its_traceback(plain: Any, setups
     assert sender.send(timeout=PATIENCE).ok
 
 
+def test_a_plain_actor_whose_exception_cannot_be_unpickled_stays_a_member(plain: Any, trainer: Any) -> None:
+    get(plain.do.remote(lambda actor: actor.kept.update({"raise with parts": True})))
+    sender = trainer([plain], small(5.0))
+
+    with pytest.raises(RefusedError, match=r"TwoParts: these weights are not for me\)") as refused:
+        sender.send(timeout=PATIENCE)
+
+    assert refused.value.report[0].evidence is Evidence.CALL
+    get(plain.do.remote(lambda actor: actor.kept.clear()))
+    assert sender.send(timeout=PATIENCE).ok
+
+
 def test_one_sender_serves_both_kinds(plain: Any, setups: list[Any], trainer: Any) -> None:
     report = trainer([setups[0], plain], small(6.0)).send(timeout=PATIENCE)
 

@@ -91,7 +91,7 @@ class ActorLinks:
 
         Raises:
             MissingExtraError: Ray is not installed.
-            ConfigurationError: it is not an actor.
+            ConfigurationError: it is not an actor, or not one that a Ray Client can send to.
         """
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
@@ -100,14 +100,18 @@ class ActorLinks:
         worker = (WAY, model_id, known) if known else None
         if name == CALL:
             return _linked(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
-        form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
-        plain = PlainActorCallClient(_calling(name, method), peer, self._plain[form])
+        _refuse_ray_client(handle, peer)
+        without = NoCallClient(_no_method(actor, methods, peer))
+        plain = without if name == RUN else self._plain_client(name, method, peer)
         if handle is None:
             return _linked(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
-        without = plain if name != RUN else NoCallClient(_no_method(actor, methods, peer))
-        asking = ForwardingClient(model_id, lambda: ask_models(handle, model_id, peer), ours, without)
+        asking = ForwardingClient(model_id, lambda: ask_models(handle, model_id, peer), ours, plain)
         return _linked(asking, peer, worker)
+
+    def _plain_client(self, name: str, method: Any, peer: str) -> PlainActorCallClient:
+        form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
+        return PlainActorCallClient(_calling(name, method), peer, self._plain[form])
 
 
 def _linked(client: CallClient, peer: str, worker: Hashable | None = None) -> Link:
@@ -161,6 +165,15 @@ def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
     )
 
 
+def _refuse_ray_client(handle: Any, peer: str) -> None:
+    """Refuse a Ray Client's handle: ``ray.put`` never returns in a callback of the client's own, where it would run."""
+    if type(handle).__module__.startswith("ray.util.client"):
+        raise ConfigurationError(
+            f"{peer} is an actor whose class does not derive from WeightSyncActor. A Ray Client (ray://) can send to "
+            "no such actor: run the trainer as a process of the cluster, or derive the actor's class. Nothing was sent."
+        )
+
+
 def handle_of(endpoint: Any) -> Any:
     """The actor's handle; None if the endpoint is not one."""
     handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
@@ -180,8 +193,12 @@ def _parameters(method: Any) -> set[str]:
 
 
 def _calling(name: str, method: Any) -> Callable[[Any], Any]:
-    once = returning_once(method)
-    return lambda ref: once.remote(**{ARGUMENTS[name]: ref})
+    """Call a method with the weights: by the parameter's name, or as the first argument if it has another name."""
+    once, argument = returning_once(method), ARGUMENTS[name]
+    known = optional(method, "_signature")
+    unknown = known is MISSING or not known
+    named = unknown or any(each.name == argument or each.kind is each.VAR_KEYWORD for each in known)
+    return (lambda ref: once.remote(**{argument: ref})) if named else once.remote
 
 
 def returning_once(method: Any) -> Any:

@@ -17,7 +17,15 @@ from weightsync.schemes.peers.ray_actors import POLICY_METHOD, method_of, return
 from weightsync.torchrl.updaters.base import WeightUpdaterBase
 from weightsync.torchrl.updaters.calls import NotCalled, Raised
 from weightsync.torchrl.updaters.local import got
-from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
+from weightsync.transports.ray.session import (
+    ACTOR_WATCH,
+    Session,
+    end_in_actor,
+    plain,
+    put_away,
+    require_ray,
+    settle,
+)
 from weightsync.weights.portable_pickle import portable
 
 
@@ -197,7 +205,9 @@ def _over(end: Future[None], over: Future[Any], peer: str) -> None:
     if error is None:
         settle(end)
     # Checked first: what the actor's method raised may itself be a ConnectionError.
-    elif isinstance(error, exceptions.RayTaskError | exceptions.ObjectLostError):
+    elif (ended := end_in_actor(error)) is not None:
+        settle(end, error=Raised(*ended))
+    elif isinstance(error, exceptions.ObjectLostError):
         text = plain(str(error))
         settle(end, error=Raised(text.splitlines()[-1] if text else repr(error), text))
     else:

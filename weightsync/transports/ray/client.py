@@ -23,7 +23,15 @@ from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
 from weightsync.transports.ray.object_store import CachedObject, ObjectCaches
-from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
+from weightsync.transports.ray.session import (
+    ACTOR_WATCH,
+    Session,
+    end_in_actor,
+    plain,
+    put_away,
+    require_ray,
+    settle,
+)
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
 #: The name of this transport in link identities, where there is a key.
@@ -160,6 +168,8 @@ class _RayCallClient:
         if isinstance(error, _exceptions().RayTaskError):
             kind = ClosedByPeer if isinstance(error.cause, ClosedByPeer) else TransportError
             lost = kind(f"{self._peer} ended its link: {reason_of(error.cause)}")
+        elif (ended := end_in_actor(error)) is not None:
+            lost = TransportError(f"{self._peer} ended its link: {ended[0]}")
         else:
             return lost_call(self._peer, error)
         lost.__cause__ = error
@@ -359,12 +369,12 @@ class PlainActorCallClient(_RayCallClient):
         if error is None:
             return [ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
-        if isinstance(error, _exceptions().RayTaskError):
-            if isinstance(error, _exceptions().ObjectLostError) and self._cached is not None:
-                self._cached.forget(update.version)
-            trace = plain(str(error))
-            return [refusal(update, trace.splitlines()[-1] if trace else repr(error), trace)]
-        raise self._gone(error)
+        ended = end_in_actor(error)
+        if ended is None:
+            raise self._gone(error)
+        if isinstance(error, _exceptions().ObjectLostError) and self._cached is not None:
+            self._cached.forget(update.version)
+        return [refusal(update, *ended)]
 
 
 def ask_models(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:

@@ -41,6 +41,24 @@ def plain(text: str) -> str:
     return _COLOURS.sub("", text).strip()
 
 
+def end_in_actor(error: BaseException) -> tuple[str, str] | None:
+    """The reason and the traceback of a call that the actor has run to its end; None: it did not, as far as is known.
+
+    Its method has raised; or what it raised or returned cannot be unpickled in this process.
+    """
+    exceptions = require_ray("RayWeightSyncScheme").exceptions
+    trace = plain(str(error))
+    # The last line that says something: the traceback of an exception group ends with a rule.
+    said = (line.strip(" |") for line in reversed(trace.splitlines()) if line.strip(" |+-"))
+    reason = next(said, repr(error))
+    if isinstance(error, (exceptions.RayTaskError, vars(exceptions).get("UnserializableException", ()))):
+        return reason, trace
+    # Ray has a traceback of its own only if it failed in this process.
+    if isinstance(error, exceptions.RaySystemError) and error.traceback_str:
+        return f"its method has ended, but the trainer cannot unpickle what it returned or raised: {reason}", trace
+    return None
+
+
 class Session:
     """The Ray session in which a link was created. An actor of another session is not the same."""
 
