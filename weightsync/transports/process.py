@@ -124,12 +124,15 @@ def own_identity() -> tuple[int, int]:
 def own_host() -> bytes:
     """Identifies this machine and pid namespace, in 16 bytes. A pid is unique only within them.
 
-    Raises TransportError: the kernel does not say, since no descriptor is left. A later call may succeed.
+    Raises TransportError: the kernel does not say, since no descriptor is left, and a later call may succeed; or there
+        is no /proc.
     """
     try:
         identity = f"{clock_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError as error:
-        raise TransportError(f"This host's identity cannot be read: {error.strerror}.") from error
+        hidden = isinstance(error, FileNotFoundError | PermissionError)
+        remedy = f" Mount /proc here: this process has to read {error.filename}." if hidden else ""
+        raise TransportError(f"This host's identity cannot be read: {error.strerror}.{remedy}") from error
     return xxhash.xxh3_128_digest(identity.encode())
 
 
