@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
@@ -25,7 +24,7 @@ from weightsync.options import OnFailure, OnPending, OnStale, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.transports.process import forget_after_fork
+from weightsync.transports.process import AtExit, forget_after_fork
 
 #: Seconds that a process whose link is lost has to die before it is killed.
 _LOST_SECONDS: Final = 5.0
@@ -124,6 +123,7 @@ class WorkerGroup:
         self._members = Members(members, self._feed)
         self._sending = Sending(self._scheme, self._members.announce)
         self._state = State.UNINITIALIZED
+        self._at_exit = AtExit(self.close)
         #: The lives that the update in transit was sent to.
         self._sent_to: dict[int, Running | None] = {}
         #: The first lives, until the sender knows how to reach them.
@@ -146,7 +146,7 @@ class WorkerGroup:
         """
         self._require(State.UNINITIALIZED, "start")
         self._state = State.READY
-        atexit.register(self.close)
+        self._at_exit.register()
         forget_after_fork(self)
         try:
             self._launcher.open()
@@ -224,11 +224,11 @@ class WorkerGroup:
                 self._launcher.close(list(self._first.values()))
                 for held in (self._first, self._sent_to, self._members.results):
                     held.clear()
-                atexit.unregister(self.close)
+                self._at_exit.cancel()
 
     def forget(self) -> None:
         """In a forked child: the workers are the parent's."""
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         self._state = State.CLOSED
         for member in self._members.by_index.values():
             member.running = None

@@ -35,14 +35,17 @@ _GUARD_IT: Final = (
     "worker imports the program"
 )
 _MOVE_IT: Final = (
-    "Workers cannot import what is defined in a notebook or at a prompt: put run=, make_model= and the model's class "
-    'into a module and import them, or give ctx=multiprocessing.get_context("fork")'
+    "Workers cannot import what is defined in a notebook or at a prompt, or in the __main__.py of a package, folder or "
+    "zip file: put run=, make_model= and the model's class into a module and import them, or give "
+    'ctx=multiprocessing.get_context("fork")'
 )
 
 
-def _has_file(program: ModuleType) -> bool:
-    """Whether a program can be imported by another process: it is neither a notebook nor typed at a prompt."""
-    return program.__spec__ is not None or Path(vars(program).get("__file__") or "").is_file()
+def _is_imported(program: ModuleType) -> bool:
+    """Whether workers import a program: it is neither a notebook nor typed at a prompt, and no `__main__.py`."""
+    if program.__spec__ is not None:
+        return program.__spec__.name.rpartition(".")[2] != "__main__"
+    return Path(vars(program).get("__file__") or "").is_file()
 
 
 class WorkerProcess:
@@ -100,7 +103,7 @@ class WorkerProcess:
             return f"its process was ended by {signal_name(-code)}"
         if started or not self._imports_program:
             return f"its process ended with exit code {code} before its function had returned"
-        advice = _GUARD_IT if _has_file(sys.modules["__main__"]) else _MOVE_IT
+        advice = _GUARD_IT if _is_imported(sys.modules["__main__"]) else _MOVE_IT
         return f"its process ended with exit code {code} before it had started; its stderr says why. {advice}"
 
     def stack_dump(self) -> StackDump:

@@ -5,17 +5,19 @@ Sibling processes inherit the ends of pipes, so a stream may never end. The proc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from multiprocessing import resource_tracker
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 from weakref import WeakSet
 
 import xxhash
@@ -25,6 +27,8 @@ from weightsync.errors import TransportError
 
 #: How long a process may take to be dead once it has closed its descriptors, in milliseconds.
 _DYING_MS = 100
+#: The priority of `AtExit` among the finalizers of `multiprocessing`: before senders are closed.
+_FIRST: Final = 200
 
 
 class Forgettable(Protocol):
@@ -69,6 +73,29 @@ class PerProcess(ABC):
         """Set the value that a process begins with."""
 
 
+class AtExit:
+    """Calls a function when the process ends.
+
+    A process that `multiprocessing` has started first runs its finalizers, then waits for the processes that it has
+    started itself, and runs the functions of `atexit` after that or never. So the function is registered as both.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._finalizer: Finalize | None = None
+
+    def register(self) -> None:
+        """Call it when the process ends."""
+        atexit.register(self._call)
+        self._finalizer = Finalize(None, self._call, exitpriority=_FIRST)
+
+    def cancel(self) -> None:
+        """Do not call it any more. Allowed at any time."""
+        atexit.unregister(self._call)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+
+
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
     """Start a process inside: it begins with SIGINT blocked.
@@ -97,12 +124,15 @@ def own_identity() -> tuple[int, int]:
 def own_host() -> bytes:
     """Identifies this machine and pid namespace, in 16 bytes. A pid is unique only within them.
 
-    Raises TransportError: the kernel does not say, since no descriptor is left. A later call may succeed.
+    Raises TransportError: the kernel does not say, since no descriptor is left, and a later call may succeed; or there
+        is no /proc.
     """
     try:
         identity = f"{clock_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError as error:
-        raise TransportError(f"This host's identity cannot be read: {error.strerror}.") from error
+        hidden = isinstance(error, FileNotFoundError | PermissionError)
+        remedy = f" Mount /proc here: this process has to read {error.filename}." if hidden else ""
+        raise TransportError(f"This host's identity cannot be read: {error.strerror}.{remedy}") from error
     return xxhash.xxh3_128_digest(identity.encode())
 
 

@@ -157,6 +157,18 @@ def test_a_host_that_cannot_be_identified_is_a_transport_error_and_is_asked_agai
     assert own_host() == here
 
 
+def test_a_process_without_proc_is_told_what_to_mount(monkeypatch):
+    path = "/proc/sys/kernel/random/boot_id"
+
+    def no_file() -> str:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    monkeypatch.setattr(processes, "clock_id", no_file)
+    own_host.cache_clear()
+    with pytest.raises(TransportError, match=rf"cannot be read: No such file.* Mount /proc here: .* read {path}\."):
+        own_host()
+
+
 @pytest.mark.parametrize("identity", [own_host, own_network])
 @pytest.mark.parametrize("part", ["boot", "namespace"])
 def test_g10_another_boot_and_another_namespace_are_another_host_and_another_network(identity, part, monkeypatch):

@@ -282,3 +282,11 @@ def train_until_killed(pids: Connection) -> None:
         group.send()
         pids.send([process.pid for process in group.processes.values()])
         time.sleep(600)
+
+
+def train_and_return(pids: Connection) -> None:
+    """Be a trainer, in a process of its own, that does not close its group."""
+    group = WorkerGroup(put_for_ever, policy(), 1, ctx=multiprocessing.get_context("fork"))
+    group.start()
+    next(group.results())
+    pids.send([process.pid for process in group.processes.values()])

@@ -355,6 +355,7 @@ def test_a_worker_that_dies_before_it_starts_is_told_with_a_hint_at_the_guard(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a worker of xdist's has none
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # `python -m pytest` has one
     with (
         make(workers.act, make_model=workers.ends_at_once) as group,
         pytest.raises(WorkerFailedError, match=r'exit code 1 before it had started.*no `if __name__ == "__main__"'),
@@ -382,6 +383,24 @@ def test_the_workers_of_a_trainer_that_is_killed_end(forkserver: ForkServerConte
         poller.register(watch, select.POLLIN)
         assert poller.poll(60_000)
         watch.close()
+    for end in (pids, far):
+        end.close()
+    trainer.close()
+
+
+def test_a_trainer_that_multiprocessing_has_started_ends_although_it_does_not_close_its_group(
+    forkserver: ForkServerContext,
+) -> None:
+    pids, far = forkserver.Pipe()
+    trainer = forkserver.Process(target=workers.train_and_return, args=(far,))
+    trainer.start()
+    (worker,) = pids.recv()
+    trainer.join(60)
+    code = trainer.exitcode
+    trainer.kill()
+    trainer.join()
+    assert code == 0
+    await_death(worker)
     for end in (pids, far):
         end.close()
     trainer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -53,16 +54,25 @@ def test_a_users_own_fork_server_keeps_its_signals(make: Make, monkeypatch: pyte
         group.close(timeout=0)
 
 
-@pytest.mark.parametrize("file", [None, "<stdin>"], ids=["notebook", "stdin"])
-def test_a_worker_that_cannot_import_what_was_typed_at_a_prompt_is_told_where_to_put_it(
-    make: Make, file: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("file", "spec"),
+    [(None, None), ("<stdin>", None), (__file__, "__main__"), (__file__, "a_package.__main__")],
+    ids=["notebook", "stdin", "folder or zip file", "package"],
+)
+def test_a_worker_that_cannot_import_the_program_is_told_where_to_put_what_it_needs(
+    make: Make, file: str | None, spec: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = ModuleType("__main__")
     if file is not None:
         program.__file__ = file
+    if spec is not None:
+        program.__spec__ = ModuleSpec(spec, None)
     monkeypatch.setitem(sys.modules, "__main__", program)
     with (
         make(workers.act, make_model=workers.ends_at_once) as group,
-        pytest.raises(WorkerFailedError, match=r"before it had started.*a notebook or at a prompt: put run=.*module"),
+        pytest.raises(
+            WorkerFailedError,
+            match=r"before it had started.*a notebook or at a prompt, or in the __main__\.py .*: put run=.*module",
+        ),
     ):
         list(group.results())
