@@ -236,14 +236,21 @@ def _is_our_child(pid: int) -> bool:
     return stat_of(pid)[1] == str(os.getpid())
 
 
-def stat_of(pid: int) -> list[str]:
+def stat_of(pid: int | str) -> list[str]:
     """Fields of /proc/pid/stat from the third on: the process's state, its parent ..."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def _await_state(pid: int, state: str) -> None:
-    while stat_of(pid)[0] != state:
+    """Wait until every thread of the process is in that state: a stop reaches one after another."""
+    while any(each != state for each in _states_of(pid)):
         os.sched_yield()
+
+
+def _states_of(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            yield stat_of(f"{pid}/task/{task.name}")[0]
 
 
 class Crew:

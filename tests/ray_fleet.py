@@ -21,7 +21,7 @@ INSTALLED = find_spec("ray.actor") is not None if find_spec("ray") else False
 ray: Any = importlib.import_module("ray") if INSTALLED else None
 
 #: Seconds after which a test gives up; reached only by a failure.
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def small(fill: float = 0.0) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from weightsync import (
     VLLMEngine,
     WorkerLostError,
 )
+from weightsync.clock import Deadline
 from weightsync.schemes.engines.carrier import call_while_carrying
 from weightsync.schemes.engines.client import Engine, bucketed
 
@@ -73,6 +75,10 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     yield made
     made.scheme.close()
     made.server.die()
+    # Ray, where this process has a cluster, opens and closes a few of its own meanwhile.
+    waited = Deadline(10.0)
+    while ends_of_this_process()[0] > sockets and not waited.passed:
+        time.sleep(0.05)
     sockets_after, threads_after = ends_of_this_process()
     assert sockets_after <= sockets, "what an earlier test has left may have gone meanwhile"
     assert not Counter(threads_after) - Counter(threads)

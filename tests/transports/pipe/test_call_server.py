@@ -365,7 +365,7 @@ def test_a_receiver_connects_past_a_malformed_call_that_has_waited_for_it() -> N
     answer = call_server.submit(Parcel("good", 0, codec.encode(Hello(model_id=call_server.model_id, incarnation=7))))
     with scheme:
         scheme.init_on_receiver(model_id=call_server.model_id, model=torch.nn.Linear(1, 1))
-        scheme.connect(worker_idx=0, timeout=5)
+        scheme.connect(worker_idx=0, timeout=60)
 
         assert [type(message) for message in answers(answer)] == [Hello]
         assert scheme.get_receiver().driver.data.fence == 7

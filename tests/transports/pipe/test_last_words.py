@@ -16,6 +16,7 @@ from weightsync import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.torchrl.transports.queues import QueueChannel, QueueLink
+from weightsync.transports import process as process_module
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.server_link import CallServerLink, Parcel, opened
@@ -121,7 +122,10 @@ def test_an_end_that_is_closed_names_its_process_and_how_that_has_ended() -> Non
 
 @pytest.mark.parametrize("unread", [b"", b"what it has not read resets the connection"])
 @pytest.mark.parametrize("turn", range(3))  # it closes its descriptors a moment before it is dead
-def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(unread: bytes, turn: int) -> None:
+def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(
+    unread: bytes, turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_DYING_MS", 30_000)  # on a busy machine that moment may be long
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=time.sleep, args=(60,), daemon=True)
     process.start()

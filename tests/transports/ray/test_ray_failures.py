@@ -355,7 +355,7 @@ def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: An
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
 

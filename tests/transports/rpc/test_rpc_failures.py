@@ -26,6 +26,8 @@ from rpc_fleet import (
 from torch.distributed import rpc
 
 from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, WorkerLostError
+from weightsync.clock import Deadline
+from weightsync.protocol.messages import Update
 from weightsync.transports import rpc as call_server
 
 Make = Callable[..., World]
@@ -33,7 +35,9 @@ Make = Callable[..., World]
 
 def test_the_worlds_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: Make) -> None:
     """A worker is stopped for longer than that: the deadline of the send counts, and the late answer does."""
-    world = short_lived(2, rpc_timeout=1.0)
+    world = short_lived(2)
+    for process in (world.trainer, *world.workers):  # not for joining the world, which may take longer
+        process.do(limit_calls, 1.0)
     with world.syncing([0, 1], large) as trainer:
         world.workers[0].stop()
         trainer.tell(attempt, send_within, 2.0, 2.5)
@@ -47,6 +51,12 @@ def test_the_worlds_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: M
         assert world.workers[0].do(take)
         assert trainer.do(wait_async).ok
         assert world.workers[0].do(shows) == (1, {2.0})
+
+
+def limit_calls(setup: WorkerSetup, seconds: float) -> None:
+    """What `rpc_timeout` does, from now on."""
+    rpc._set_rpc_timeout(seconds)
+    assert rpc.get_rpc_timeout() == seconds
 
 
 def send_within(setup: WorkerSetup, fill: float, timeout: float) -> Any:
@@ -74,6 +84,7 @@ def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(sho
     with world.syncing([0, 1]) as trainer:
         trainer.do(send_async, 2.0)
         assert world.workers[1].do(take)
+        world.workers[0].do(awaits_an_update)
         world.workers[0].do(depart)
         error = trainer.do(attempt, wait_async)
         # The update had come: it is applied, and the answer finds no way home.
@@ -83,6 +94,14 @@ def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(sho
         assert list(error.lost) == [0]
         assert world.workers[0].do(shows) == (1, {2.0})
         assert world.workers[0].process.is_alive()
+
+
+def awaits_an_update(setup: WorkerSetup) -> None:
+    """Return once an update has come, and do not read it."""
+    waited = Deadline(PATIENCE)
+    while not any(isinstance(each.message, Update) for link in setup.receiver.driver.links() for each in link._arrived):
+        assert not waited.passed, "no update has come"
+        time.sleep(0.01)
 
 
 def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived: Make) -> None:

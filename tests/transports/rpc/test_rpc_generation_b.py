@@ -134,12 +134,13 @@ def end_remote(setup: WorkerSetup) -> None:
 
 
 @pytest.mark.torchrl
+@pytest.mark.timeout(300)
 def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
     installed("torchrl", "gymnasium", what="TORCHRL'S RPC COLLECTOR", extra="torchrl,rl")
     program = Path(__file__).with_name("torchrl_program.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, str(program), str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
 
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # an older torch says so there

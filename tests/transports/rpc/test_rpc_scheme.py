@@ -244,7 +244,7 @@ def test_calls_that_nobody_took_go_home_when_the_sender_closes(world: World) -> 
 
 def comes_to_rest(world: World) -> bool:
     """Whether the trainer's calls all come home."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while world.trainer.do(outstanding_calls) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not world.trainer.do(outstanding_calls)

@@ -21,7 +21,7 @@ from weightsync.clock import Deadline
 from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.store import heartbeat
+from weightsync.transports.store import blocking_threads, heartbeat, link_threads
 from weightsync.transports.store.announcing import _Announcement, base_key
 from weightsync.transports.store.blocking_threads import _running
 from weightsync.transports.store.link import StoreLink
@@ -31,7 +31,8 @@ from weightsync.transports.store.mailbox import Outbox
 from weightsync.transports.store.store import Client, base_of
 from weightsync.transports.store.stream import Stream
 
-PATIENCE = 15.0
+#: Seconds; reached only by a failure.
+PATIENCE = 60.0
 INLINE, GROUPED = 1000, 200_000
 
 
@@ -233,6 +234,7 @@ def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
         assert cut.wait(PATIENCE)
         raise TransportError("the connection to the store was cut")
 
+    monkeypatch.setattr(link_threads, "_LINGER", PATIENCE)
     ends.sender._hints.write_all()  # type: ignore[attr-defined]
     with monkeypatch.context() as stalled:
         stalled.setattr(Client, "set", unanswered)
@@ -329,6 +331,7 @@ def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> No
 
 def _end_before_anything_is_written(port: int) -> None:
     """A trainer that closes its link and ends, while its writing thread has not come to run yet."""
+    link_threads._LINGER = blocking_threads._PATIENCE = PATIENCE  # type: ignore[misc] # a busy worker comes late
     runs = threading.Event()
     write = Stream.write
 

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Crew, Worker, filled, large, receive, serve, serve_until_gone
+from fleet import PATIENCE, Crew, Worker, WorkerSetup, filled, large, receive, serve, serve_until_gone
 from store_fleet import big, holds, meet, open_store, reach, wait_until_met
 
 from weightsync import DistributedWeightSyncScheme, TransportError, WeightSender, WorkerLostError
+from weightsync.clock import Deadline
 from weightsync.protocol.report import OutcomeKind
+from weightsync.transports.store.listener import _listeners
 
 
 class Trainer:
@@ -96,11 +98,19 @@ def test_the_death_of_the_store_ends_everything(crew: Crew) -> None:
         assert "no sender any more" in worker.answer()
 
 
+def dials(_: WorkerSetup) -> None:
+    """Return once its listener has a connection: a store that dies while it is dialled is given up later."""
+    waited = Deadline(PATIENCE)
+    while not any(each._client for each in _listeners._listeners):
+        assert not waited.passed, "it has no connection"
+        time.sleep(0.01)
+
+
 def test_a_listener_without_any_link_hears_of_the_stores_death(crew: Crew) -> None:
     host, worker = crew.start(None, 2)
     worker.do(meet, host.do(open_store), 1)
+    worker.do(dials)
     worker.tell(serve_until_gone)
-    time.sleep(0.5)  # it listens by now: a store that dies while it is dialled is given up later
     host.kill()
 
     assert "store" in worker.answer()

@@ -129,7 +129,10 @@ def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("children", [1, 2])
-def test_children_of_a_payload_that_is_declined_are_told_so(forwarder: Forwarder, children: int) -> None:
+def test_children_of_a_payload_that_is_declined_are_told_so(
+    forwarder: Forwarder, children: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # so that slow children are in time
     forwarder.decline(TOKEN, children)
     began = Deadline(forwarding.PATIENCE)
     for _ in range(children):
@@ -162,7 +165,10 @@ def test_of_many_payloads_that_nobody_came_for_two_are_kept(forwarder: Forwarder
         assert fetched(routed(forwarder.address, token))[0] == PAYLOAD
 
 
-def test_a_token_may_come_in_parts_and_before_its_payload(forwarder: Forwarder) -> None:
+def test_a_token_may_come_in_parts_and_before_its_payload(
+    forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # however long the pauses are on a busy machine
     with connection(forwarder) as child:
         for part in (TOKEN[:5], TOKEN[5:] + b"and more"):
             child.sendall(part)
@@ -173,7 +179,7 @@ def test_a_token_may_come_in_parts_and_before_its_payload(forwarder: Forwarder) 
 
 
 def test_a_child_that_takes_nothing_is_given_up_and_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "_PULSE", 0.05)
+    monkeypatch.setattr(forwarding, "_PULSE", 0.1)
     forwarder = Forwarder("127.0.0.1")
     small = socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
     payload = bytes(16 * forwarding.PIECE_NBYTES)

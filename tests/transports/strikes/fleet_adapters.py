@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from weightsync.transports import rpc
 from weightsync.transports.base import Link, Payloads
 from weightsync.transports.pipe import framing, link
 from weightsync.transports.ray import client as call_clients
-from weightsync.transports.store import stream
+from weightsync.transports.store import heartbeat, stream
 
 # ------------------------------------------------------------------------------------------------------- pipes
 
@@ -108,7 +109,7 @@ class Actor(Process):
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self.pid = ray_fleet.ray.get(handle.pid.remote(), timeout=PATIENCE)
+        self.pid = ray_fleet.ray.get(handle.pid.remote(), timeout=ray_fleet.PATIENCE)
         ray_fleet.ray.get(handle.start_over.remote(), timeout=PATIENCE)
         self._calls: list[Any] = []
 
@@ -235,6 +236,10 @@ class StoreFleet(Fleet):
         worker.do(small_pieces)
         return Child(worker)
 
+    def outlast_stops(self) -> None:
+        for process in (self.trainer, self.victim, self.other):
+            process.do(misses_no_beat)
+
     def join(self, worker: Any) -> Order:
         port, rank = (self._port, 2) if worker is self.other else (self._victims_port, 1)
         return store_fleet.meet, (port, rank, megabytes)
@@ -291,6 +296,11 @@ class StorePartsFleet(StoreFleet):
 
 def small_pieces(_: Any) -> None:
     stream.PIECE_NBYTES = PIECE_NBYTES  # type: ignore[misc]
+
+
+def misses_no_beat(_: Any) -> None:
+    """From now on no heartbeat that has stopped is noticed here."""
+    heartbeat.ROUNDS = sys.maxsize  # type: ignore[misc]
 
 
 def endpoint(setup: Any) -> Any:

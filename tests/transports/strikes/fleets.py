@@ -191,6 +191,9 @@ class Fleet(abc.ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing
         """Leave nothing behind that the fixtures of a test do not end."""
 
+    def outlast_stops(self) -> None:  # noqa: B027 - most have nothing
+        """Have nobody given up for a stop: on a busy machine one lasts longer than the test wants."""
+
     def start_receiver(self, worker: Any, strike: Strike | None = None) -> None:
         """Have a worker make its receiver, and wait for it, unless it is struck first."""
         order = (start_receiver, *self.join(worker), strike)

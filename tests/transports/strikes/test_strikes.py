@@ -163,6 +163,7 @@ def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(flee
 def _stopped(fleet: Fleet, at: WorkerPoint) -> int:
     """Stop the victim at that point of a send that the other worker applies; the version sent."""
     version = 2 if at in FROM_WITHOUT else 1
+    fleet.outlast_stops()
     if at in FROM_WITHOUT:
         fleet.start()
         fleet.victim.stop()
@@ -225,6 +226,7 @@ def _strike_trainer(fleet: Fleet, at: TrainerPoint, sent: Signal) -> None:
 @over(STOPPED_TRAINER, led=True)
 def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: TrainerPoint) -> None:
     """Stopped at that point, while its workers look; resumed, its send reaches them."""
+    fleet.outlast_stops()
     workers = fleet.victim, fleet.other
     for worker in workers:
         fleet.start_receiver(worker)
@@ -245,6 +247,7 @@ def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: Tra
 def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fleet, at: WorkerPoint) -> None:
     """Its close waits for no answer; the worker serves the whole update, or nothing of it."""
     before = segments()
+    fleet.outlast_stops()
     fleet.start_receiver(fleet.victim, Strike(at, Signal.STOP, fleet.worker_payload))
     fleet.start_receiver(fleet.other)
     fleet.start_sender(fleet.trainer)

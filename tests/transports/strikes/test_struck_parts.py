@@ -79,6 +79,7 @@ def test_g10_a_worker_killed_amid_parts_is_lost_and_the_others_are_served(
 def test_g10_a_worker_stopped_amid_parts_costs_the_deadline_and_its_late_answer_counts(
     fleet: PipePartsFleet | StorePartsFleet,
 ) -> None:
+    fleet.outlast_stops()
     strike_worker(fleet, Signal.STOP)
     fleet.trainer.do(send_async, 4.0)
     fleet.poll_until(fleet.victim.is_struck)
