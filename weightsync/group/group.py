@@ -15,7 +15,7 @@ from weightsync.engine.driver import Shield
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
 from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
-from weightsync.group.launcher import GroupArguments, Launched, names_of, rules_of, staleness_of
+from weightsync.group.launcher import AtExit, GroupArguments, Launched, names_of, rules_of, staleness_of
 from weightsync.group.launchers import launcher_for
 from weightsync.group.members import Member, Members, MemberState, Running
 from weightsync.group.sending import Sending, own_failures
@@ -24,7 +24,7 @@ from weightsync.options import OnFailure, OnPending, OnStale, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.transports.process import AtExit, forget_after_fork
+from weightsync.transports.process import forget_after_fork
 
 #: Seconds that a process whose link is lost has to die before it is killed.
 _LOST_SECONDS: Final = 5.0
@@ -111,8 +111,9 @@ class WorkerGroup:
         self._model, self._model_id = model, model_id
         rules = rules_of(capacity, max_restarts, restart_delay, deadline)
         staleness = staleness_of(max_staleness, on_stale)
-        self._chosen = chosen = names_of(names)
-        self._check_finite = switch(check_finite, "check_finite")
+        chosen = names_of(names)
+        self._options: dict[str, Any] = {"check_finite": switch(check_finite, "check_finite")}
+        self._options |= {} if chosen is None else {"names": chosen}
         asked = GroupArguments(
             run, model, num_workers, make_model, model_id, capacity, max_restarts, staleness, ctx, actor_options, chosen
         )
@@ -153,9 +154,7 @@ class WorkerGroup:
             for member in self._members.by_index.values():
                 member.start()
             reached = self._launcher.reached([launched for _, launched in sorted(self._first.items())])
-            chosen = {} if self._chosen is None else {"names": self._chosen}
-            finite = self._check_finite
-            self._scheme.init_on_sender(self._model_id, model=self._model, check_finite=finite, **chosen, **reached)
+            self._scheme.init_on_sender(self._model_id, model=self._model, **self._options, **reached)
             self.sender.expect_goodbyes()  # `results` says how each worker ended
             self._first.clear()
             self._dispatch("start", None, OnPending.RAISE, Timeout.DEFAULT)

@@ -1,15 +1,17 @@
-"""How the workers of a group are started and reached. The group's scheme decides which launcher it gets."""
+"""How the workers of a group are started, reached, and ended with the trainer's process. Its scheme decides how."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
+from multiprocessing.util import Finalize
 from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -25,6 +27,9 @@ from weightsync.weights.meta_device import is_on_meta
 from weightsync.weights.reading import merges_into_others
 from weightsync.weights.selection import Selection
 from weightsync.weights.sharded import is_sharded
+
+#: The priority of `AtExit` among the finalizers of `multiprocessing`: before senders are closed.
+_FIRST: Final = 200
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,29 @@ class Launcher(Protocol):
         Args:
             unreached: lives that the sender was never given.
         """
+
+
+class AtExit:
+    """Calls a function when the process ends.
+
+    A process that `multiprocessing` has started first runs its finalizers, then waits for the processes that it has
+    started itself, and runs the functions of `atexit` after that or never. So the function is registered as both.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._finalizer: Finalize | None = None
+
+    def register(self) -> None:
+        """Call it when the process ends."""
+        atexit.register(self._call)
+        self._finalizer = Finalize(None, self._call, exitpriority=_FIRST)
+
+    def cancel(self) -> None:
+        """Do not call it any more. Allowed at any time."""
+        atexit.unregister(self._call)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
 
 
 class CopiedModel:

@@ -5,19 +5,17 @@ Sibling processes inherit the ends of pipes, so a stream may never end. The proc
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import select
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from multiprocessing import resource_tracker
-from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import xxhash
@@ -27,8 +25,6 @@ from weightsync.errors import TransportError
 
 #: How long a process may take to be dead once it has closed its descriptors, in milliseconds.
 _DYING_MS = 100
-#: The priority of `AtExit` among the finalizers of `multiprocessing`: before senders are closed.
-_FIRST: Final = 200
 
 
 class Forgettable(Protocol):
@@ -71,29 +67,6 @@ class PerProcess(ABC):
     @abstractmethod
     def _begin(self) -> None:
         """Set the value that a process begins with."""
-
-
-class AtExit:
-    """Calls a function when the process ends.
-
-    A process that `multiprocessing` has started first runs its finalizers, then waits for the processes that it has
-    started itself, and runs the functions of `atexit` after that or never. So the function is registered as both.
-    """
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        self._finalizer: Finalize | None = None
-
-    def register(self) -> None:
-        """Call it when the process ends."""
-        atexit.register(self._call)
-        self._finalizer = Finalize(None, self._call, exitpriority=_FIRST)
-
-    def cancel(self) -> None:
-        """Do not call it any more. Allowed at any time."""
-        atexit.unregister(self._call)
-        if self._finalizer is not None:
-            self._finalizer.cancel()
 
 
 @contextlib.contextmanager
