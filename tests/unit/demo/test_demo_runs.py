@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
-from pathlib import Path
 
 import demo_workers
 import pytest
+from fleet import stat_of
+from passing_time import a_minute_passes_once
 
 from weightsync import WorkerFailedError, WorkerGroup
 from weightsync.demo import Phase, RunState, SchemeName, Settings, Verdict, joined, run, trainer
-from weightsync.testing import FakeClock
 
 SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, kill_worker=True)
 PIPE_OVERLAP = Settings(scheme=SchemeName.PROCESS, workers=2, overlap=True)
@@ -74,34 +73,18 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
     assert result.last_mean >= 150.0
 
 
-def is_stopped(pid: int | None) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
-
-
 def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     end_after(3, monkeypatch)
     monkeypatch.setattr(trainer, "act", demo_workers.stops_in_its_first_chunk)
-    state, over = RunState(Settings()), threading.Event()
+    state = RunState(Settings())
 
     def waits_for_the_one_that_stopped() -> bool:
-        sender, last = state.sender, state.workers[1]
-        return state.phase is Phase.TRAINING and is_stopped(last.pid) and sender is not None and sender.owing == (1,)
+        if state.phase is not Phase.TRAINING or state.sender is None or state.sender.owing != (1,):
+            return False
+        return stat_of(state.workers[1].pid)[0] == "T"
 
-    def advance() -> None:
-        """Time stands still until then; then a bit over a minute passes at once."""
-        while not waits_for_the_one_that_stopped():
-            if over.wait(0.01):
-                return
-        clock.advance(61.0)
-
-    with FakeClock() as clock:
-        thread = threading.Thread(target=advance)
-        thread.start()
-        try:
-            result = run(state)
-        finally:
-            over.set()
-            thread.join()
+    with a_minute_passes_once(waits_for_the_one_that_stopped):
+        result = run(state)
 
     assert result.of(Verdict.PROVED) == [0]
     assert result.of(Verdict.LOST) == [1]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import group_workers as workers
 import pytest
 import torch
 from group_worlds import PIPES, RANKS, RAY, SHARED, Make
+from passing_time import a_minute_passes_once
 from prometheus_client import CollectorRegistry
 from torch import nn
 
@@ -30,7 +30,6 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.protocol.sender import LinkState
 from weightsync.telemetry.prometheus import Metrics
-from weightsync.testing import FakeClock
 
 
 def kill_all(group: WorkerGroup) -> None:
@@ -98,24 +97,10 @@ def test_a_worker_that_is_not_restarted_fails_each_send_to_nobody(make: Make) ->
                 waits()
 
 
-@contextlib.contextmanager
-def a_minute_passes_during_a_send(group: WorkerGroup) -> Iterator[None]:
+def a_minute_passes_during_a_send(group: WorkerGroup) -> AbstractContextManager[None]:
     """Inside the block time stands still until the next version has left; then a bit over a minute passes at once."""
-    before, over = group.sender.version, threading.Event()
-
-    def advance() -> None:
-        while group.sender.version == before and not over.wait(0.001):
-            continue
-        clock.advance(61.0)
-
-    with FakeClock() as clock:
-        thread = threading.Thread(target=advance)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    before = group.sender.version
+    return a_minute_passes_once(lambda: group.sender.version != before)
 
 
 def test_a_worker_that_hangs_is_killed_by_its_deadline_while_the_trainer_waits_for_its_answer(make: Make) -> None:

@@ -189,8 +189,8 @@ class Group:
     def abort(self) -> None:
         """Make all operations in flight fail, here and at the other end. The group is unusable afterwards.
 
-        An operation that is being posted may wait inside NCCL for the other rank, the first one does. It is not waited
-        for: the thread that posts it aborts the group after it.
+        An operation that is being posted may be waiting inside NCCL for the other rank; the first one connects to it.
+        `abort` does not wait for that: the thread that posts the operation aborts the group afterwards.
         """
         self._over.set()
         if not self._lock.acquire(blocking=False):
