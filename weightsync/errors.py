@@ -6,7 +6,7 @@
         AckTimeoutError(TimeoutError)    .pending; the update can still be waited for
         WorkerLostError(ConnectionError) .lost
         RefusedError                     .refused, with the workers' own tracebacks
-      WorkerFailedError a worker of a group raised or died: .remote_traceback
+      WorkerFailedError                  a worker of a group raised or died: .remote_traceback
       ResultTimeoutError(TimeoutError)   a group's workers gave no result in time
       StaleWeightsError                  in a worker of a group: its weights are too old for a step
       ModelBusyError(TimeoutError)       in a worker: the model was in use until the timeout; nothing changed

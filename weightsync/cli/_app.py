@@ -50,7 +50,7 @@ class _StandardOutput:
             self._give_back()
 
     def write(self, text: str) -> None:
-        """Print the JSON, once; no more is kept behind it."""
+        """Print the JSON, once; from then on standard output is as usual."""
         self._give_back()
         typer.echo(text, nl=False)
 
@@ -133,7 +133,7 @@ def console(report: Path | None = None, plain_width: int = PLAIN_WIDTH) -> Conso
 def ended_by_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the command like an interrupt, so that no process is left. Keep nohup's SIGHUP.
 
-    After the first signal the others say only that: one more Ctrl-C would leave processes behind.
+    A second signal only prints that processes are being ended: another Ctrl-C would leave some behind.
     """
     received: list[int] = []
 
@@ -157,7 +157,7 @@ def ended_by_signals() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        # An interrupted call of Ray makes 1 of it; Ray's own handler, while Ray starts, the signal's number.
+        # An interrupted call of Ray exits with 1; Ray's own handler, while Ray starts, with the signal's number.
         if received or error.code == signal.SIGTERM:
             sys.exit(128 + (received[0] if received else signal.SIGTERM))
         raise
@@ -168,7 +168,7 @@ def ended_by_signals() -> Iterator[None]:
 
 def with_file_of_json(arguments: Sequence[str]) -> list[str]:
     """The arguments, with ``-`` behind each ``--json`` that is the last of them or has another option behind it."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)  # all behind it are no options
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is no option
     found: list[str] = []
     for argument, following in zip(arguments[:at], [*arguments[1:], "--"], strict=False):
         bare = argument == "--json" and following.startswith("-") and following != "-"

@@ -327,7 +327,7 @@ class WeightReceiver(Participant):
         """Keep the served version: no other version goes live inside the block. Yields the served version.
 
         Meanwhile a `receive` in another thread reads messages but applies nothing; it applies once the block has ended.
-        Blocks of other threads that begin while it waits for that wait too, for at most a second.
+        While it waits, blocks that begin in other threads wait too, for at most a second.
         A version that a background thread has staged goes live when the outermost block begins.
 
         Raises:

@@ -334,7 +334,7 @@ class WeightSender(Participant):
 
     @property
     def workers(self) -> Mapping[int, pure.Entry]:
-        """Worker ids to what the sender knows of each worker: its `link_state`, the version that it acked last."""
+        """Maps each worker's id to what the sender knows of it: its `link_state`, the version that it acked last."""
         return dict(self._driver.data.workers.items())
 
     @property

@@ -79,7 +79,7 @@ class ServingLock:
             self._serving[own].append(entry)
 
     def enter_to_fork(self, seconds: float | None, entry: ServingEntry, served: ServedModel) -> None:
-        """As `enter`, but wait so long for a swap. The model leaves its slot, which no other forward may be reading."""
+        """As `enter`, but wait at most this long for a swap, and for forwards in a slot. The model leaves the slot."""
         own = threading.get_ident()
         with self._lock:  # held until the model has moved
             alone = self._wait_for(lambda: self._may_fork(own, served), seconds)

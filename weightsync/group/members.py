@@ -153,9 +153,9 @@ class Member:
         #: Its stack when it was given up.
         self._dump = StackDump()
         self._started = Stopwatch()
-        #: When it is given up because its link is lost; None if that is up.
+        #: When it is given up because its link is lost; None if the link is up.
         self._unlinked: Deadline | None = None
-        #: When it is restarted, or has to have said its first word, the next result, or to be dead after its last.
+        #: When it is restarted; or by when it must start, put its next result, or be dead after its last word.
         self.due = Deadline(0.0)
 
     def start(self) -> None:

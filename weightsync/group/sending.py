@@ -72,7 +72,7 @@ class Sending:
 
 
 def own_failures(report: SyncReport, over: Collection[int] = ()) -> bool:
-    """Whether an update, or one before it that its report has, failed for workers that go on.
+    """Whether an update, or an earlier one in its report, failed for workers that go on.
 
     A worker whose link has ended, because it was lost or it refused the handshake, has failed or finished, and the
     group sees to it.

@@ -1,4 +1,4 @@
-"""The stack of a worker process's main thread when the process is given up. It writes it on a signal.
+"""The stack of a worker process's main thread when the process is given up. A signal makes the process write it.
 
 The signal's handler is C, so it also answers while the thread holds the interpreter's lock. A stopped process does not.
 """

@@ -40,7 +40,7 @@ class Announcements(Protocol):
     """What a worker knows of what the trainer has announced.
 
     A version is announced once it has been dispatched, so a worker that waits for it waits for a version in flight, or
-    for one that the trainer sends once an answer has arrived: it reads answers while it waits for results.
+    for one that the trainer sends once an answer has arrived. The trainer reads answers while it waits for results.
     """
 
     @property

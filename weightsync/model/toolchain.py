@@ -27,7 +27,7 @@ _PROBE_SECONDS = 60.0
 class ToolMissingError(WeightSyncError):
     """Java or TLC is missing, which `weightsync check` needs, and `verify` with TLC.
 
-    What to do: install what the message names, in one line.
+    What to do: install what the message names.
     """
 
 

@@ -301,7 +301,7 @@ class WeightSyncActor:
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
         """What senders call: see `weightsync.transports.ray.client.ActorCallClient`."""
-        # Only a handshake makes the receiver. Any other call of an unknown link is of one from before a restart.
+        # Only a handshake makes the receiver. Any other call of an unknown link is from before a restart.
         actor_server = actor_server_of(model_id) if number else self._weightsync_server(model_id)
         return actor_server.receive_and_apply(link, number, frame, payload, lost)
 

@@ -33,9 +33,9 @@ class _Sender:
 class Metrics(Collector):
     """The metrics of all schemes of a process that `watch` is given. A registry takes one such object.
 
-    Of a worker that is lost, the two gauges with its label end. When a sender is closed, its last values stay until
-    another sender of the same model has an event; the gauges are those of the newest sender. A version that timed out
-    may be applied later, and then has two outcomes.
+    When a worker is lost, its two gauges are removed. When a sender is closed, its last values stay until another
+    sender of the same model has an event; the gauges are those of the newest sender. A version that timed out may be
+    applied later, and then has two outcomes.
 
     Args:
         registry: where the metrics are registered; None: the global one.

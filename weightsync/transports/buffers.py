@@ -98,7 +98,7 @@ class Pins:
 INLINE_BELOW_NBYTES: Final = 64 * 1024
 #: Unpinned buffers that a pool keeps besides the one in use: two alternate in a steady run.
 SPARE_BUFFERS: Final = 1
-#: For how many payloads a pool keeps a buffer more, once more than two were in use.
+#: For how many payloads a pool keeps one more buffer, once more than two were in use.
 KEPT_PAYLOADS: Final = 16
 
 #: What to do if there is no memory for a segment; and for what other reasons there may be none.

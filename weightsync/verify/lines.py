@@ -20,7 +20,8 @@ _LATEST: Final = 2**63
 class UnreadableTraceError(WeightSyncError):
     """A file is not a weightsync trace, or was written by another release, and cannot be checked.
 
-    What to do: give the files that ``WEIGHTSYNC_TRACE`` named, and check them with the release that wrote them.
+    What to do: give the files of the folder that ``WEIGHTSYNC_TRACE`` named, and check them with the release that
+    wrote them.
     """
 
 

@@ -77,7 +77,7 @@ def read_weights(source: object) -> Weights:
 
 
 def transient_buffers(model: object) -> set[str]:
-    """The names of a module's buffers that are not persistent: `TensorDict.from_module` has them, a state dict not."""
+    """The names of a module's non-persistent buffers: `TensorDict.from_module` has them, a state dict does not."""
     named = model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ()
     return {f"{name}.{key}".lstrip(".") for name, owner in named for key in owner._non_persistent_buffers_set}
 

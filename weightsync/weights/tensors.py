@@ -38,8 +38,8 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 #: Types without surprises: a tensor of one of them that is strided and of a known dtype has its own bytes.
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
-#: Plain tensors are read past torch's function modes, which change nothing about them. Each call would be one of Python
-#: otherwise where the user has set torch's default device, which is such a mode.
+#: Plain tensors are read past torch's function modes, which change nothing about them. torch's default device is such a
+#: mode: if the user has set it, each call would otherwise run Python code.
 past_modes: Final[Any] = torch._C.DisableTorchFunction
 
 

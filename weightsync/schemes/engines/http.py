@@ -113,7 +113,7 @@ class HttpCalls:
         return answer
 
     def command_if_aborted(self, route: str) -> bool:
-        """If the calls were aborted, make one more, and wait for `CONNECT_SECONDS`. Whether the engine has done it."""
+        """If the calls were aborted, make one more, for up to `CONNECT_SECONDS`. Returns whether it succeeded."""
         if not self._aborted:
             return False
         calls = HttpCalls(self.url, self._headers)
@@ -182,7 +182,7 @@ def _has_usable_port(at: SplitResult) -> bool:
 
 
 def _sendable(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """Headers that http.client sends: it would quote another's value, which may be secret, in its error."""
+    """Headers that http.client accepts: its error for any other would quote the value, which may be secret."""
     for name, value in headers.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigurationError(f"headers= has {name!r}, which is not the name of an HTTP header.")

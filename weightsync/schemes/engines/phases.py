@@ -39,7 +39,7 @@ class Phases(abc.ABC):
 
     @abc.abstractmethod
     def resume_if_closed(self) -> bool:
-        """If the link was closed, resume the engine all the same, if it was paused; whether it confirmed that."""
+        """If the link was closed, resume the engine if it was paused. Returns whether it confirmed that."""
 
     @abc.abstractmethod
     def done(self) -> None:

@@ -110,7 +110,7 @@ class TransportReader:
         while not self._over.is_set():
             try:
                 found = self._receive(STEP)
-            except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises, receive() says
+            except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises, receive() reports
                 self._fail(error)
                 return
             if found is None:

@@ -69,7 +69,7 @@ class _Running(PerProcess):
                 self._threads.pop(threading.current_thread(), None)
 
     def end(self) -> None:
-        """End all threads before the interpreter ends. To close an owner may start one more: those are ended too."""
+        """End all threads before the interpreter ends. Closing an owner may start one more: it is ended too."""
         self._tell_owners("close", lambda owner: owner.close())
         _join(self._alive())
         self._tell_owners("cut", lambda owner: owner.cut())

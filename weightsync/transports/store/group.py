@@ -302,7 +302,7 @@ def _errors_as(what: str) -> Iterator[None]:
 
 
 def _said_by(error: Exception) -> str:
-    """An error's first line; of one of NCCL's the cause too, such as that both ranks have the same GPU."""
+    """An error's first line; for NCCL's errors also the cause, such as that both ranks have the same GPU."""
     first, *others = str(error).splitlines() or [""]
     _, mark, cause = "\n".join(others).partition("Last error:\n")
     return f"{first}: {cause.splitlines()[0]}" if mark and cause else first

@@ -155,7 +155,7 @@ class Stream:
         return True
 
     def drain(self) -> None:
-        """Read and drop everything until the other end closes. Closed before, the kernel would drop what we wrote."""
+        """Read and drop everything until the other end closes. If we closed first, our own bytes could be dropped."""
         scratch = bytearray(_CHUNK_NBYTES)
         with contextlib.suppress(OSError):
             while self._socket.recv_into(scratch):

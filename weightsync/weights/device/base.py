@@ -86,7 +86,7 @@ class Device(Waits, Protocol):
 
         Args:
             form_key: the same object for as long as both are of the same number, dtypes and strides, and those that are
-                no `SlotViews` stay where they are, so that they need not be looked at again. None: they are.
+                no `SlotViews` stay where they are, so that they need not be looked at again. None: look again.
         """
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
