@@ -120,7 +120,7 @@ class Bounce:
 
 
 class _Planned:
-    """How tensors that stay where they are are copied to and from slots, again and again."""
+    """How tensors that stay in place are copied to and from slots, again and again."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
