@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import subprocess
 import sys
@@ -11,8 +12,17 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
 
 _VARIABLE = "WEIGHTSYNC_TEST_MARK"
+
+
+def separate_outputs() -> CliRunner:
+    """A runner whose results have standard output and standard error apart; before click 8.2 this is an option."""
+    options: dict[str, Any] = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+    return CliRunner(**options)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ _WORK = "work"
 CALL_TIMEOUT = 60.0
 
 
-class SchemeName(enum.Enum):
+class SchemeName(enum.StrEnum):
     """The schemes that the demo and the soak run over."""
 
     SHARED = "shared"

@@ -42,7 +42,7 @@ class SchemeName(enum.Enum):
         return self in (SchemeName.TORCHRL_PIPE, SchemeName.TORCHRL_SHARED)
 
 
-class Device(enum.Enum):
+class Device(enum.StrEnum):
     """Where the trainer's and the workers' models are."""
 
     CPU = "cpu"

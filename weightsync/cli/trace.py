@@ -28,7 +28,7 @@ Places = Annotated[
 Number = Annotated[int, typer.Option("--run", help="Which run, counted from 1 in order of time.")]
 
 
-class Format(enum.Enum):
+class Format(enum.StrEnum):
     """What to export."""
 
     SVG = "svg"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -113,12 +112,13 @@ _RETURNED: dict[str, Callable[[Any], bool]] = {
     _ASYNC_GENERATOR: inspect.isasyncgen,
     _GENERATOR: inspect.isgenerator,
 }
+#: What `ray.remote` makes of a function and of a class. Names, since Ray may be absent, or just being imported.
+_REMOTE = {("ray.remote_function", "RemoteFunction"), ("ray.actor", "ActorClass")}
 
 
 def _refuse_remote(argument: str, function: object) -> None:
     """Raise ConfigurationError: `ray.remote` decorates it."""
-    ray: Any = sys.modules.get("ray")  # which has decorated it, or is not there
-    if ray is not None and isinstance(function, ray.remote_function.RemoteFunction | ray.actor.ActorClass):
+    if any((each.__module__, each.__name__) in _REMOTE for each in type(function).__mro__):
         raise ConfigurationError(
             f"{argument}= is decorated by ray.remote, so it cannot be called: give the function itself. "
             f'`WorkerGroup(..., scheme="ray")` runs it in actors. {_NOTHING_STARTED}'

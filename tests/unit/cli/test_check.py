@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from commands import separate_outputs
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -30,7 +31,7 @@ SPECS = ROOT / "tests" / "model" / "tlc" / "specs"
 def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "120")
-    return CliRunner()
+    return separate_outputs()
 
 
 @pytest.fixture

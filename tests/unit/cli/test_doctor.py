@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
+from commands import separate_outputs
 
 from weightsync import cli
 from weightsync.cli import _app, _limits, _probes, doctor
@@ -100,6 +100,7 @@ def test_what_does_not_work_is_named_with_its_remedy(
     status: Status,
     said: str,
 ) -> None:
+    monkeypatch.setattr(_probes, "_version", lambda _: "9.9")  # so Ray counts as installed
     monkeypatch.setattr(*planted)
 
     home = _limits if probe in vars(_limits) else _probes
@@ -166,7 +167,7 @@ def test_a_package_that_is_installed_and_broken_is_named_and_the_rest_is_found(
     works = dict.fromkeys(PROBES, lambda: Finding(Status.WORKS, "here"))
     monkeypatch.setattr(doctor, "PROBES", {**works, "Ray": broken})
 
-    said = CliRunner().invoke(build(), ["doctor", "--json"])
+    said = separate_outputs().invoke(build(), ["doctor", "--json"])
 
     record = json.loads(said.stdout)
     assert said.exit_code == 1
@@ -222,7 +223,7 @@ def test_the_exit_code_is_1_if_a_scheme_fails_and_json_has_all_findings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     probes = {name: (lambda: Finding(Status.WORKS, "here")) for name in PROBES}
-    runner, file = CliRunner(), tmp_path / "doctor.json"
+    runner, file = separate_outputs(), tmp_path / "doctor.json"
 
     monkeypatch.setattr(doctor, "PROBES", probes)
     healthy = runner.invoke(build(), ["doctor", "--json", str(file)])

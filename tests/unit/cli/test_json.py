@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -9,11 +10,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import separate_outputs
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -63,6 +66,18 @@ def test_every_command_has_json_and_says_its_exit_codes(words: list[str], monkey
     assert said.exit_code == 0, said.output
     assert "--json" in said.output
     assert re.search(r"exit\s+code", said.output), said.output
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_a_default_among_choices_is_a_string_as_the_lowest_release_of_typer_needs(words: list[str]) -> None:
+    context: Any = None
+    command: Any = get_command(build())
+    for word in words:
+        _, command, _ = command.resolve_command(context, [word])
+
+    chosen = {each.name: each.default for each in inspect.signature(command.callback).parameters.values()}
+
+    assert all(isinstance(each, str) for each in chosen.values() if isinstance(each, Enum)), chosen
 
 
 def test_the_help_of_bench_names_the_extra_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +135,7 @@ def test_json_alone_is_printed_and_what_people_read_goes_to_standard_error(
     monkeypatch.setenv("TERM", "dumb")
     arguments, holds = PRINTED[name]
 
-    ran = CliRunner().invoke(build(), [*name.split(), *arguments(trace, tmp_path), *option])
+    ran = separate_outputs().invoke(build(), [*name.split(), *arguments(trace, tmp_path), *option])
 
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
     assert holds(json.loads(ran.stdout)), ran.stdout

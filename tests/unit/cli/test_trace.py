@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from commands import separate_outputs
 from typer.testing import CliRunner
 
 import weightsync
@@ -146,7 +147,7 @@ def test_show_and_export_from_the_command_line(folder: Path, tmp_path: Path) -> 
 
 
 def test_json_on_standard_output_has_every_row_and_the_chart_is_on_standard_error(folder: Path, chart: Chart) -> None:
-    shown = CliRunner().invoke(build(), ["trace", "show", str(folder), "--limit", "3", "--json", "-"])
+    shown = separate_outputs().invoke(build(), ["trace", "show", str(folder), "--limit", "3", "--json", "-"])
 
     record = json.loads(shown.stdout)
     assert shown.exit_code == 0

@@ -6,7 +6,9 @@ import asyncio
 import copy
 import functools
 import pickle
+import sys
 import threading
+import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -94,6 +96,12 @@ def test_a_function_that_no_worker_can_run_is_refused_at_once(
 )
 def test_what_can_be_called_with_a_worker_is_taken(run: Any) -> None:
     assert function.require_run(run) is run
+
+
+def test_a_module_called_ray_that_is_not_ray_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # a folder of the user's, or Ray being imported
+
+    assert function.require_run(workers.act) is workers.act
 
 
 @pytest.mark.parametrize(
