@@ -305,7 +305,7 @@ class RpcCallClient(SharesMemory):
         message, carried = self._carried(message, payload)
         frame = self._seal.frame(number, message, payload)
         if isinstance(message, Bye):
-            answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
+            answers = self._hang_up(number, frame)
         else:
             answers = begin(
                 self._peer,
@@ -317,6 +317,20 @@ class RpcCallClient(SharesMemory):
         if not self._greeted and not isinstance(message, Bye):
             self._ask_for_others()
         return answers
+
+    def _hang_up(self, number: int, frame: bytes) -> Answers:
+        """Begin the last call. If RPC was shut down here first, the worker waits on, and nobody else says why."""
+        try:
+            return begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
+        except TransportError:
+            if not is_initialised():
+                logger.warning(
+                    "model %r: %s was not told that its sender has closed, since RPC was shut down here first: call "
+                    "the scheme's close() before rpc.shutdown().",
+                    self._model_id,
+                    self._peer,
+                )
+            raise
 
     def _ask_for_others(self) -> None:
         """Find out whether receivers of other models only listen there. The handshake still waits for ours."""

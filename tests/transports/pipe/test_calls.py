@@ -269,3 +269,14 @@ def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_bu
     buffer.view[:6] = b"actors"
     assert bytes(carried.tolist()) == b"actors"
     assert client._carried(ack(1), buffer)[1] is None
+
+
+def test_over_rpc_a_goodbye_after_rpc_was_shut_down_is_a_warning_that_says_what_to_call_first(monkeypatch, caplog):
+    monkeypatch.setattr("weightsync.transports.rpc.is_initialised", lambda: False)
+    client = RpcCallClient(SimpleNamespace(name="w"), "policy", "worker 0")
+
+    with caplog.at_level("WARNING", logger="weightsync"), pytest.raises(TransportError):
+        client.start(Bye(model_id="policy", incarnation=3), None)
+
+    assert "'policy': worker 0 was not told that its sender has closed" in caplog.text
+    assert "before rpc.shutdown()" in caplog.text
