@@ -305,7 +305,7 @@ class RpcCallClient(SharesMemory):
         message, carried = self._carried(message, payload)
         frame = self._seal.frame(number, message, payload)
         if isinstance(message, Bye):
-            answers = self._hang_up(number, frame)
+            answers = self._send_goodbye(number, frame)
         else:
             answers = begin(
                 self._peer,
@@ -318,14 +318,14 @@ class RpcCallClient(SharesMemory):
             self._ask_for_others()
         return answers
 
-    def _hang_up(self, number: int, frame: bytes) -> Answers:
-        """Begin the last call. If RPC was shut down here first, the worker waits on, and nobody else says why."""
+    def _send_goodbye(self, number: int, frame: bytes) -> Answers:
+        """Begin the last call. If RPC was shut down here before, warn: the worker keeps waiting for the sender."""
         try:
             return begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
         except TransportError:
             if not is_initialised():
                 logger.warning(
-                    "model %r: %s was not told that its sender has closed, since RPC was shut down here first: call "
+                    "model %r: %s was not told that its sender has closed, because RPC was shut down before: call "
                     "the scheme's close() before rpc.shutdown().",
                     self._model_id,
                     self._peer,
