@@ -9,7 +9,6 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -141,26 +140,6 @@ def test_memory_that_goes_while_a_graph_is_captured_is_released_after_that(monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cuda.release_left()
     assert driver.calls == ["pin 4096 False", "wait", "unpin", "wait", "unmap 100"]
-
-
-def test_memory_that_goes_while_another_thread_captures_is_released_at_the_end_of_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Graph(Capturing):
-        def capture_begin(self) -> None:
-            """Nothing."""
-
-    driver, captures, graph = cast(Any, Driver()), Captures(Graph, after=cuda.release_left), Graph()
-    monkeypatch.setattr(cuda, "_unreleased", deque())
-    monkeypatch.setattr(cuda, "captures", lambda: captures)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: driver.calls.append("wait"))
-    mapped = cuda._Mapping(driver, 0, 4096, 100)  # nobody watches captures, nor is apart from them
-    with ThreadPoolExecutor(1) as other:
-        other.submit(graph.capture_begin).result()
-        del mapped
-        assert driver.calls == []
-        other.submit(graph.capture_end).result()
-    assert driver.calls == ["wait", "unmap 100"]
 
 
 def test_a_forked_child_releases_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
@@ -63,7 +64,7 @@ class Captures:
             self._watchers.add(watcher)
             self._wrap()
         # By their types: `isinstance` would ask each object for its class, and some warn when they are asked anything.
-        return any(issubclass(type(each), self._class) for each in _tracked())
+        return any(issubclass(each, self._class) for each in _tracked_types())
 
     @property
     def under_way(self) -> bool:
@@ -130,16 +131,22 @@ class Captures:
         self._class.capture_begin, self._class.capture_end = capture_begin, capture_end
 
 
-def _tracked() -> list[Any]:
-    """All objects that the garbage collector tracks, frozen ones too: engines call `gc.freeze` after capturing."""
+def _tracked_types() -> list[type]:
+    """The types of all objects that the garbage collector tracks, frozen ones too: engines freeze after capturing."""
     if not gc.get_freeze_count():
-        return gc.get_objects()
+        return _types_now()
     gc.unfreeze()
     try:
         gc.collect()  # garbage that is frozen is never freed, and may hold shared memory
-        return gc.get_objects()
+        return _types_now()
     finally:
         gc.freeze()
+
+
+def _types_now() -> list[type]:
+    # One call of C, amid which no other thread runs: one that makes a tuple of an iterator at the moment would find
+    # that somebody else refers to the tuple, and raise SystemError.
+    return list(map(type, chain.from_iterable(map(gc.get_objects, (None,)))))
 
 
 def must_not_move(destination: object) -> bool:
