@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError
 from weightsync.clock import Deadline
-from weightsync.transports.store import heartbeat
+from weightsync.transports.store import group, heartbeat
 from weightsync.transports.store.announcing import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.group import RendezvousStore
 from weightsync.transports.store.heartbeat import process_name
@@ -107,6 +107,20 @@ def test_who_gives_up_after_the_other_has_begun_to_connect_connects_too(ranks: A
     receiver.over.set()
 
     assert receiver.waits_for("sender").result(PATIENCE) is None
+
+
+def test_who_ends_does_not_wait_forever_for_one_that_died_after_both_had_agreed_to_connect(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_LAST_SECONDS", 0.05)
+    sender, receiver = ranks
+    sender.comes()
+    receiver.waits_for("sender").result(PATIENCE)
+    waiting = receiver.waits_for("what the sender would write next")
+    assert not waiting.done()
+    receiver.over.set()
+
+    gives_up(waiting)
 
 
 def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.buffers import anonymous
 from weightsync.transports.store.store import FOR_EVER, Client, Store, StoreEndpoint
@@ -23,6 +24,8 @@ from weightsync.transports.store.stream import Stream
 
 #: How often a rank checks whether the other has arrived. Once for each link: both arrive soon.
 _LOOK_SECONDS: Final = 0.001
+#: How long a rank that is to end still waits for one that has agreed to connect, and may have died since.
+_LAST_SECONDS: Final = 5.0
 #: Where two ranks agree whether to connect. The first to write decides.
 _AGREED: Final = "agreed"
 _CONNECT: Final = "connect"
@@ -41,6 +44,7 @@ class RendezvousStore(Store):
         self._client = client
         self._prefix = prefix
         self._over = over
+        self._pause = threading.Event()  # which is never set
         self._own: set[str] = set()
 
     def meet(self, rank: int) -> None:
@@ -72,14 +76,19 @@ class RendezvousStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
         """Return once all keys have values and the other rank is known to connect too.
 
-        Raises TransportError: the rendezvous was ended, here or at the other rank.
+        Raises TransportError: the rendezvous was ended, here or at the other rank; or the other rank has died.
         """
         if self._own.issuperset(keys):
             return  # a rank also asks for its own value, which says nothing about the other rank
+        last: Deadline | None = None
         while not self.check(keys):
-            if self._over.wait(_LOOK_SECONDS):
+            if last is not None:
+                self._pause.wait(_LOOK_SECONDS)
+            elif self._over.wait(_LOOK_SECONDS):
                 self._agree(_GIVEN_UP)
-            if self._client.value(self._prefix + _AGREED) == _GIVEN_UP.encode():
+                last = Deadline(_LAST_SECONDS)
+            given_up = self._client.value(self._prefix + _AGREED) == _GIVEN_UP.encode()
+            if given_up or (last is not None and last.passed):
                 break
         else:
             if self._agree(_CONNECT) == _CONNECT:

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
@@ -36,11 +37,14 @@ class Captures:
     an error, in every thread, and ends the capture; by default so are many other calls.
 
     Args:
-        graph_class: torch's class of graphs. Its methods are wrapped once somebody watches, or is `apart`.
+        graph_class: torch's class of graphs. Its methods are wrapped once somebody asks to know of captures, watches,
+            or is `apart`.
+        after: called after the end of a capture, if no other is under way.
     """
 
-    def __init__(self, graph_class: Any) -> None:
+    def __init__(self, graph_class: Any, after: Callable[[], None] = lambda: None) -> None:
         self._class = graph_class
+        self._after = after
         self._watchers: WeakSet[KeepsAddresses] = WeakSet()
         self._lock = threading.Lock()
         self._wrapped = False
@@ -49,25 +53,29 @@ class Captures:
         self._under_way = 0
         self._apart: list[int] = []
 
+    def know(self) -> None:
+        """Let `under_way` tell of each capture that begins from now on."""
+        with self._lock:
+            self._wrap()
+
     def watch(self, watcher: KeepsAddresses) -> bool:
         """Call the watcher's `keep_addresses` before each capture; whether there are graphs already."""
         with self._lock:
             self._watchers.add(watcher)
             self._wrap()
         # By their types: `isinstance` would ask each object for its class, and some warn when they are asked anything.
-        return any(issubclass(type(each), self._class) for each in _tracked())
+        return any(issubclass(each, self._class) for each in _tracked_types())
 
     @property
     def under_way(self) -> bool:
-        """Whether some thread captures a graph, as far as that is known: from the first `watch`, or `apart`, on."""
+        """Whether some thread captures a graph, as known from the first `know`, `watch` or `apart` on."""
         return self._under_way > 0
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """A block during which no other thread captures. Whoever is too late waits for the other, up to `PATIENCE`."""
         own = threading.get_ident()
-        with self._lock:
-            self._wrap()
+        self.know()
         with self._changed:
             self._apart.append(own)  # no further capture begins, also if one is under way
         try:
@@ -90,6 +98,8 @@ class Captures:
         with self._changed:
             self._under_way = max(0, self._under_way - 1)
             self._changed.notify_all()
+        if not self._under_way:
+            self._after()
 
     def _wrap(self) -> None:
         """Wrap the class, once. The caller holds the lock."""
@@ -121,16 +131,22 @@ class Captures:
         self._class.capture_begin, self._class.capture_end = capture_begin, capture_end
 
 
-def _tracked() -> list[Any]:
-    """All objects that the garbage collector tracks, frozen ones too: engines call `gc.freeze` after capturing."""
+def _tracked_types() -> list[type]:
+    """The types of all objects that the garbage collector tracks, frozen ones too: engines freeze after capturing."""
     if not gc.get_freeze_count():
-        return gc.get_objects()
+        return _types_now()
     gc.unfreeze()
     try:
         gc.collect()  # garbage that is frozen is never freed, and may hold shared memory
-        return gc.get_objects()
+        return _types_now()
     finally:
         gc.freeze()
+
+
+def _types_now() -> list[type]:
+    # One call of C, amid which no other thread runs: one that makes a tuple of an iterator at the moment would find
+    # that somebody else refers to the tuple, and raise SystemError.
+    return list(map(type, chain.from_iterable(map(gc.get_objects, (None,)))))
 
 
 def must_not_move(destination: object) -> bool:

@@ -35,6 +35,7 @@ class _Mapping:
     def __init__(self, driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         self._driver, self._ordinal, self._address, self._nbytes = driver, ordinal, address, nbytes
         self._pid = os.getpid()
+        captures().know()  # which may be under way when this goes
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -53,6 +54,7 @@ class _Pinned:
     def __init__(self, driver: Driver, ordinal: int, view: memoryview, read_only: bool) -> None:
         self._driver, self._ordinal, self._view = driver, ordinal, view
         self._address, self._pid = address_of(view), -1
+        captures().know()
         with torch.cuda.device(ordinal):
             torch.cuda.synchronize()  # makes the context the current one of this thread
             driver.pin(self._address, -(-view.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, read_only)
@@ -375,7 +377,7 @@ class CudaBackend:
 @lru_cache(maxsize=1)
 def captures() -> Captures:
     """The captures of graphs in this process."""
-    return Captures(torch.cuda.CUDAGraph)
+    return Captures(torch.cuda.CUDAGraph, after=release_left)
 
 
 def is_capturing() -> bool:

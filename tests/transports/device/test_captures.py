@@ -1,0 +1,63 @@
+"""Captures of CUDA graphs in one thread, and what other threads do meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+from test_cuda import Capturing, Driver, Watcher, no_gpu  # noqa: F401 - no_gpu is for all tests here
+
+from weightsync.weights.device import cuda
+from weightsync.weights.device.captures import Captures
+
+#: Seconds; reached only by a failure.
+PATIENCE = 30.0
+
+
+def test_memory_that_goes_while_another_thread_captures_is_released_at_the_end_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Graph(Capturing):
+        def capture_begin(self) -> None:
+            """Nothing."""
+
+    driver, captures, graph = cast(Any, Driver()), Captures(Graph, after=cuda.release_left), Graph()
+    monkeypatch.setattr(cuda, "_unreleased", deque())
+    monkeypatch.setattr(cuda, "captures", lambda: captures)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: driver.calls.append("wait"))
+    mapped = cuda._Mapping(driver, 0, 4096, 100)  # nobody watches captures, nor is apart from them
+    with ThreadPoolExecutor(1) as other:
+        other.submit(graph.capture_begin).result()
+        del mapped
+        assert driver.calls == []
+        other.submit(graph.capture_end).result()
+    assert driver.calls == ["wait", "unmap 100"]
+
+
+def test_the_search_for_graphs_disturbs_no_thread_that_makes_a_tuple_of_an_iterator() -> None:
+    class Asked(type):
+        """A class of graphs. While it is asked about the first object, the other thread finishes its tuple."""
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            if not go_on.is_set():
+                go_on.set()
+                made.exception(PATIENCE)
+            return super().__subclasscheck__(other)
+
+    def numbers() -> Iterator[int]:
+        begun.set()
+        yield 47
+        go_on.wait(PATIENCE)
+
+    begun, go_on = threading.Event(), threading.Event()
+    graph_class = Asked("Graph", (Capturing,), {"capture_begin": None})
+    with ThreadPoolExecutor(1) as other:
+        made = other.submit(lambda: tuple(numbers()))
+        assert begun.wait(PATIENCE)
+        assert not Captures(graph_class).watch(Watcher())
+        assert made.result() == (47,)
