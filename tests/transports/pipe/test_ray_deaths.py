@@ -181,6 +181,24 @@ def test_the_reason_of_an_exception_group_is_its_last_exception_and_not_the_rule
     assert answers.result(timeout=0)[0].reason == "TypeError: nor for you"
 
 
+@pytest.mark.parametrize("raised", [StopIteration, StopAsyncIteration])
+def test_a_method_that_raises_what_ends_a_generator_refuses_and_its_actor_is_not_lost(raised: type[Exception]) -> None:
+    """Ray raises what it has raised in a generator, which wraps it."""
+    actor = Actor()
+    answers = without(actor).start(UPDATE, None)
+    reason = f"{raised.__name__}: for good"
+    error = ray.exceptions.RayTaskError("update", f"Traceback ...\n{reason}", raised(), "ray::update", 1, "there")
+    wrapped = RuntimeError(f"generator raised RayTaskError({raised.__name__})")
+    wrapped.__cause__ = error.as_instanceof_cause()
+
+    actor.calls[0].set_exception(wrapped)
+
+    refusal = answers.result(timeout=0)[0]
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.evidence) == (reason, Evidence.CALL)
+    assert refusal.remote_traceback.endswith(reason)
+
+
 def test_an_actor_that_could_not_be_started_is_lost() -> None:
     actor = Actor()
     answers = without(actor).start(UPDATE, None)

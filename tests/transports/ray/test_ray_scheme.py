@@ -227,6 +227,19 @@ def test_a_plain_actor_whose_exception_cannot_be_unpickled_stays_a_member(plain:
     assert sender.send(timeout=PATIENCE).ok
 
 
+def test_a_plain_actor_that_raises_stop_iteration_refuses_with_its_traceback(plain: Any, trainer: Any) -> None:
+    """Ray wraps it in a RuntimeError of its own."""
+    get(plain.do.remote(lambda actor: actor.kept.update({"raise StopIteration": True})))
+    sender = trainer([plain], small(5.0))
+
+    with pytest.raises(RefusedError, match=r"StopIteration\)") as refused:
+        sender.send(timeout=PATIENCE)
+
+    assert "update_policy_weights_" in refused.value.report[0].remote_traceback
+    get(plain.do.remote(lambda actor: actor.kept.clear()))
+    assert sender.send(timeout=PATIENCE).ok
+
+
 def test_one_sender_serves_both_kinds(plain: Any, setups: list[Any], trainer: Any) -> None:
     report = trainer([setups[0], plain], small(6.0)).send(timeout=PATIENCE)
 
