@@ -54,12 +54,15 @@ class ActorWatch:
 
     def __init__(self) -> None:
         self.later: list[Callable[[], None]] = []
+        self.watched: set[Future[Any]] = set()
 
     def watch(self, call: Future[Any], peer: str) -> None:
-        del call, peer
+        del peer
+        self.watched.add(call)
+        call.add_done_callback(self.watched.discard)
 
     def leave(self, call: Future[Any]) -> None:
-        del call
+        self.watched.discard(call)
 
     def call_soon(self, act: Callable[[], None]) -> None:
         self.later.append(act)
@@ -301,7 +304,7 @@ def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch
 def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room(watch: ActorWatch) -> None:
     actor = Actor()
     actor.full = True
-    found = module.ask_models(SimpleNamespace(__ray_call__=actor), "m", "worker 0")
+    found = with_our_receiver(actor).ask_models(SimpleNamespace(__ray_call__=actor))
     watch.later.pop()()
     assert not found.done()
     actor.full = False
@@ -311,6 +314,44 @@ def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room
     actor.calls[0].set_result(["m"])
     assert found.result() == ["m"]
     assert not watch.later
+
+
+def asking(actor: Actor) -> CallLink:
+    """A link to an actor that has not said yet whether our receiver listens in it."""
+    ours, asked = with_our_receiver(actor), SimpleNamespace(__ray_call__=actor)
+    return CallLink(ForwardingClient("m", lambda: ours.ask_models(asked), ours, without(actor)), "worker 0")
+
+
+def test_an_actor_that_was_asked_for_our_receiver_is_not_watched_once_the_link_is_closed(watch: ActorWatch) -> None:
+    link = asking(Actor())
+    link.send(UPDATE, Buffer(3))
+    assert watch.watched
+
+    link.close()
+
+    assert not watch.watched
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_nor_is_it_asked_again(watch: ActorWatch, full: bool) -> None:
+    actor, buffer = Actor(), Buffer(3)
+    actor.full = full
+    link = asking(actor)
+    link.send(UPDATE, buffer)
+    if not full:
+        actor.calls[0].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+    watch.later.pop()()
+    link.close()
+    if not full:
+        actor.calls[1].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+    calls = len(actor.calls)
+
+    watch.later.pop()()
+
+    assert not watch.later
+    assert not watch.watched
+    assert len(actor.calls) == calls
+    assert not buffer.pinned
 
 
 def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
