@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from ray_fleet import TwoParts
 from torch import nn
 
-from weightsync import RayWeightSyncScheme, State, StateError, TransportError, WeightSyncActor
+from weightsync import (
+    ConfigurationError,
+    RayModuleTransformScheme,
+    RayWeightSyncScheme,
+    State,
+    StateError,
+    TransportError,
+    WeightSyncActor,
+)
 from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Bye, Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
@@ -589,6 +597,17 @@ def answered_by(frames: Any) -> CallLink:
     return link
 
 
+@pytest.mark.parametrize("init", ["init_on_worker", "init_on_receiver"])
+@pytest.mark.parametrize("kind", [RayWeightSyncScheme, RayModuleTransformScheme])
+def test_where_no_actor_could_be_called_there_is_no_receiver(kind: type[RayWeightSyncScheme], init: str) -> None:
+    with kind() as scheme:
+        with pytest.raises(ConfigurationError, match=r"not a Ray actor, .*: call init_on_worker\(\) .* of the actor"):
+            getattr(scheme, init)(model_id="m", model=nn.Linear(2, 2))
+
+        assert not scheme.initialized_on_receiver
+
+
+@pytest.mark.usefixtures("in_an_actor")
 @pytest.mark.parametrize("scheme_is_there", [True, False])
 def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_there: bool) -> None:
     """Ray would end the process of one of TorchRL's collectors if a method raised in it."""
@@ -607,6 +626,7 @@ def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_t
     link.close()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
     scheme, calls = RayWeightSyncScheme(), count()
     scheme.init_on_worker("m", model=nn.Linear(2, 2))
@@ -623,6 +643,7 @@ def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
     link.close()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connect() -> None:
     """A `RayCollector` has all of its actors connect again in the update after a first one that failed."""
     collector = SimpleNamespace(_weight_sync_schemes=None)
@@ -641,6 +662,7 @@ def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connec
         ray_server._servers.pop("m")
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_actors_own_scheme() -> None:
     """A goodbye, for instance. Only a handshake makes the receiver."""
     actor, scheme = WeightSyncActor(), RayWeightSyncScheme()
