@@ -607,6 +607,15 @@ def test_actor_options_are_a_dict(model: nn.Module) -> None:
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options=["num_cpus"])  # type: ignore[arg-type]
 
 
+@pytest.mark.ray
+def test_a_ray_client_starts_no_group_and_is_told_what_to_do(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("weightsync.group.actors.is_ray_client", lambda: True)
+    group = WorkerGroup(workers.act, model, 1, scheme="ray")
+    with pytest.raises(ConfigurationError, match=r"A Ray Client \(ray://\) .*: run the trainer .*Nothing was started"):
+        group.start()
+
+
 @pytest.mark.parametrize("make_over", [RAY], indirect=True)
 @pytest.mark.parametrize("options", [{"nonsense": 1}, {"num_gpus": -1}])
 def test_options_that_ray_refuses_start_nothing(make_over: Make, options: dict[str, Any]) -> None:

@@ -36,6 +36,11 @@ def own_actor() -> str:
     return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
 
 
+def is_ray_client() -> bool:
+    """Whether this process is connected to its cluster by a Ray Client (``ray://``)."""
+    return bool(importlib.import_module("ray.util.client").ray.is_connected())
+
+
 def plain(text: str) -> str:
     """Ray's message without terminal colours."""
     return _COLOURS.sub("", text).strip()
