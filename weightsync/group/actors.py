@@ -102,7 +102,8 @@ class ActorProcess:
 
     def join(self, deadline: Deadline) -> None:
         """Wait until its life is over."""
-        wait([self._life], deadline.nap)
+        while not self.dead and not deadline.passed:
+            wait([self._life], deadline.nap)
 
     def kill(self) -> None:
         """Have Ray kill the actor, and the processes that it has started."""

@@ -112,7 +112,8 @@ class WorkerProcess:
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
-        self.handle.join(deadline.nap)
+        while not self.dead and not deadline.passed:
+            self.handle.join(deadline.nap)
 
     def kill(self) -> None:
         """Kill the process and those that it has started. They may already be dead."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import islice
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
@@ -50,6 +51,7 @@ from weightsync import (
 )
 from weightsync.clock import Deadline
 from weightsync.group import ranks, stack_dump
+from weightsync.group.actors import ActorProcess
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import State
 from weightsync.testing import FakeClock
@@ -486,6 +488,26 @@ def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
         os.kill(pid, signal.SIGSTOP)
         group.close(timeout=0.1)
         assert is_dead(pid)
+
+
+def test_close_waits_until_its_deadline_for_workers_to_return_also_on_a_clock_that_stands_still(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeClock(), make(workers.end_slowly) as group:
+        next(group.results())
+        group.close(timeout=10.0)
+    assert not [record for record in caplog.records if "had not returned" in record.getMessage()]
+
+
+def test_nor_is_an_actor_given_up_before_that() -> None:
+    actor = object.__new__(ActorProcess)
+    actor._life = Future()
+    ending = threading.Timer(0.1, actor._life.set_result, [None])
+    with FakeClock():
+        ending.start()
+        actor.join(Deadline(10.0))
+    assert actor.dead
+    ending.join()
 
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")
