@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from ray_cluster import cluster  # noqa: F401 - one cluster for all folders
+from ray_cluster import cluster, in_an_actor  # noqa: F401 - one cluster for all folders
 from xdist.scheduler import LoadScopeScheduling
 
 from weightsync.weights import threads as copy_threads

@@ -17,7 +17,7 @@ def descriptors_left(count: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY)]
     # All numbers below the limit are taken: those that are free below the highest one too.
-    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 8
+    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 8 + count
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with contextlib.suppress(OSError):

@@ -40,6 +40,12 @@ def cluster() -> Iterator[Any]:
         yield from running()
 
 
+@pytest.fixture
+def in_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process count as an actor."""
+    monkeypatch.setattr("weightsync.schemes.ray_server.own_actor", lambda: "an actor")
+
+
 def running() -> Iterator[Any]:
     """A cluster of one node, to which this process is connected; nodes can be added. It is shut down after."""
     ray, utilities = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")

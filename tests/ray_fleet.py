@@ -136,6 +136,8 @@ class Plain(Bench):
     def update_policy_weights_(self, policy_or_weights: Any) -> str:
         if "raise" in self.kept:
             raise ValueError("these weights are not for me")
+        if "raise StopIteration" in self.kept:
+            next(iter(()))
         if "raise with parts" in self.kept:
             raise TwoParts("these weights are not for me", 2)
         self.kept["type"] = type(policy_or_weights).__name__

@@ -21,7 +21,7 @@ from weightsync.schemes.ray import RayWeightSyncScheme
 from weightsync.schemes.ray_server import actor_server_of
 from weightsync.transports.base import Waker
 from weightsync.transports.calls.server import Frames
-from weightsync.transports.ray.session import ACTOR_WATCH, plain, require_ray, settle
+from weightsync.transports.ray.session import ACTOR_WATCH, is_ray_client, plain, require_ray, settle
 
 #: Threads of an actor: one for the function, the others for the calls that bring weights.
 _THREADS: Final = 9
@@ -102,7 +102,8 @@ class ActorProcess:
 
     def join(self, deadline: Deadline) -> None:
         """Wait until its life is over."""
-        wait([self._life], deadline.nap)
+        while not self.dead and not deadline.passed:
+            wait([self._life], deadline.nap)
 
     def kill(self) -> None:
         """Have Ray kill the actor, and the processes that it has started."""
@@ -190,6 +191,11 @@ class ActorLauncher:
         self._ray = require_ray("WorkerGroup")
         if not self._ray.is_initialized():
             raise ConfigurationError("Ray is not running in this process: call ray.init() before the group is started.")
+        if is_ray_client():
+            raise ConfigurationError(
+                "A Ray Client (ray://) can start no WorkerGroup, since the workers connect to the trainer's node: run "
+                "the trainer as a process of the cluster. Nothing was started."
+            )
         try:
             self._class = self._ray.remote(GroupActor).options(
                 max_concurrency=_THREADS, max_restarts=0, **self._options

@@ -139,11 +139,11 @@ class WorkerGroup:
         raises `WorkerFailedError`.
 
         Raises:
-            StateError: it was started already, or is closed.
-            ConfigurationError: ``run`` or ``make_model`` cannot be pickled. The group is closed.
-            LayoutError: the model has weights that cannot be sent, or none match ``names``. The group is closed.
-            NonFiniteError: with ``check_finite``, the model has NaN or infinite values. The group is closed.
-            Exception: a process could not be started, or the model's own code raised. The group is closed.
+            StateError: it was started already, or is closed. After any other error the group is closed.
+            ConfigurationError: ``run`` or ``make_model`` cannot be pickled.
+            LayoutError, NonFiniteError: the model's weights cannot be sent (``check_finite``), or none match ``names``.
+            TransportError: a worker could not be started, for instance because too few file descriptors are left.
+            Exception: the model's own code raised.
         """
         self._require(State.UNINITIALIZED, "start")
         self._state = State.READY

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -17,7 +19,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from weightsync.clock import Deadline
-from weightsync.errors import GIVE_RESTARTS, ConfigurationError
+from weightsync.errors import GIVE_RESTARTS, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
@@ -30,6 +32,10 @@ from weightsync.transports.process import signal_name, started_at, watching, wit
 
 #: Seconds that the kernel gets to end a process that was killed.
 _REAP_SECONDS: Final = 5.0
+#: Descriptors that this process needs while it starts a worker, with some to spare.
+_TO_START: Final = 20
+#: Descriptors of a link to a worker. The links are created once all workers are started.
+_OF_LINK: Final = 3
 _GUARD_IT: Final = (
     'If your program has no `if __name__ == "__main__":` guard around the code that makes the group, add one: each '
     "worker imports the program"
@@ -58,7 +64,7 @@ class WorkerProcess:
 
     Raises:
         ConfigurationError: the job cannot be pickled.
-        Exception: the system starts no more processes.
+        OSError: the system starts no more processes.
     """
 
     fate = "killed"
@@ -82,7 +88,12 @@ class WorkerProcess:
             ) from error
         self._imports_program = start_method != "fork"
         self._pid: int = self.handle.pid
-        self._watch = watching(self._pid, started_at(self._pid) or 0)
+        try:
+            self._watch = watching(self._pid, started_at(self._pid) or 0)
+        except BaseException:
+            self.handle.kill()
+            self.handle.join(_REAP_SECONDS)
+            raise
 
     def fileno(self) -> int:
         """Readable once the process is dead."""
@@ -112,7 +123,8 @@ class WorkerProcess:
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
-        self.handle.join(deadline.nap)
+        while not self.dead and not deadline.passed:
+            self.handle.join(deadline.nap)
 
     def kill(self) -> None:
         """Kill the process and those that it has started. They may already be dead."""
@@ -156,6 +168,7 @@ class ProcessLauncher:
 
     def open(self) -> None:
         """Make the memory that announces versions: see `Launcher.open`."""
+        _require_descriptors(0, _TO_START)
         self._announced = Announced()
 
     def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
@@ -165,24 +178,63 @@ class ProcessLauncher:
     def launch(self, index: int, restarts: int) -> Launched:
         """Start a process: see `Launcher.launch`."""
         assert self._announced is not None
-        ours, theirs = self._context.Pipe()
-        near, far = socket.socketpair()
-        dumps, dump_to = self._context.Pipe(duplex=False)
-        with theirs, far, dump_to:
-            reach, inherited = {"pipe": theirs}, InheritedChannel(far)
-            job = Job(self._plan, index, restarts, self.scheme, reach, inherited, self._announced, dump_to)
+        _require_descriptors(index, _TO_START if restarts else _TO_START + _OF_LINK * index)
+        try:
+            return self._launched(index, restarts, self._announced)
+        except TransportError:  # an OSError too
+            raise
+        except OSError as error:
+            raise _not_started(index, error) from error
+
+    def _launched(self, index: int, restarts: int, announced: Announced) -> Launched:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            link, far_link = self._context.Pipe()
+            ours.enter_context(link)
+            theirs.enter_context(far_link)
+            near, far = socket.socketpair()
+            ours.enter_context(near)
+            theirs.enter_context(far)
+            dumps, dump_to = self._context.Pipe(duplex=False)
+            ours.enter_context(dumps)
+            theirs.enter_context(dump_to)
+            job = Job(
+                self._plan, index, restarts, self.scheme, {"pipe": far_link}, InheritedChannel(far), announced, dump_to
+            )
             channel = TrainerEnd(near)
-            try:
-                process = WorkerProcess(self._context, job, dumps)
-            except BaseException:
-                channel.close()
-                dumps.close()
-                ours.close()
-                raise
-        return Launched(Running(process, channel, self._announced.announce), ours, process.handle)
+            ours.callback(channel.close)
+            process = WorkerProcess(self._context, job, dumps)
+            ours.pop_all()
+        return Launched(Running(process, channel, announced.announce), link, process.handle)
 
     def close(self, unreached: Sequence[Launched]) -> None:
         """Close the pipes that the sender does not have, and drop the announcements."""
         self._announced = None
         for life in unreached:
             life.endpoint.close()
+
+
+def _require_descriptors(index: int, count: int) -> None:
+    """Raise TransportError, before anything is opened for a worker, unless this process can open so many descriptors.
+
+    Where they run out while a process starts, `multiprocessing` leaves pipes open.
+    """
+    spare: list[int] = []
+    try:
+        while len(spare) < count:
+            spare += os.pipe()
+    except OSError as error:
+        raise _not_started(index, error) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
+
+
+def _not_started(index: int, error: OSError) -> TransportError:
+    reason = f"{error.strerror or error}."
+    if error.errno == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reason = (
+            f"too few are left of the {limit} file descriptors that this process may have. Raise that limit "
+            "(`ulimit -n`), or start fewer workers."
+        )
+    return TransportError(f"worker {index} cannot be started: {reason}")

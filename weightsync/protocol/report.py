@@ -353,8 +353,8 @@ def _workers(workers: Sequence[int]) -> str:
 def advice_for_lost(usual: str, fences: Sequence[int]) -> str:
     """What to do next about lost workers, of which those with a fence were taken over by a newer sender."""
     fenced = (
-        "A newer trainer has taken over the workers that are FENCED. To take them back, close this scheme, and pass "
-        "fence=error.fence to init_on_sender() of a new one."
+        "A newer trainer has taken over the workers that are FENCED, or an earlier trainer's clock was ahead of this "
+        "one's. To take them back, close this scheme, and pass fence=error.fence to init_on_sender() of a new one."
     )
     return "\n".join([*([] if all(fences) else [usual]), *([fenced] if any(fences) else [])])
 

@@ -32,7 +32,7 @@ from weightsync.schemes.peers.ray_actors import (
     method_of,
     tensor_transport_of,
 )
-from weightsync.schemes.ray_server import ActorReceiver, ActorSender, ActorServer, actor_server_of
+from weightsync.schemes.ray_server import ActorReceiver, ActorSender, ActorServer, actor_server_of, require_actor
 from weightsync.schemes.relay import is_torchrls
 from weightsync.schemes.sources import given_or_found
 from weightsync.schemes.worker_set import refuse_repeated
@@ -155,9 +155,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
         return only_module(context, found) if found == "policy" else found
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
+        """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`.
+
+        Raises:
+            ConfigurationError: this process is not an actor.
+            MissingExtraError: Ray is not installed.
+        """
         if is_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
+        require_actor()
         return actor_server_of(model_id).open(accept, SharedKey.given(self._key))
 
     def connect(

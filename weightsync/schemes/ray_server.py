@@ -261,6 +261,16 @@ def _in_order() -> bool:
     return threading.current_thread() is threading.main_thread() and not _on_a_loop()
 
 
+def require_actor() -> None:
+    """Raises ConfigurationError: this process is not an actor, so no sender could call it."""
+    if not own_actor():
+        raise ConfigurationError(
+            "This process is not a Ray actor, so no trainer could send to its receiver: call init_on_worker() or "
+            "init_on_receiver() in a method of the actor, or derive the actor's class from WeightSyncActor. A Ray task "
+            "is not an actor. Nothing has changed."
+        )
+
+
 _lock = threading.Lock()
 _servers: dict[str, ActorServer] = {}
 

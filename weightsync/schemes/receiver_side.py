@@ -16,7 +16,7 @@ from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import await_own_workers
 from weightsync.schemes.relay import is_torchrls, relay_call
-from weightsync.schemes.rendezvous import INITIALISED_ONCE, Rendezvous
+from weightsync.schemes.rendezvous import Rendezvous, initialised_already
 from weightsync.weights.loader import Loader
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
@@ -34,10 +34,9 @@ class ReceiverSide:
         self.on_meta_device = False
 
     def require_uninitialized(self) -> None:
-        """Raises StateError: this side is initialised already."""
+        """Raises StateError: this side was initialised before; it may be closed by now."""
         if self.receiver is not None:
-            allowed = ["get_receiver", "close"]
-            raise StateError("scheme", "initialised on the worker", "init_on_worker", allowed, INITIALISED_ONCE)
+            raise initialised_already(self.receiver, "worker", "init_on_worker", "get_receiver")
 
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""

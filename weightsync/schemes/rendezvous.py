@@ -9,11 +9,13 @@ from typing import Final
 
 from weightsync.engine.copies import Participant
 from weightsync.errors import StateError
+from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 
 _ONCE: Final = "A scheme connects once, for one trainer or collector: make a new scheme for another."
 #: Why a side is not initialised a second time.
-INITIALISED_ONCE: Final = "A scheme is initialised once, for one trainer or collector: make a new scheme for another."
+_INITIALISED_ONCE: Final = "A scheme is initialised once, for one trainer or collector: make a new scheme for another."
+_CLOSED: Final = "A closed scheme is not initialised again: make a new scheme."
 
 
 class ConnectState(enum.Enum):
@@ -65,3 +67,17 @@ class Rendezvous:
 
     def _refused(self, asked: str, allowed: list[str], hint: str = "") -> StateError:
         return StateError(f"scheme ({self._side.value})", self._state.value, asked, allowed, hint)
+
+
+def initialised_already(participant: Participant, side: str, asked: str, allowed: str) -> StateError:
+    """The error of a side that is to be initialised a second time.
+
+    Args:
+        participant: its sender or receiver.
+        side: in the words of messages, "sender" or "worker".
+        asked: the method that was called.
+        allowed: the method that returns the participant.
+    """
+    if participant.state is State.CLOSED:
+        return StateError("scheme", f"closed on the {side}", asked, [], _CLOSED)
+    return StateError("scheme", f"initialised on the {side}", asked, [allowed, "close"], _INITIALISED_ONCE)

@@ -20,7 +20,7 @@ from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, has_processes, refuse_out_of_reach
-from weightsync.schemes.rendezvous import INITIALISED_ONCE, Rendezvous
+from weightsync.schemes.rendezvous import Rendezvous, initialised_already
 from weightsync.schemes.sources import SET_MODEL, checked, processes_of, refuse_shards, registered
 from weightsync.schemes.worker_set import (
     Groups,
@@ -113,10 +113,9 @@ class SenderSide:
         self.finite_model_id: str | None = None
 
     def require_uninitialized(self) -> None:
-        """Raises StateError: this side is initialised already."""
+        """Raises StateError: this side was initialised before; it may be closed by now."""
         if self.sender is not None:
-            allowed = ["get_sender", "close"]
-            raise StateError("scheme", "initialised on the sender", "init_on_sender", allowed, INITIALISED_ONCE)
+            raise initialised_already(self.sender, "sender", "init_on_sender", "get_sender")
 
     def read(self, model_id: str, context: Any, kwargs: Mapping[str, Any]) -> SenderSetup:
         """Read the arguments of `init_on_sender`.

@@ -51,8 +51,8 @@ def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> Non
 
     usual = "add_worker() reconnects a worker on a new link, remove_worker() removes it."
     fenced = (
-        "A newer trainer has taken over the workers that are FENCED. To take them back, close this scheme, and pass "
-        "fence=error.fence to init_on_sender() of a new one."
+        "A newer trainer has taken over the workers that are FENCED, or an earlier trainer's clock was ahead of this "
+        "one's. To take them back, close this scheme, and pass fence=error.fence to init_on_sender() of a new one."
     )
     steps = [*([usual] if 0 in fences else []), *([fenced] if fence else [])]
     said = (

@@ -72,6 +72,17 @@ def test_each_side_is_initialised_once(duo: Duo) -> None:
     assert duo.send(2.0).ok
 
 
+def test_a_closed_side_says_so_when_it_is_to_be_initialised_again(duo: Duo) -> None:
+    duo.sending.close()
+    duo.receiving.close()
+
+    said = r"init_on_{}\(\): A closed scheme is not initialised again: make a new scheme\..*closed on the {}"
+    with pytest.raises(StateError, match=said.format("sender", "sender")):
+        duo.sending.init_on_sender(model_id="policy", model=duo.source, num_workers=1)
+    with pytest.raises(StateError, match=said.format("worker", "worker")):
+        duo.receiving.init_on_receiver(model_id="policy", model=duo.model, pipe=duo.theirs)
+
+
 def test_both_sides_on_one_object_are_independent_machines(scheme_class: Any) -> None:
     scheme = scheme_class()
     model = small()

@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from ray_fleet import TwoParts
 from torch import nn
 
-from weightsync import RayWeightSyncScheme, State, StateError, TransportError, WeightSyncActor
+from weightsync import (
+    ConfigurationError,
+    RayModuleTransformScheme,
+    RayWeightSyncScheme,
+    State,
+    StateError,
+    TransportError,
+    WeightSyncActor,
+)
 from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Bye, Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
@@ -54,12 +62,15 @@ class ActorWatch:
 
     def __init__(self) -> None:
         self.later: list[Callable[[], None]] = []
+        self.watched: set[Future[Any]] = set()
 
     def watch(self, call: Future[Any], peer: str) -> None:
-        del call, peer
+        del peer
+        self.watched.add(call)
+        call.add_done_callback(self.watched.discard)
 
     def leave(self, call: Future[Any]) -> None:
-        del call
+        self.watched.discard(call)
 
     def call_soon(self, act: Callable[[], None]) -> None:
         self.later.append(act)
@@ -181,6 +192,24 @@ def test_the_reason_of_an_exception_group_is_its_last_exception_and_not_the_rule
     assert answers.result(timeout=0)[0].reason == "TypeError: nor for you"
 
 
+@pytest.mark.parametrize("raised", [StopIteration, StopAsyncIteration])
+def test_a_method_that_raises_what_ends_a_generator_refuses_and_its_actor_is_not_lost(raised: type[Exception]) -> None:
+    """Ray raises what it has raised in a generator, which wraps it."""
+    actor = Actor()
+    answers = without(actor).start(UPDATE, None)
+    reason = f"{raised.__name__}: for good"
+    error = ray.exceptions.RayTaskError("update", f"Traceback ...\n{reason}", raised(), "ray::update", 1, "there")
+    wrapped = RuntimeError(f"generator raised RayTaskError({raised.__name__})")
+    wrapped.__cause__ = error.as_instanceof_cause()
+
+    actor.calls[0].set_exception(wrapped)
+
+    refusal = answers.result(timeout=0)[0]
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.evidence) == (reason, Evidence.CALL)
+    assert refusal.remote_traceback.endswith(reason)
+
+
 def test_an_actor_that_could_not_be_started_is_lost() -> None:
     actor = Actor()
     answers = without(actor).start(UPDATE, None)
@@ -283,7 +312,7 @@ def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch
 def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room(watch: ActorWatch) -> None:
     actor = Actor()
     actor.full = True
-    found = module.ask_models(SimpleNamespace(__ray_call__=actor), "m", "worker 0")
+    found = with_our_receiver(actor).ask_models(SimpleNamespace(__ray_call__=actor))
     watch.later.pop()()
     assert not found.done()
     actor.full = False
@@ -293,6 +322,44 @@ def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room
     actor.calls[0].set_result(["m"])
     assert found.result() == ["m"]
     assert not watch.later
+
+
+def asking(actor: Actor) -> CallLink:
+    """A link to an actor that has not said yet whether our receiver listens in it."""
+    ours, asked = with_our_receiver(actor), SimpleNamespace(__ray_call__=actor)
+    return CallLink(ForwardingClient("m", lambda: ours.ask_models(asked), ours, without(actor)), "worker 0")
+
+
+def test_an_actor_that_was_asked_for_our_receiver_is_not_watched_once_the_link_is_closed(watch: ActorWatch) -> None:
+    link = asking(Actor())
+    link.send(UPDATE, Buffer(3))
+    assert watch.watched
+
+    link.close()
+
+    assert not watch.watched
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_nor_is_it_asked_again(watch: ActorWatch, full: bool) -> None:
+    actor, buffer = Actor(), Buffer(3)
+    actor.full = full
+    link = asking(actor)
+    link.send(UPDATE, buffer)
+    if not full:
+        actor.calls[0].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+    watch.later.pop()()
+    link.close()
+    if not full:
+        actor.calls[1].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+    calls = len(actor.calls)
+
+    watch.later.pop()()
+
+    assert not watch.later
+    assert not watch.watched
+    assert len(actor.calls) == calls
+    assert not buffer.pinned
 
 
 def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
@@ -530,6 +597,17 @@ def answered_by(frames: Any) -> CallLink:
     return link
 
 
+@pytest.mark.parametrize("init", ["init_on_worker", "init_on_receiver"])
+@pytest.mark.parametrize("kind", [RayWeightSyncScheme, RayModuleTransformScheme])
+def test_where_no_actor_could_be_called_there_is_no_receiver(kind: type[RayWeightSyncScheme], init: str) -> None:
+    with kind() as scheme:
+        with pytest.raises(ConfigurationError, match=r"not a Ray actor, .*: call init_on_worker\(\) .* of the actor"):
+            getattr(scheme, init)(model_id="m", model=nn.Linear(2, 2))
+
+        assert not scheme.initialized_on_receiver
+
+
+@pytest.mark.usefixtures("in_an_actor")
 @pytest.mark.parametrize("scheme_is_there", [True, False])
 def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_there: bool) -> None:
     """Ray would end the process of one of TorchRL's collectors if a method raised in it."""
@@ -548,6 +626,7 @@ def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_t
     link.close()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
     scheme, calls = RayWeightSyncScheme(), count()
     scheme.init_on_worker("m", model=nn.Linear(2, 2))
@@ -564,6 +643,7 @@ def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
     link.close()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connect() -> None:
     """A `RayCollector` has all of its actors connect again in the update after a first one that failed."""
     collector = SimpleNamespace(_weight_sync_schemes=None)
@@ -582,6 +662,7 @@ def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connec
         ray_server._servers.pop("m")
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_actors_own_scheme() -> None:
     """A goodbye, for instance. Only a handshake makes the receiver."""
     actor, scheme = WeightSyncActor(), RayWeightSyncScheme()

@@ -227,6 +227,19 @@ def test_a_plain_actor_whose_exception_cannot_be_unpickled_stays_a_member(plain:
     assert sender.send(timeout=PATIENCE).ok
 
 
+def test_a_plain_actor_that_raises_stop_iteration_refuses_with_its_traceback(plain: Any, trainer: Any) -> None:
+    """Ray wraps it in a RuntimeError of its own."""
+    get(plain.do.remote(lambda actor: actor.kept.update({"raise StopIteration": True})))
+    sender = trainer([plain], small(5.0))
+
+    with pytest.raises(RefusedError, match=r"StopIteration\)") as refused:
+        sender.send(timeout=PATIENCE)
+
+    assert "update_policy_weights_" in refused.value.report[0].remote_traceback
+    get(plain.do.remote(lambda actor: actor.kept.clear()))
+    assert sender.send(timeout=PATIENCE).ok
+
+
 def test_one_sender_serves_both_kinds(plain: Any, setups: list[Any], trainer: Any) -> None:
     report = trainer([setups[0], plain], small(6.0)).send(timeout=PATIENCE)
 
@@ -451,6 +464,7 @@ def _parcel(number: int) -> Any:
     return Parcel("a link", number, encode(Hello(model_id="policy", incarnation=1)))
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_server, "PATIENCE_FOR_ORDER", 0.1)
     actor_server = ray_server.ActorServer("policy")
@@ -469,6 +483,7 @@ def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest
         ray_server._servers.clear()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_serial_actor_sends_a_call_back_that_came_before_an_earlier_one() -> None:
     """It could not run the earlier one while it waited. With a key, a handshake may be repeated behind an update."""
     scheme = RayWeightSyncScheme()
@@ -483,6 +498,7 @@ def test_a_serial_actor_sends_a_call_back_that_came_before_an_earlier_one() -> N
         ray_server._servers.clear()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_call_that_overtook_others_on_an_event_loop_is_to_be_repeated_and_blocks_nothing() -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
@@ -501,6 +517,7 @@ def test_a_call_that_overtook_others_on_an_event_loop_is_to_be_repeated_and_bloc
         ray_server._servers.clear()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_what_breaks_the_protocol_on_one_link_ends_no_call_of_another() -> None:
     """In a threaded actor any call reads all links."""
     scheme = RayWeightSyncScheme()
@@ -520,6 +537,7 @@ def test_what_breaks_the_protocol_on_one_link_ends_no_call_of_another() -> None:
         ray_server._servers.clear()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_handshake_that_another_call_has_answered_meanwhile_returns_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -552,6 +570,7 @@ class WithoutHooks(nn.Linear):
         raise RuntimeError("register_forward_pre_hook is not supported on ScriptModules")
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_module_that_takes_no_hooks_is_warned_of_once_in_a_threaded_actor(caplog: pytest.LogCaptureFixture) -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=WithoutHooks(2, 2))
@@ -566,6 +585,7 @@ def test_a_module_that_takes_no_hooks_is_warned_of_once_in_a_threaded_actor(capl
         ray_server._servers.clear()
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_calls_that_were_lost_are_not_waited_for() -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
@@ -645,6 +665,7 @@ def test_what_is_sealed_for_one_actor_is_believed_by_no_other(setups: list[Any])
         get([setup.do.remote(_takes_key, None) for setup in setups])
 
 
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls() -> None:
     scheme = RayWeightSyncScheme(key="k")
     scheme.init_on_worker("policy", context=SimpleNamespace())  # its model comes later: the handshake stays unanswered

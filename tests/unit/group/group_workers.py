@@ -138,6 +138,13 @@ def put_for_ever(worker: Worker) -> None:
         worker.put(bytes(1 << 20))
 
 
+def end_slowly(worker: Worker) -> None:
+    try:
+        put_for_ever(worker)
+    finally:
+        time.sleep(0.2)
+
+
 def come_late_and_put(worker: Worker) -> None:
     """Called or not: the group closes while this rank joins it."""
     put_for_ever(worker)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import islice
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
@@ -50,6 +51,7 @@ from weightsync import (
 )
 from weightsync.clock import Deadline
 from weightsync.group import ranks, stack_dump
+from weightsync.group.actors import ActorProcess
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import State
 from weightsync.testing import FakeClock
@@ -488,6 +490,26 @@ def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
         assert is_dead(pid)
 
 
+def test_close_waits_until_its_deadline_for_workers_to_return_also_on_a_clock_that_stands_still(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeClock(), make(workers.end_slowly) as group:
+        next(group.results())
+        group.close(timeout=10.0)
+    assert not [record for record in caplog.records if "had not returned" in record.getMessage()]
+
+
+def test_nor_is_an_actor_given_up_before_that() -> None:
+    actor = object.__new__(ActorProcess)
+    actor._life = Future()
+    ending = threading.Timer(0.1, actor._life.set_result, [None])
+    with FakeClock():
+        ending.start()
+        actor.join(Deadline(10.0))
+    assert actor.dead
+    ending.join()
+
+
 @pytest.mark.untraced("counts descriptors, and a recording has one")
 def test_a_group_leaves_no_descriptor(make: Make) -> None:
     with make(workers.act_twice):  # what is opened once for all
@@ -605,6 +627,15 @@ def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
 def test_actor_options_are_a_dict(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match=r"actor_options= is \['num_cpus'\]: give a dict"):
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options=["num_cpus"])  # type: ignore[arg-type]
+
+
+@pytest.mark.ray
+def test_a_ray_client_starts_no_group_and_is_told_what_to_do(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("weightsync.group.actors.is_ray_client", lambda: True)
+    group = WorkerGroup(workers.act, model, 1, scheme="ray")
+    with pytest.raises(ConfigurationError, match=r"A Ray Client \(ray://\) .*: run the trainer .*Nothing was started"):
+        group.start()
 
 
 @pytest.mark.parametrize("make_over", [RAY], indirect=True)

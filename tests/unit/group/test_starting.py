@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import multiprocessing
+import os
 import signal
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import group_workers as workers
 import pytest
+from exhausted import descriptors_left
+from fleet import descriptors, opened_since
 from group_worlds import Make
 from torch import nn
 
-from weightsync import Worker, WorkerFailedError, WorkerGroup
+from weightsync import TransportError, Worker, WorkerFailedError, WorkerGroup
 from weightsync.group import process as group_process
 
 
@@ -76,3 +82,69 @@ def test_a_worker_that_cannot_import_the_program_is_told_where_to_put_what_it_ne
         ),
     ):
         list(group.results())
+
+
+@pytest.mark.untraced("counts descriptors, and a recording has one")
+@pytest.mark.parametrize(("left", "worker"), [(0, 0), (12, 0), (26, 1)])
+def test_without_descriptors_a_group_says_which_limit_to_raise_and_leaves_nothing(
+    make: Make, left: int, worker: int
+) -> None:
+    with make(workers.act) as group:  # what is opened once for all
+        group.close(timeout=0)
+    gc.collect()
+    before = descriptors()
+    group = make(workers.act, 3)
+    said = rf"^worker {worker} cannot be started: too few are left of the \d+ file descriptors .* \(`ulimit -n`\)"
+    with pytest.raises(TransportError, match=said) as caught, descriptors_left(left):
+        group.start()
+
+    assert isinstance(caught.value.__cause__, OSError)
+    assert opened_since(before) == {}
+    assert not group.processes
+
+
+@pytest.mark.untraced("counts descriptors, and a recording has one")
+@pytest.mark.parametrize("left", [3, 5, 7])
+def test_what_was_opened_for_a_worker_is_closed_if_the_descriptors_run_out_meanwhile(
+    make: Make, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may take them."""
+    monkeypatch.setattr(group_process, "_require_descriptors", lambda *_: None)
+    with make(workers.act) as group:
+        group.close(timeout=0)
+    gc.collect()
+    before = descriptors()
+    group = make(workers.act)
+    with pytest.raises(TransportError, match="worker 0 cannot be started"), descriptors_left(left):
+        group.start()
+    gc.collect()
+
+    assert opened_since(before) == {}
+
+
+def test_a_process_that_cannot_be_watched_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def unwatched(pid: int, _: int) -> NoReturn:
+        started.append(pid)
+        raise TransportError(f"Process {pid} cannot be watched: Too many open files.")
+
+    monkeypatch.setattr(group_process, "watching", unwatched)
+    with pytest.raises(TransportError, match="cannot be watched"):
+        make(workers.act).start()
+
+    assert not Path(f"/proc/{started[0]}").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.EAGAIN, "Resource temporarily unavailable"), (errno.ENFILE, "Too many open files in")]
+)
+def test_a_process_that_the_system_does_not_start_is_a_typed_error_too(
+    make: Make, number: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(group_process, "WorkerProcess", refused)
+    with pytest.raises(TransportError, match=f"^worker 0 cannot be started: {said}"):
+        make(workers.act).start()

@@ -18,7 +18,7 @@ from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallClient, CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
-from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient, ask_models
+from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.portable_pickle import portable
@@ -106,7 +106,7 @@ class ActorLinks:
         if handle is None:
             return _linked(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
-        asking = ForwardingClient(model_id, lambda: ask_models(handle, model_id, peer), ours, plain)
+        asking = ForwardingClient(model_id, lambda: ours.ask_models(handle), ours, plain)
         return _linked(asking, peer, worker)
 
     def _plain_client(self, name: str, method: Any, peer: str) -> PlainActorCallClient:

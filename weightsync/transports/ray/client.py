@@ -70,7 +70,7 @@ class _Call:
 
     submit: Callable[[], Any]
     #: What its end says.
-    said: Callable[[Future[Any]], Sequence[Message]]
+    said: Callable[[Future[Any]], Sequence[Any]]
     #: Submits it again, sealed for the challenge that it was answered with.
     again: Callable[[], Any] | None = None
     #: How long it is repeated if it arrives before calls that were begun earlier.
@@ -102,16 +102,16 @@ class _RayCallClient:
             self._cached = self._caches.of(update.incarnation)
         return self._cached.put(update, payload)
 
-    def _begin(self, call: _Call) -> Answers:
+    def _begin(self, call: _Call) -> Future[Any]:
         """Begin a call. One that is to be repeated ends with its repetition."""
-        answers: Answers = Future()
+        answers: Future[Any] = Future()
         self._submit(answers, call)
         self._watch(answers)
         return answers
 
-    def _begin_later(self, call: _Call, error: _TooManyCalls) -> Answers:
+    def _begin_later(self, call: _Call, error: _TooManyCalls) -> Future[Any]:
         """Begin a call once the actor's queue has room."""
-        answers: Answers = Future()
+        answers: Future[Any] = Future()
         self._watch(answers)
         ACTOR_WATCH.call_soon(lambda: self._repeat(answers, error, call))
         return answers
@@ -262,6 +262,33 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._shared.heard(answers.result())
         return answers
 
+    def ask_models(self, actor: Any) -> Future[Sequence[str]]:
+        """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
+
+        An actor that Ray is restarting is asked once it runs, and one whose queue is full once that has room, unless
+        the link is closed by then.
+
+        Raises TransportError: Ray accepted no call.
+        """
+        self._session.require()
+        call = _Call(lambda: self._ask(actor), self._models_of)
+        try:
+            return self._begin(call)
+        except _TooManyCalls as error:
+            return self._begin_later(call, error)
+
+    def _ask(self, actor: Any) -> Any:
+        self._require_open()
+        return actor.__ray_call__.remote(server.models_accepted, self._model_id)
+
+    def _models_of(self, over: Future[Any]) -> Sequence[str]:
+        error = over.exception()
+        if error is None or isinstance(error, _exceptions().RayTaskError):
+            models: Sequence[str] = over.result() if error is None else ()
+            return models
+        lost = lost_call(self._peer, error)
+        raise _Restarting(None, lost) if isinstance(error, _exceptions().ActorUnavailableError) else lost
+
     def _first_call(self, arguments: tuple[Any, ...]) -> Any:
         if self._held is not None:
             self._require_open()
@@ -375,49 +402,6 @@ class PlainActorCallClient(_RayCallClient):
         if isinstance(error, _exceptions().ObjectLostError) and self._cached is not None:
             self._cached.forget(update.version)
         return [refusal(update, *ended)]
-
-
-def ask_models(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
-    """Ask an actor for which models our receivers listen in it. An actor that cannot be asked has none.
-
-    An actor that Ray is restarting is asked once it runs, and one whose queue is full once that has room.
-
-    Raises TransportError: Ray accepted no call.
-    """
-    found: Future[Sequence[str]] = Future()
-
-    def ended(over: Future[Any]) -> None:
-        error = over.exception()
-        if error is None or isinstance(error, _exceptions().RayTaskError):
-            settle(found, over.result() if error is None else ())
-        elif isinstance(error, _exceptions().ActorUnavailableError) and not found.done():
-            ACTOR_WATCH.call_soon(again)
-        else:
-            settle(found, error=lost_call(peer, error))
-
-    def ask() -> None:
-        session.require()
-        try:
-            raw = actor.__ray_call__.remote(server.models_accepted, model_id).future()
-        except Exception as error:
-            raise _not_accepted(peer, error) from error
-        raw.add_done_callback(ended)
-
-    def again() -> None:
-        try:
-            ask()
-        except _TooManyCalls:  # the actor lives
-            ACTOR_WATCH.call_soon(again)
-        except TransportError as error:
-            settle(found, error=error)
-
-    session = Session(peer)
-    try:
-        ask()
-    except _TooManyCalls:
-        ACTOR_WATCH.call_soon(again)
-    ACTOR_WATCH.watch(found, peer)
-    return found
 
 
 def lost_call(peer: str, error: BaseException) -> TransportError:

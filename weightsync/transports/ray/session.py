@@ -36,6 +36,11 @@ def own_actor() -> str:
     return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
 
 
+def is_ray_client() -> bool:
+    """Whether this process is connected to its cluster by a Ray Client (``ray://``)."""
+    return bool(importlib.import_module("ray.util.client").ray.is_connected())
+
+
 def plain(text: str) -> str:
     """Ray's message without terminal colours."""
     return _COLOURS.sub("", text).strip()
@@ -47,6 +52,9 @@ def end_in_actor(error: BaseException) -> tuple[str, str] | None:
     Its method has raised; or what it raised or returned cannot be unpickled in this process.
     """
     exceptions = require_ray("RayWeightSyncScheme").exceptions
+    # Ray raises it inside a generator, which wraps a StopIteration in a RuntimeError, and a StopAsyncIteration too.
+    if type(error) is RuntimeError and isinstance(error.__cause__, exceptions.RayTaskError):
+        error = error.__cause__
     trace = plain(str(error))
     # The last line that says something: the traceback of an exception group ends with a rule.
     said = (line.strip(" |") for line in reversed(trace.splitlines()) if line.strip(" |+-"))
