@@ -143,7 +143,8 @@ class WorkerGroup:
             ConfigurationError: ``run`` or ``make_model`` cannot be pickled. The group is closed.
             LayoutError: the model has weights that cannot be sent, or none match ``names``. The group is closed.
             NonFiniteError: with ``check_finite``, the model has NaN or infinite values. The group is closed.
-            Exception: a process could not be started, or the model's own code raised. The group is closed.
+            TransportError: a worker could not be started: a limit of the system is reached. The group is closed.
+            Exception: the model's own code raised, or a worker could not be started. The group is closed.
         """
         self._require(State.UNINITIALIZED, "start")
         self._state = State.READY

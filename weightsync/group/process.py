@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from weightsync.clock import Deadline
-from weightsync.errors import GIVE_RESTARTS, ConfigurationError
+from weightsync.errors import GIVE_RESTARTS, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
@@ -39,6 +40,23 @@ _MOVE_IT: Final = (
     "zip file: put run=, make_model= and the model's class into a module and import them, or give "
     'ctx=multiprocessing.get_context("fork")'
 )
+#: What to do if the system refuses to start a process.
+_REMEDIES: Final = {
+    errno.EAGAIN: "Allow more processes and threads (`ulimit -u`, or the container's limit), or start fewer workers.",
+    errno.EMFILE: "Run `ulimit -n 4096` before the trainer.",
+    errno.ENOMEM: "Free memory, or start fewer workers.",
+}
+
+
+@contextlib.contextmanager
+def _naming_the_limit(what: str) -> Iterator[None]:
+    """Say what cannot be started, and what to do, if this process has reached a limit of the system."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        raise TransportError(f"{what} cannot be started: {error.strerror}. {_REMEDIES[error.errno]}") from error
 
 
 def _is_imported(program: ModuleType) -> bool:
@@ -58,6 +76,7 @@ class WorkerProcess:
 
     Raises:
         ConfigurationError: the job cannot be pickled.
+        TransportError: the process cannot be watched. It was killed.
         Exception: the system starts no more processes.
     """
 
@@ -82,7 +101,12 @@ class WorkerProcess:
             ) from error
         self._imports_program = start_method != "fork"
         self._pid: int = self.handle.pid
-        self._watch = watching(self._pid, started_at(self._pid) or 0)
+        try:
+            self._watch = watching(self._pid, started_at(self._pid) or 0)
+        except BaseException:
+            self.handle.kill()
+            self.handle.join(_REAP_SECONDS)
+            raise
 
     def fileno(self) -> int:
         """Readable once the process is dead."""
@@ -156,7 +180,8 @@ class ProcessLauncher:
 
     def open(self) -> None:
         """Make the memory that announces versions: see `Launcher.open`."""
-        self._announced = Announced()
+        with _naming_the_limit("The group"):
+            self._announced = Announced()
 
     def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.reached`."""
@@ -164,6 +189,10 @@ class ProcessLauncher:
 
     def launch(self, index: int, restarts: int) -> Launched:
         """Start a process: see `Launcher.launch`."""
+        with _naming_the_limit(f"Worker {index}"):
+            return self._launch(index, restarts)
+
+    def _launch(self, index: int, restarts: int) -> Launched:
         assert self._announced is not None
         ours, theirs = self._context.Pipe()
         near, far = socket.socketpair()

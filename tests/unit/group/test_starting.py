@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import signal
 import sys
 from importlib.machinery import ModuleSpec
@@ -14,7 +16,7 @@ import pytest
 from group_worlds import Make
 from torch import nn
 
-from weightsync import Worker, WorkerFailedError, WorkerGroup
+from weightsync import TransportError, Worker, WorkerFailedError, WorkerGroup
 from weightsync.group import process as group_process
 
 
@@ -76,3 +78,51 @@ def test_a_worker_that_cannot_import_the_program_is_told_where_to_put_what_it_ne
         ),
     ):
         list(group.results())
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EAGAIN, "ulimit -u"), (errno.EMFILE, "ulimit -n 4096"), (errno.ENOMEM, "Free memory")],
+    ids=["processes", "descriptors", "memory"],
+)
+@pytest.mark.parametrize("call", ["fork", "memfd_create"])
+def test_a_start_that_the_system_refuses_names_the_limit(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, call: str, number: int, remedy: str
+) -> None:
+    what = {"fork": "Worker 0", "memfd_create": "The group"}[call]
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    group = WorkerGroup(workers.act, model, 1, ctx=multiprocessing.get_context("fork"))
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(TransportError) as caught:
+        group.start()
+
+    assert str(caught.value).startswith(f"{what} cannot be started: {os.strerror(number)}. ")
+    assert remedy in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_another_error_of_the_start_stays_as_it_is(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise PermissionError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(PermissionError, match="not here"):
+        WorkerGroup(workers.act, model, 1, ctx=multiprocessing.get_context("fork")).start()
+
+
+def test_a_process_that_cannot_be_watched_is_ended(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = []
+
+    def refuse(pid: int, _started: int) -> None:
+        pids.append(pid)
+        raise TransportError(f"Process {pid} cannot be watched: Operation not permitted.")
+
+    monkeypatch.setattr(group_process, "watching", refuse)
+    with pytest.raises(TransportError, match="cannot be watched"):
+        WorkerGroup(workers.act, model, 1, ctx=multiprocessing.get_context("spawn")).start()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
