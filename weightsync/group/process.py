@@ -36,6 +36,11 @@ _REAP_SECONDS: Final = 5.0
 _TO_START: Final = 20
 #: Descriptors of a link to a worker. The links are created once all workers are started.
 _OF_LINK: Final = 3
+#: What to do if the system refuses to start a process.
+_REMEDIES: Final = {
+    errno.EAGAIN: "Allow more processes and threads (`ulimit -u`, or the container's limit), or start fewer workers.",
+    errno.ENOMEM: "Free memory, or start fewer workers.",
+}
 _GUARD_IT: Final = (
     'If your program has no `if __name__ == "__main__":` guard around the code that makes the group, add one: each '
     "worker imports the program"
@@ -169,7 +174,10 @@ class ProcessLauncher:
     def open(self) -> None:
         """Make the memory that announces versions: see `Launcher.open`."""
         _require_descriptors(0, _TO_START)
-        self._announced = Announced()
+        try:
+            self._announced = Announced()
+        except OSError as error:
+            raise _not_started(0, error) from error
 
     def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.reached`."""
@@ -230,7 +238,7 @@ def _require_descriptors(index: int, count: int) -> None:
 
 
 def _not_started(index: int, error: OSError) -> TransportError:
-    reason = f"{error.strerror or error}."
+    reason = f"{error.strerror or error}. {_REMEDIES.get(error.errno or 0, '')}".rstrip()
     if error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         reason = (

@@ -137,7 +137,12 @@ def test_a_process_that_cannot_be_watched_is_ended(make: Make, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(errno.EAGAIN, "Resource temporarily unavailable"), (errno.ENFILE, "Too many open files in")]
+    ("number", "said"),
+    [
+        (errno.EAGAIN, r"Resource temporarily unavailable\. Allow more processes and threads \(`ulimit -u`"),
+        (errno.ENOMEM, r"Cannot allocate memory\. Free memory"),
+        (errno.ENFILE, "Too many open files in"),
+    ],
 )
 def test_a_process_that_the_system_does_not_start_is_a_typed_error_too(
     make: Make, number: int, said: str, monkeypatch: pytest.MonkeyPatch
