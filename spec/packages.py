@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UV = str(Path(sys.executable).with_name("uv"))
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 #: What the matrix runs by default.
 TESTS = (
     "tests/unit/weights",

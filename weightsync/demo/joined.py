@@ -66,7 +66,8 @@ def act_over_rpc(worker: Worker, settings: Settings, scheme: RPCWeightSyncScheme
         join_rpc(address, worker.index + 1, settings.workers + 1)  # the trainer is rank 0
         cleanup.callback(leave_rpc)
         scheme.connect()
-        act_with(worker, scheme.get_receiver(), settings)
+        with worker.step():  # the group's own model does not act, and gets no further version
+            act_with(worker, scheme.get_receiver(), settings)
 
 
 def act_over_store(worker: Worker, settings: Settings, scheme: DistributedWeightSyncScheme, port: int) -> None:
@@ -74,4 +75,5 @@ def act_over_store(worker: Worker, settings: Settings, scheme: DistributedWeight
     with scheme:
         scheme.init_on_receiver(model_id=MODEL_ID, model=Policy(), store=store(port), rank=worker.index + 1)
         scheme.connect()
-        act_with(worker, scheme.get_receiver(), settings)
+        with worker.step():  # the group's own model does not act, and gets no further version
+            act_with(worker, scheme.get_receiver(), settings)

@@ -181,7 +181,8 @@ def never() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(local_class, "AttributeError: .*Here"), (never, "ValueError: there is no collector here")]
+    ("make", "why"),
+    [(local_class, "(Attribute|Pickling)Error: .*Here"), (never, "ValueError: there is no collector here")],
 )
 def test_a_collector_whose_class_cannot_be_found_out_is_lost_with_that_reason(
     trainer: Any, make: Any, why: str

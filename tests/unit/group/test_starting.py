@@ -47,8 +47,8 @@ def test_ctrl_c_does_not_reach_workers_that_still_import(model: nn.Module) -> No
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_a_worker_whose_function_runs_ignores_ctrl_c_and_blocks_nothing(model: nn.Module) -> None:
-    with WorkerGroup(put_mask, model, 1, ctx=multiprocessing.get_context("fork")) as group:
+def test_a_worker_whose_function_runs_ignores_ctrl_c_and_blocks_nothing(make: Make) -> None:
+    with make(put_mask) as group:
         (result,) = group.results()
 
     assert result.value == (set(), signal.SIG_IGN)
