@@ -121,7 +121,8 @@ ReceiverRowsSeen == \A w \in Workers :
                          /\ d.served # NoPayload /\ e.served = NoPayload)
   /\ See(206, "DEFERRED", from = "pending_async" /\ e.answer = "DEFERRED" /\ e.decided # d.decided)
   /\ SeeIn(207, "SEND_ACK", from, stays /\ d.answer = "DEFERRED" /\ e.answer = "ACK")
-  /\ See(213, "a deferred answer leaves for a newer version", d.answer = "DEFERRED" /\ e.answer = "ACK" /\ e.pending # d.pending)
+  /\ See(213, "a deferred answer leaves for a newer version", d.answer = "DEFERRED" /\ e.answer = "ACK" /\ e.pending # d.pending
+                                                             /\ New("ACK") # {})
   /\ See(214, "a deferred version comes again", d.answer = "DEFERRED" /\ e = d /\ stays /\ ~Loses /\ Read(1) # {})
   /\ See(215, "a deferred answer leaves elsewhere", d.answer = "DEFERRED" /\ New("ACK") # {})
   /\ SeeIn(200, "INVALIDATED", from, stays /\ d.served # NoPayload /\ e.served = NoPayload)
