@@ -82,11 +82,11 @@ def close_at_exit(one: Closing) -> None:
 class Configured(Closing):
     """A scheme or a transport class. Copied, deep-copied, pickled or forked, it keeps its configuration only."""
 
-    #: Attributes that a copy does not get; `_begin` sets them again.
+    #: Attributes that a copy does not get; `_reset` sets them again.
     _not_copied: tuple[str, ...] = ()
 
     @abc.abstractmethod
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Become uninitialized, with the configuration only."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,11 +94,11 @@ class Configured(Closing):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset()
 
     def forget(self) -> None:
         """Become a copy: called in a forked child."""
-        self._begin()
+        self._reset()
 
 
 class Participant(Closing):
@@ -119,11 +119,11 @@ class Participant(Closing):
     def _start_over(self) -> None:
         self._context = Context()
         self._threads = Keeping(self)
-        self._begin()
+        self._reset()
         forget_after_fork(self)
 
     @abc.abstractmethod
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Become `uninitialized`, with only the scheme and the model's id."""
 
     @abc.abstractmethod

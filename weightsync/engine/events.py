@@ -168,10 +168,10 @@ class Events:
     """The events of one scheme. Safe to use from several threads; a forked child has no callbacks."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._reset()
         forget_after_fork(self)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.dropped = 0
         self._subscriptions: tuple[Subscription, ...] = ()
         # Not queue.Queue: the garbage collector may emit an event in a thread that holds its lock.
@@ -183,7 +183,7 @@ class Events:
 
     def forget(self) -> None:
         """In a forked child, which does not have the thread: have no callbacks."""
-        self._begin()
+        self._reset()
 
     def subscribe(self, callback: Callback, tracer: Tracer | None = None) -> Subscription:
         """Call ``callback`` with each event from now on, and ask ``tracer`` for the trace context of each version.

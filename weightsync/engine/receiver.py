@@ -45,7 +45,7 @@ class WeightReceiver(Participant):
     #: thread is in `receive`. The return value of that `receive` then does not report this version.
     _forwards_swap = False
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._driver = receiver_driver(self._model_id)
         self._listening = Listening(self._scheme, self._driver)
         self._served = ServedModel(self._scheme, self._driver, self._listening, self._context)

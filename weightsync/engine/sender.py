@@ -40,7 +40,7 @@ class WeightSender(Participant):
 
     _driver: SenderDriver
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._driver = sender_driver(self._model_id)
         self._packer = self._scheme.packer
         self._workers = Workers(self._scheme, self._driver, self._packer)

@@ -113,7 +113,7 @@ class WeightSyncScheme(Configured):
             self._require_deltas()
         self._wire_dtype = wire_dtype_of(wire_dtype)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
-        self._begin()
+        self._reset()
 
     def _require_deltas(self) -> None:
         """Raise ConfigurationError unless this scheme's links carry deltas, and receivers verify the results."""
@@ -129,7 +129,7 @@ class WeightSyncScheme(Configured):
                 "'digest'."
             )
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Become uninitialised on both sides."""
         self._sender_side = SenderSide(self)
         self._receiver_side = ReceiverSide()

@@ -145,8 +145,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     _not_copied = (*WeightSyncScheme._not_copied, "_hints", "_trees")
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._hints = Hints()
         self._trees = None if self.fanout is None else Fanout(self.fanout)
 

@@ -138,8 +138,8 @@ class PipeScheme(WeightSyncScheme):
         own = self._own = self._ends[worker]
         return own
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._own = None
 
     def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:

@@ -90,8 +90,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     _not_copied = (*WeightSyncScheme._not_copied, "_links")
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._links = ActorLinks(self._tensor_transport, self._key)
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:

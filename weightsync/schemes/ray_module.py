@@ -116,8 +116,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     _not_copied = (*RayWeightSyncScheme._not_copied, "_transform")
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._transform: Any = None
 
     def set_transform(self, ray_transform: Any) -> None:

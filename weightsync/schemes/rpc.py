@@ -62,8 +62,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     _not_copied = (*WeightSyncScheme._not_copied, "_presenter")
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._presenter = SharedPresenter()
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:

@@ -62,8 +62,8 @@ class DistributedTransport(TransportFacade):
 
     _not_copied = (*TransportFacade._not_copied, "_hints")
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._hints = Hints()
 
     def _store_endpoint(self) -> StoreEndpoint:

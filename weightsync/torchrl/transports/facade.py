@@ -59,9 +59,9 @@ class TransportFacade(Configured):
         self._form = form
         self.timeout = timeout
         self._strategy = strategy
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.RLock()
         self._services = FacadeServices(self, self._strategy)
         self._senders: dict[str, WeightSender] = {}

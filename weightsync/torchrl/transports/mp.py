@@ -63,8 +63,8 @@ class MPTransport(TransportFacade):
         super().__init__(form=form, timeout=timeout, strategy=strategy)
         self._given = None if form is Form.B else given
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._channel = None
         self._queues = {}
 

@@ -39,8 +39,8 @@ class _ActorFacade(TransportFacade):
         self._tensor_transport = tensor_transport_of(transport)
         super().__init__(form=form)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._links = ActorLinks(self._tensor_transport, self._key)
 
     @abc.abstractmethod

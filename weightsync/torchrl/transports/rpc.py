@@ -52,8 +52,8 @@ class RPCTransport(TransportFacade):
         self._key = None if key is None else SharedKey.given(key)
         self._collector = Collector(collector_info, collector_rref, collector_class)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._presenter = SharedPresenter()
 
     @property

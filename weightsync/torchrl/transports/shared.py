@@ -60,8 +60,8 @@ class SharedMemTransport(MPTransport):
         self._params_map: dict[int, Any] = {}
         self._per_worker = False
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._init_queues: Mapping[int, Any] = {}
 
     def register_pipe(self, pipe: Any) -> None:
