@@ -60,11 +60,11 @@ class _AfterForward(Hook):
             self._receiver.end_forward()
 
 
-def _begin(receiver: WeightReceiver) -> None:
+def _begin_forward(receiver: WeightReceiver) -> None:
     receiver.begin_serving(compiled_frame())
 
 
-def _end(receiver: WeightReceiver) -> None:
+def _end_forward(receiver: WeightReceiver) -> None:
     receiver.end_forward()
 
 
@@ -75,7 +75,7 @@ def _uncompiled(function: Callable[[WeightReceiver], None]) -> Callable[[WeightR
     return found
 
 
-_begin_uncompiled, _end_uncompiled = _uncompiled(_begin), _uncompiled(_end)
+_begin_uncompiled, _end_uncompiled = _uncompiled(_begin_forward), _uncompiled(_end_forward)
 
 
 class ForwardGuard:

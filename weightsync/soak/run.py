@@ -178,7 +178,7 @@ class Soak:
         self.tally.before = Usage.now()
         started = time.monotonic()
         try:
-            self._begin()
+            self._start_all()
             started = time.monotonic()
             while time.monotonic() - started < seconds and not self.tally.findings:
                 action = self._next_action()
@@ -188,7 +188,7 @@ class Soak:
         except KeyboardInterrupt:
             pass
         finally:
-            self._end()
+            self._end_all()
             self.tally.seconds = time.monotonic() - started
         return self.tally
 
@@ -201,7 +201,7 @@ class Soak:
 
     # ------------------------------------------------------------------------------------------ both sides
 
-    def _begin(self) -> None:
+    def _start_all(self) -> None:
         self._setup.open()
         endpoints = [self._start(index) for index in range(self._count)]
         processes = [self._setup.watched(member) for member in self._members.values()]
@@ -215,7 +215,7 @@ class Soak:
         self._members[index], endpoint = self._setup.start(index)
         return endpoint
 
-    def _end(self) -> None:
+    def _end_all(self) -> None:
         for index, member in self._members.items():
             self._ask(index, Request.LOOK)
             self._look_back(index)

@@ -130,7 +130,7 @@ class RayFleet(Fleet):
     """
 
     worker_payload = (Place(applier.__name__, "Applier", "verified", after=True),)
-    trainer_payload = (Place(call_clients.__name__, "ActorCallClient", "_begin", after=True),)
+    trainer_payload = (Place(call_clients.__name__, "ActorCallClient", "_begin_call", after=True),)
     receives = False
 
     def __init__(self, victim: Any, other: Any, leader: Any = None, spare: Any = None) -> None:

@@ -102,14 +102,14 @@ class _RayCallClient:
             self._cached = self._caches.of(update.incarnation)
         return self._cached.put(update, payload)
 
-    def _begin(self, call: _Call) -> Future[Any]:
+    def _begin_call(self, call: _Call) -> Future[Any]:
         """Begin a call. One that is to be repeated ends with its repetition."""
         answers: Future[Any] = Future()
         self._submit(answers, call)
         self._watch(answers)
         return answers
 
-    def _begin_later(self, call: _Call, error: _TooManyCalls) -> Future[Any]:
+    def _begin_call_later(self, call: _Call, error: _TooManyCalls) -> Future[Any]:
         """Begin a call once the actor's queue has room."""
         answers: Future[Any] = Future()
         self._watch(answers)
@@ -242,12 +242,12 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         try:
             if self._held is not None:  # it would overtake the handshake
                 raise self._held.with_traceback(None)
-            answers = self._begin(call)
+            answers = self._begin_call(call)
         except _TooManyCalls as error:
             if not isinstance(message, Hello):
                 return self._not_taken(message, error)
             self._held = error
-            answers = self._begin_later(call, error)
+            answers = self._begin_call_later(call, error)
         if isinstance(message, Hello):
             self._handshake = answers
         self._next += 1
@@ -273,9 +273,9 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._session.require()
         call = _Call(lambda: self._ask(actor), self._models_of)
         try:
-            return self._begin(call)
+            return self._begin_call(call)
         except _TooManyCalls as error:
-            return self._begin_later(call, error)
+            return self._begin_call_later(call, error)
 
     def _ask(self, actor: Any) -> Any:
         self._require_open()
@@ -387,7 +387,7 @@ class PlainActorCallClient(_RayCallClient):
     def _deliver(self, update: Update, ref: Any) -> Answers:
         self._session.require()
         try:
-            return self._begin(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
+            return self._begin_call(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
         except _TooManyCalls as error:
             return self._full(update, error)
 
