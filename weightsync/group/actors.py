@@ -204,8 +204,8 @@ class ActorLauncher:
             raise ConfigurationError(f"Ray takes no such actor_options=: {error} Nothing was started.") from error
         self._reception = ChannelListener(self._ray.util.get_node_ip_address())
 
-    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
-        """See `Launcher.reached`."""
+    def init_arguments(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """See `Launcher.init_arguments`."""
         return {"actor_refs": [life.endpoint for life in lives]}
 
     def launch(self, index: int, restarts: int) -> Launched:

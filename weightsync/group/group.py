@@ -153,8 +153,8 @@ class WorkerGroup:
             self._launcher.open()
             for member in self._members.by_index.values():
                 member.start()
-            reached = self._launcher.reached([launched for _, launched in sorted(self._first.items())])
-            self._scheme.init_on_sender(self._model_id, model=self._model, **self._options, **reached)
+            given = self._launcher.init_arguments([launched for _, launched in sorted(self._first.items())])
+            self._scheme.init_on_sender(self._model_id, model=self._model, **self._options, **given)
             self.sender.expect_goodbyes()  # `results` says how each worker ended
             self._first.clear()
             self._dispatch("start", None, OnPending.RAISE, Timeout.DEFAULT)

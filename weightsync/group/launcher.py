@@ -175,8 +175,12 @@ class Launcher(Protocol):
             WeightSyncError: workers cannot be started from here.
         """
 
-    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
-        """What `init_on_sender` is given, to reach the first lives of all workers, which are in their order."""
+    def init_arguments(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """The keywords by which `init_on_sender` reaches the workers.
+
+        Args:
+            lives: the first life of each worker, in the order of the workers.
+        """
 
     def launch(self, index: int, restarts: int) -> Launched:
         """Begin a life of a worker. Never waits.

@@ -179,8 +179,8 @@ class ProcessLauncher:
         except OSError as error:
             raise _not_started(0, error) from error
 
-    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
-        """See `Launcher.reached`."""
+    def init_arguments(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """See `Launcher.init_arguments`."""
         return {"pipes": [life.endpoint for life in lives], "processes": [life.watched for life in lives]}
 
     def launch(self, index: int, restarts: int) -> Launched:

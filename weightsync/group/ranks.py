@@ -163,8 +163,8 @@ class RankLauncher:
         number = notes.add(_PREFIX, 1)
         self._name, self._store = _name_of(number), _store_of_group(self._world, number)
 
-    def reached(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
-        """See `Launcher.reached`."""
+    def init_arguments(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
+        """See `Launcher.init_arguments`."""
         return {"store": self._store, "num_workers": len(lives)}
 
     def launch(self, index: int, restarts: int) -> Launched:  # noqa: ARG002 - it has one life

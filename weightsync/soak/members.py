@@ -99,8 +99,8 @@ class PipeMembers:
         with contextlib.suppress(OSError):
             member.worker.ask(None)
 
-    def reached(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
-        """What `init_on_sender` is given."""
+    def init_arguments(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
+        """The keywords by which `init_on_sender` reaches the workers."""
         return {"pipes": list(endpoints), "processes": list(processes)}
 
     def watched(self, member: Member) -> Any:
@@ -130,8 +130,8 @@ class StoreMembers(PipeMembers):
         """The worker listens at the store for further links."""
         return self._store, index + 1
 
-    def reached(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
-        """The store, and how many workers come to it."""
+    def init_arguments(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
+        """The store, and how many workers come to it: see `PipeMembers.init_arguments`."""
         return {"store": self._store, "num_workers": len(endpoints), "processes": list(processes)}
 
     def _link(self, index: int) -> tuple[Any, Any]:
@@ -171,8 +171,8 @@ class RpcMembers(PipeMembers):
         """A link is a series of calls: the same process takes another."""
         return self._names[index]
 
-    def reached(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
-        """Their names."""
+    def init_arguments(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
+        """Their names in the world: see `PipeMembers.init_arguments`."""
         return {"collector_infos": list(endpoints)}
 
 
@@ -212,8 +212,8 @@ class RayMembers(PipeMembers):
         """Kill the actor, which never ends on its own."""
         member.worker.kill()
 
-    def reached(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
-        """The actors."""
+    def init_arguments(self, endpoints: Sequence[Any], processes: Sequence[Any]) -> Mapping[str, Any]:
+        """The actors: see `PipeMembers.init_arguments`."""
         return {"remote_collectors": list(endpoints)}
 
     def watched(self, member: Member) -> None:

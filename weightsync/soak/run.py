@@ -205,8 +205,8 @@ class Soak:
         self._setup.open()
         endpoints = [self._start(index) for index in range(self._count)]
         processes = [self._setup.watched(member) for member in self._members.values()]
-        reached = self._setup.reached(endpoints, processes)
-        self._scheme.init_on_sender(MODEL_ID, model=self._model, **reached)
+        given = self._setup.init_arguments(endpoints, processes)
+        self._scheme.init_on_sender(MODEL_ID, model=self._model, **given)
         self._sender = self._scheme.get_sender()
         self._send()
 
