@@ -115,13 +115,13 @@ def work(control: Connection, scheme: SchemeName, index: int, nbytes: int, endpo
         address, world_size = endpoint
         join_rpc(address, index + 1, world_size)
     with contextlib.suppress(EOFError, OSError), MAKE[scheme]() as made:
-        made.init_on_worker(MODEL_ID, model=model, **reached(scheme, index, endpoint))
+        made.init_on_worker(MODEL_ID, model=model, **init_arguments(scheme, index, endpoint))
         _Worker(made.get_receiver(), model, control).run()
     if scheme is SchemeName.RPC:
         leave_rpc()
 
 
-def reached(scheme: SchemeName, index: int, endpoint: Any) -> dict[str, Any]:
+def init_arguments(scheme: SchemeName, index: int, endpoint: Any) -> dict[str, Any]:
     """The arguments by which a worker finds its trainer: a pipe or a store; over RPC nothing, since it is called."""
     if scheme is SchemeName.RPC:
         return {}
