@@ -436,8 +436,8 @@ def no_thread(name: str) -> Iterator[list[threading.Thread]]:
 
 
 def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(store: Any) -> None:
-    said = "The thread for weightsync-heartbeat-judge cannot be started"
-    with no_thread("weightsync-heartbeat-judge") as begun, pytest.raises(TransportError, match=said):
+    said = "The thread for weightsync-heartbeat-watchdog cannot be started"
+    with no_thread("weightsync-heartbeat-watchdog") as begun, pytest.raises(TransportError, match=said):
         heartbeat.Heartbeat(base_of(store)).start()
 
     (beating,) = begun
@@ -446,8 +446,8 @@ def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(store: Any)
 
 
 def test_a_listener_that_gets_no_thread_leaves_the_heartbeat(store: Any) -> None:
-    said = "The thread for weightsync-listener-listen cannot be started"
-    with no_thread("weightsync-listener-listen") as begun, pytest.raises(TransportError, match=said):
+    said = "The thread for weightsync-listener cannot be started"
+    with no_thread("weightsync-listener") as begun, pytest.raises(TransportError, match=said):
         DistributedWeightSyncScheme().init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
 
     for thread in begun:

@@ -374,7 +374,7 @@ class Waking:
         self.over.wait()
 
     def close(self) -> None:
-        blocking_threads.start_threads(self, self.wake)
+        blocking_threads.start_threads(self, {"waker": self.wake})
 
     def wake(self) -> None:
         self.over.set()
@@ -389,7 +389,7 @@ def test_a_process_that_ends_waits_for_the_threads_that_closing_starts_too(monke
     """A thread that returns from torch later aborts the process."""
     monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
     owner = Waking()
-    blocking_threads.start_threads(owner, owner.wait)
+    blocking_threads.start_threads(owner, {"waiter": owner.wait})
     blocking_threads._running.end()
     assert owner.woken
 
@@ -412,7 +412,7 @@ def test_an_owner_that_fails_as_the_process_ends_keeps_no_other_from_ending(
     monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.2)
     first, last = Failing(), Failing()
     for owner in (first, last):
-        blocking_threads.start_threads(owner, owner.wait)
+        blocking_threads.start_threads(owner, {"waiter": owner.wait})
     blocking_threads._running.end()
 
     assert first.over.is_set()

@@ -333,7 +333,7 @@ def test_a_worker_that_registers_again_after_a_loss_waits_for_the_next_sender(pa
 
 def listeners() -> int:
     """How many threads of this process listen at a store."""
-    return sum(thread.name == "weightsync-listener-listen" for thread in threading.enumerate())
+    return sum(thread.name == "weightsync-listener" for thread in threading.enumerate())
 
 
 def test_registering_again_and_again_leaves_one_listener(pair: StorePair) -> None:

@@ -714,7 +714,7 @@ def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its
         def init_on_receiver(self, **options: Any) -> None:
             group.close()
             for thread in threading.enumerate():
-                if thread.name.startswith("weightsync-linkthreads"):
+                if thread.name.startswith("weightsync-link-"):
                     thread.join()  # the link is withdrawn
             monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "1")
             super().init_on_receiver(**options)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.util import Finalize
 from typing import Final, Protocol
 
@@ -99,10 +99,12 @@ def _join(threads: Iterable[threading.Thread]) -> None:
 _running = _Running()
 
 
-def start_threads(owner: Owner, *bodies: Callable[[], None]) -> None:
-    """Run each of ``bodies`` in a thread. Raises TransportError: no more threads can be started."""
-    for body in bodies:
-        name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"
+def start_threads(owner: Owner, bodies: Mapping[str, Callable[[], None]]) -> None:
+    """Run each of ``bodies`` in a thread, by the thread's name.
+
+    Raises TransportError: no more threads can be started.
+    """
+    for name, body in bodies.items():
         _running.add(name, body, owner)
 
 

@@ -88,7 +88,7 @@ class Forwarder:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         forget_after_fork(self)
         try:
-            start_threads(self, self._accept)
+            start_threads(self, {"weightsync-forwarder": self._accept})
         except TransportError:
             self._listener.close()
             raise
@@ -139,7 +139,7 @@ class Forwarder:
             try:
                 if not welcome:
                     raise TransportError("There are too many connections.")
-                start_threads(child, child.serve)
+                start_threads(child, {"weightsync-forwarder-child": child.serve})
             except TransportError:
                 child.end()
         self._listener.close()

@@ -87,7 +87,8 @@ class Heartbeat:
     def start(self) -> None:
         """Start beating. Raises TransportError: no more threads can be started; it has stopped again."""
         try:
-            start_threads(self, self._beat, self._judge)
+            bodies = {"weightsync-heartbeat": self._beat, "weightsync-heartbeat-watchdog": self._watch_own_beats}
+            start_threads(self, bodies)
         except TransportError:
             self.close()
             raise
@@ -166,7 +167,7 @@ class Heartbeat:
         if member.missed == ROUNDS:
             member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
-    def _judge(self) -> None:
+    def _watch_own_beats(self) -> None:
         """Report the store lost if this process's own beats stop: then a request to it is not answered."""
         if not self._dialled.wait(_DIAL_SECONDS):
             self._lost(f"the store has not answered for {_DIAL_SECONDS:.0f} s")

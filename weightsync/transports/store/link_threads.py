@@ -81,7 +81,7 @@ class LinkThreads:
         with self._condition:  # a loss of the store, which a callback reports at any time from here on, waits for it
             self._heartbeat_member = heartbeat.join(endpoint.store, callbacks)
         try:
-            start_threads(self, self._write, self._read)
+            start_threads(self, {"weightsync-link-writer": self._write, "weightsync-link-reader": self._read})
         except TransportError as error:
             self._fail(error)
             raise

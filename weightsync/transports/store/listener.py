@@ -131,7 +131,7 @@ class _Listener:
         self._heartbeat_member = heartbeat.join(endpoint.store, heartbeat.Callbacks(self._lose, self._lose, self._look))
         forget_after_fork(self)
         try:
-            start_threads(self, self._listen)
+            start_threads(self, {"weightsync-listener": self._listen})
         except TransportError:
             self._heartbeat_member.leave()
             raise
@@ -266,7 +266,7 @@ class _Listener:
             for link in tuple(self._unproven):
                 link.close()
             try:
-                start_threads(self, self._wake)
+                start_threads(self, {"weightsync-listener-waker": self._wake})
             except TransportError:  # from Python 3.12 on, no thread starts while the interpreter ends
                 self.cut()
 
