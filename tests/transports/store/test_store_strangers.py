@@ -21,7 +21,7 @@ from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.store import announcing, blocking_threads, heartbeat, link_threads, listener
 from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import RendezvousStore
-from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed, end
+from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed
 from weightsync.transports.store.store import DIAL, Client
 from weightsync.transports.store.stream import Acceptor, _names, dial
 
@@ -189,7 +189,7 @@ def test_messages_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> No
 def test_junk_before_the_end_of_a_row_is_passed_over(row: tuple[Client, Inbox], junk: bytes) -> None:
     client, inbox = row
     client.set("row/0", junk)
-    end(client, "row", inbox.number)
+    Inbox.end(client, "row", inbox.number)
     with pytest.raises(Ended):
         inbox.take()
 

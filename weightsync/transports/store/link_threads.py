@@ -1,4 +1,4 @@
-"""The writing and the reading thread of a `StoreLink`, and the memory for payloads."""
+"""The writing and the reading thread of a `StoreLink`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsync.transports.store.arriving import arrivals_of
 from weightsync.transports.store.blocking_threads import WriteQueue, notify_later, start_threads, unforeseen
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.group import group_of
-from weightsync.transports.store.mailbox import NO_ANSWER, Ended, Inbox, Outbox, PeerClosed, QueuedMessage, Side, end
+from weightsync.transports.store.mailbox import NO_ANSWER, Ended, Inbox, Outbox, PeerClosed, QueuedMessage, Side
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEndpoint, keep_in_child
 from weightsync.transports.store.stream import Acceptor, EndOfStream, Stream, dial, own_address
@@ -320,7 +320,7 @@ class LinkThreads:
         with self._condition:
             if self._stream is not None or (self._inbox is not None and self._reader is None):
                 return
-        end(client, f"{self._key}/{self._side.reads}", 0 if self._inbox is None else self._inbox.number)
+        Inbox.end(client, f"{self._key}/{self._side.reads}", 0 if self._inbox is None else self._inbox.number)
 
     def cut(self) -> None:
         """Make both threads' calls fail. What a closed link has queued is written first, without the store."""
@@ -362,7 +362,7 @@ class LinkThreads:
             self._reader = None
         if self._inbox is not None:
             with contextlib.suppress(TransportError):
-                self._inbox.forget()
+                self._inbox.delete_read()
         if self._stream is not None and self._closed and self._failed is None:
             self._stream.drain()
         if client is not None:
@@ -384,7 +384,7 @@ class LinkThreads:
             self._reader = client
             inbox = self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
         stream = self._open_stream(inbox, client)
-        inbox.forget()
+        inbox.delete_read()
         while True:
             self.deliver()
             if (opened := self._guard.open(memoryview(stream.read()))) is not None:

@@ -24,8 +24,11 @@ INLINE_NBYTES: Final = 64 * 1024
 
 #: A process, its network, and where it awaits a connection.
 _NAME: Final = re.compile(rb"[0-9a-f]{32}( [0-9a-f]{32})?( \S+:[0-9]{1,5})?")
+#: Before a name, or before what a guard says.
 _WORDS: Final = b"L"
+#: The last value of an end that writes no more.
 _CLOSED: Final = b"C"
+#: The value that `Inbox.end` writes.
 _END: Final = "E"
 #: Why a link has no connection yet, while its end has none to the store.
 NO_ANSWER: Final = "the store has not answered this process so far"
@@ -169,7 +172,7 @@ class PeerClosed(Exception):
 
 
 class Ended(Exception):
-    """This end will read nothing more: see `end`."""
+    """This end will read nothing more: see `Inbox.end`."""
 
 
 class Inbox:
@@ -185,7 +188,7 @@ class Inbox:
         self._read_keys: list[str] = []
         self.number = 0
 
-    def forget(self) -> None:
+    def delete_read(self) -> None:
         """Delete the values that were read. Called once a message was processed, since it takes as long as reading.
 
         Raises TransportError: the store is gone.
@@ -206,6 +209,15 @@ class Inbox:
         if value == _END.encode():
             raise Ended
         return value[1:]
+
+    @staticmethod
+    def end(client: Client, key: str, number: int) -> None:
+        """End the inbox of ``key`` after everything that was written to it, from ``number`` on.
+
+        Its reader is another thread, or has not begun. Raises TransportError: the store is gone.
+        """
+        while client.claim(f"{key}/{number}", _END) != _END:
+            number += 1
 
     def _await(self) -> bytes:
         """The value of the next key, once the other end has written it."""
@@ -244,16 +256,7 @@ class Inbox:
 
 
 def _is_ours(value: bytes) -> bool:
-    """Whether a value is one that an `Outbox` or `end` writes."""
+    """Whether a value is one that an `Outbox` or `Inbox.end` writes."""
     words = value[1:]
     ours = value[:1] == _WORDS and (is_envelope(words) or _NAME.fullmatch(words) is not None)
     return ours or value in (_CLOSED, _END.encode())
-
-
-def end(client: Client, key: str, number: int) -> None:
-    """End the inbox of ``key`` after everything that was written to it, from ``number`` on.
-
-    Raises TransportError: the store is gone.
-    """
-    while client.claim(f"{key}/{number}", _END) != _END:
-        number += 1
