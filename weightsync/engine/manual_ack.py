@@ -139,8 +139,8 @@ class ManualAck:
                 trace = "".join(traceback.format_exception(error))
                 self._driver.take(pure.Refused(self._applier.refusal(pending, reason_of(error), trace, Evidence.CALL)))
 
-    def forget(self) -> None:
-        """The update that was taken is answered in another way."""
+    def drop_taken(self) -> None:
+        """Note that the update that was taken is answered in another way."""
         self._taken = None
 
     def _ack_of(self, taken: Taken) -> Ack:

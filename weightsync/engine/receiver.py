@@ -210,7 +210,7 @@ class WeightReceiver(Participant):
                 driver.pump()
             pending = driver.pending
             if pending is not None and self._are_of(pending, weights):
-                self._manual.forget()
+                self._manual.drop_taken()
                 if not self._applier.apply(target):
                     raise self._turned_down(pending)
                 return

@@ -57,10 +57,12 @@ class Callbacks:
 
 @dataclass
 class _Member:
-    """A member of a heartbeat."""
+    """What a heartbeat knows of one member."""
 
     callbacks: Callbacks
+    #: The process that it follows; empty: none.
     process: str = ""
+    #: That process's last beat, and for how many rounds there was no other.
     beat: bytes | None = None
     missed: int = 0
 
@@ -181,7 +183,7 @@ class Heartbeat:
         if self._over.is_set():
             return
         self._over.set()
-        _heartbeats.forget_one(self)
+        _heartbeats.drop(self)
         with self._lock:
             callbacks = [member.callbacks for member in self._members.values()]
         for each in callbacks:
@@ -213,7 +215,8 @@ class _Heartbeats(PerProcess):
                 self._remove(heartbeat_member.heartbeat)
                 heartbeat_member.heartbeat.close()
 
-    def forget_one(self, heartbeat: Heartbeat) -> None:
+    def drop(self, heartbeat: Heartbeat) -> None:
+        """Drop a heartbeat that has lost its store: the next member starts another."""
         with self._lock:
             self._remove(heartbeat)
 
@@ -223,9 +226,10 @@ class _Heartbeats(PerProcess):
 
 @dataclass(frozen=True)
 class HeartbeatMember:
-    """One member of a heartbeat."""
+    """What a member of a heartbeat holds: it says whom to follow, and leaves."""
 
     heartbeat: Heartbeat
+    #: What `Heartbeat.add` returned.
     token: int
 
     def follow(self, process: str) -> None:
