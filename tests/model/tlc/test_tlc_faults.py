@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
 FAULTS = Path(__file__).parent / "faults"
 RunFault = Callable[[str, int], Outcome]
-ManualAck = Callable[..., subprocess.CompletedProcess[str]]
+ByHand = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def finds_no_error(outcome: Outcome) -> bool:
@@ -32,7 +32,7 @@ def finds_no_error(outcome: Outcome) -> bool:
     ("name", "keyword", "named"), [("Symmetric", "SYMMETRY", "Swapped"), ("Viewed", "VIEW", "Seen")]
 )
 def test_a_violated_temporal_property_is_missed_under_symmetry_and_view(
-    run_fault: RunFault, by_hand: ManualAck, name: str, keyword: str, named: str
+    run_fault: RunFault, by_hand: ByHand, name: str, keyword: str, named: str
 ) -> None:
     assert finds_no_error(run_fault(name, 1)), f"TLC has mended #59: temporal properties may stand under {keyword}"
     assert by_hand("-config", f"{name}Whole.cfg", f"{name}.tla").returncode == 13
@@ -40,7 +40,7 @@ def test_a_violated_temporal_property_is_missed_under_symmetry_and_view(
     assert [keyword in trap for trap in config_traps(Library(FAULTS), name, config, workers=1)] == [True]
 
 
-def test_with_continue_a_violation_is_printed_and_then_called_no_error(by_hand: ManualAck) -> None:
+def test_with_continue_a_violation_is_printed_and_then_called_no_error(by_hand: ByHand) -> None:
     assert by_hand("-config", "Continued.cfg", "Continued.tla").returncode == 12
     result = by_hand("-continue", "-config", "Continued.cfg", "Continued.tla")
     assert "Invariant Small is violated" in result.stdout
@@ -62,7 +62,7 @@ def test_a_property_that_cannot_be_evaluated_ends_with_0_and_is_no_verdict_for_u
 
 
 @pytest.fixture
-def by_hand(toolchain: Toolchain, tmp_path: Path) -> ManualAck:
+def by_hand(toolchain: Toolchain, tmp_path: Path) -> ByHand:
     """Runs TLC with arguments that our own runs never give it."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
