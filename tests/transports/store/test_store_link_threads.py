@@ -42,7 +42,7 @@ def create_link(store: Any) -> Iterator[Callable[[int], LinkThreads]]:
 
         def made(rank: int) -> LinkThreads:
             writes, reads = ("down", "up") if rank == 0 else ("up", "down")
-            side = Side(rank, writes, reads, f"end {1 - rank}", lambda client: None, lambda client: None)
+            side = Side(rank, writes, reads, f"end {1 - rank}")
             end = LinkThreads(StoreEndpoint(store, 1), "one", side, NoGuard(side.peer), waker, fanout=None)
             stack.callback(end.close)
             return end

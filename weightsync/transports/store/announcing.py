@@ -92,12 +92,10 @@ class _Announcement:
         # hint at the newest link: any client could write it, and the worker reads all announcements in turn anyway.
         try:
             Models(self._rank, SENDERS).add(client, self._model_id)  # first: a worker that takes the link removes it
-            places = (f"{self._base}/announced/{number}" for number in itertools.count())
-            while (
-                client.value(place := next(places)) is not None
-                or client.claim(place, self._announced) != self._announced
-            ):
-                continue
+            for number in itertools.count():
+                place = f"{self._base}/announced/{number}"
+                if client.value(place) is None and client.claim(place, self._announced) == self._announced:
+                    break
         finally:  # if the store is gone, it never will be announced: no goodbye is to wait for that
             self.settled.set()
 
@@ -161,7 +159,7 @@ def worker_link(
     before_end: Callable[[Client], None],
 ) -> StoreLink:
     """The worker's end of a link that it has accepted. Raises TransportError: no descriptor or thread is left."""
-    side = Side(1, "up", "down", "the sender", _nothing, _nothing, peer_left=sender_left, before_end=before_end)
+    side = Side(rank=1, writes="up", reads="down", peer="the sender", peer_left=sender_left, before_end=before_end)
     key, identity = endpoint.key, _identity(endpoint, model_id, name)
     guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
     return StoreLink(endpoint, name, side, guard)
@@ -219,10 +217,6 @@ def _taken_key(name: str) -> str:
 
 def _names_a_taker(value: str) -> bool:
     return value == _WITHDRAWN or _TAKER.fullmatch(value) is not None
-
-
-def _nothing(_: Client) -> None:
-    return None
 
 
 #: The models whose senders wait for a worker, and those that have had a receiver.

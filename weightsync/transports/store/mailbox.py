@@ -58,8 +58,8 @@ class Side:
     reads: str
     peer: str
     #: Called by the writing thread before its first and after its last action.
-    begin: Callable[[Client], None]
-    leave: Callable[[Client], None]
+    begin: Callable[[Client], None] = _nothing_there
+    leave: Callable[[Client], None] = _nothing_there
     #: Called before this end says goodbye, or its connection ends.
     before_goodbye: Callable[[], None] = _nothing
     #: Called by the reading thread when the other end has said goodbye.
