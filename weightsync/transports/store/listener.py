@@ -43,7 +43,7 @@ _LOOK_SECONDS: Final = 0.01
 
 
 class _Listeners(PerProcess):
-    """The listeners of this process."""
+    """The listeners of this process whose threads run."""
 
     def _begin(self) -> None:
         self._listeners: tuple[_Listener, ...] = ()
@@ -337,18 +337,18 @@ class PlaceholderLink:
             waker.close()
 
 
-class _Registered(PerProcess):
-    """The registered listeners of this process: one receiver for each model, rank and store."""
+class _Receivers(PerProcess):
+    """The receivers of this process that listen at stores: at most one for each model, rank and store."""
 
     def _begin(self) -> None:
         self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
 
     def open(self, endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Register a listener. Returns a function that removes it.
+        """Register a receiver by what takes its links. Returns a function that removes it.
 
-        Raises ConfigurationError: there is another. The same listener may be registered again.
+        Raises ConfigurationError: there is another. The same receiver may be registered again.
         """
-        place = _where(endpoint.store), endpoint.rank, model_id
+        place = _identity_of(endpoint.store), endpoint.rank, model_id
         with self._lock:
             there = self._by_place.setdefault(place, [])
             if any(other != accept for other in there):
@@ -367,13 +367,13 @@ class _Registered(PerProcess):
         return shut
 
 
-def _where(store: Store) -> Hashable:
+def _identity_of(store: Store) -> Hashable:
     """Identifies a store. A prefix cannot be read, so with one only the same object is the same place."""
     base = base_of(store)
     return (base.host, base.port) if store is base else store
 
 
-_registered = _Registered()
+_receivers = _Receivers()
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ def listen(endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None
         TransportError: no more threads can be started.
     """
     endpoint.warn_if_exposed()
-    leave = _registered.open(endpoint, model_id, accept)
+    leave = _receivers.open(endpoint, model_id, accept)
     try:
         listener = _Listener(endpoint, model_id, accept, leave)
     except BaseException:
