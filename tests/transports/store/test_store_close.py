@@ -22,7 +22,7 @@ from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import blocking_threads, heartbeat, link_threads
-from weightsync.transports.store.announcing import _Announcement, base_key
+from weightsync.transports.store.announcing import Where, _Announcement, announced_key, base_key
 from weightsync.transports.store.blocking_threads import _running
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.link_threads import LinkThreads
@@ -302,7 +302,7 @@ def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_g
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_a_store_that_ends_after_its_senders_goodbye_is_no_failure(ends: Ends, goodbye: bool) -> None:
     """The store is the trainer's in many programs: it ends right behind the goodbye."""
-    (listener,) = _listeners.at((ends.store.host, ends.store.port, base_key("policy", 1)))
+    (listener,) = _listeners.at(Where(ends.store.host, ends.store.port, base_key("policy", 1)))
     if goodbye:
         ends.bye_and_close()
         assert ends.heard() == ["Hello", "Bye"]
@@ -369,7 +369,7 @@ def test_a_process_of_multiprocessing_ends_only_after_its_goodbyes(store: Any, f
 def test_a_listener_ends_without_the_thread_that_wakes_it(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From Python 3.12 on, no thread starts while the interpreter ends."""
     stop = DistributedWeightSyncScheme().listen((store, 1), "policy", lambda _: None)
-    (listener,) = _listeners.at((store.host, store.port, base_key("policy", 1)))
+    (listener,) = _listeners.at(Where(store.host, store.port, base_key("policy", 1)))
     waited = Deadline(PATIENCE)
     while listener._client is None and not waited.passed:
         wait(Waker(), [], 0.001)
@@ -395,7 +395,7 @@ def test_a_link_that_nobody_took_is_ended_only_once_its_successor_is_announced(
     scheme = DistributedWeightSyncScheme()
     first = scheme.create_link((store, 1), "policy", "the worker")
     client = Client(store)
-    client.await_value(f"{base_key('policy', 1)}/announced/0")
+    client.await_value(announced_key(base_key("policy", 1), 0))
 
     def announce_late(announcement: _Announcement, client: Client) -> None:
         ended.wait(0.3)

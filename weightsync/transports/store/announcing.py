@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from weightsync.transports.process import PerProcess
 from weightsync.transports.sealing import Identity, Reason, announcement, new_name, refusal
@@ -33,13 +33,31 @@ _UNTAKEN: Final = (
     "no process has taken the link at rank {rank} of this store: is its process running, has it called "
     "init_on_worker(..., rank={rank}) with the same store, and does it call receive()?"
 )
-#: Identifies a worker: the store's host and port, and the worker's key there.
-Where = tuple[str, int, str]
+
+
+class Where(NamedTuple):
+    """Identifies a worker at a store."""
+
+    host: str
+    port: int
+    #: The worker's key there: see `base_key`.
+    key: str
 
 
 def base_key(model_id: str, rank: int) -> str:
     """The key under which links to the worker of that rank are announced."""
     return f"weightsync/{model_id}/{rank}"
+
+
+def announced_key(base: str, number: int) -> str:
+    """The key of one announcement to the worker with that key."""
+    return f"{base}/announced/{number}"
+
+
+def where_of(endpoint: StoreEndpoint, model_id: str) -> Where:
+    """Identifies the worker at an endpoint."""
+    store = base_of(endpoint.store)
+    return Where(store.host, store.port, base_key(model_id, endpoint.rank))
 
 
 class _OngoingAnnouncements(PerProcess):
@@ -80,9 +98,7 @@ class _Announcement:
         self._rank, self._model_id = endpoint.rank, model_id
         key = endpoint.key
         self._announced = self.name if key is None else f"{self.name} {announcement(key, self.identity)}"
-        self._base = base_key(model_id, endpoint.rank)
-        store = base_of(endpoint.store)
-        self._where = store.host, store.port, self._base
+        self._where = where_of(endpoint, model_id)
         self._reads_models = Models.are_read_in(endpoint.store)
         self.settled = _under_way.begin(self._where)
 
@@ -93,7 +109,7 @@ class _Announcement:
         try:
             Models(self._rank, SENDERS).add(client, self._model_id)  # first: a worker that takes the link removes it
             for number in itertools.count():
-                place = f"{self._base}/announced/{number}"
+                place = announced_key(self._where.key, number)
                 if client.value(place) is None and client.claim(place, self._announced) == self._announced:
                     break
         finally:  # if the store is gone, it never will be announced: no goodbye is to wait for that

@@ -25,9 +25,10 @@ from weightsync.transports.store.announcing import (
     Announced,
     Models,
     Where,
-    base_key,
+    announced_key,
     claim_link,
     decline,
+    where_of,
     worker_link,
 )
 from weightsync.transports.store.blocking_threads import start_threads
@@ -113,11 +114,9 @@ class _Listener:
     ) -> None:
         self._endpoint = endpoint
         self._model_id = model_id
-        store = base_of(endpoint.store)
-        self._base = base_key(model_id, endpoint.rank)
-        self.where = store.host, store.port, self._base
+        self.where = where_of(endpoint, model_id)
         self._accept, self._leave = accept, leave
-        self._other = _OtherProcess(self._base)
+        self._other = _OtherProcess(self.where.key)
         self._over = threading.Event()
         self._client: Client | None = None
         #: Wakes the thread when it is blocked on the other client.
@@ -186,7 +185,7 @@ class _Listener:
     @property
     def _next_key(self) -> str:
         """The key under which the next link will be announced."""
-        return f"{self._base}/announced/{self._next}"
+        return announced_key(self.where.key, self._next)
 
     def _process(self, client: Client, announced: Announced | None) -> None:
         """Accept an announced link, unless it is another worker's, or refuse it before any receiver sees it."""
@@ -206,7 +205,7 @@ class _Listener:
         try:
             link = worker_link(self._endpoint, self._model_id, name, sender_left.set, self._before_end)
         except TransportError as error:
-            logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
+            logger.error("a link to %s was announced but cannot be accepted: %s", self.where.key, error)
             decline(client, name)
             self._accept(PlaceholderLink(error))
             return
