@@ -40,9 +40,9 @@ from weightsync.schemes.sources import (
     given_or_found,
     is_weightless,
     model_for_worker,
+    model_or_empty,
     not_at_path,
     registered,
-    weights_of,
 )
 from weightsync.schemes.worker_set import Groups
 from weightsync.transports.base import Link
@@ -234,7 +234,7 @@ class WeightSyncScheme(Configured):
         receiver = self.create_receiver()
         with self._events.reported_by(lambda events: receiver.report_to(events, lambda: self.worker_idx)):
             receiver.set_context(context, model_id)
-            receiver.register_model(weights_of(model))
+            receiver.register_model(model_or_empty(model))
             try:
                 receiver.register_worker_transport(endpoint)
                 self._become_worker(given, context)
@@ -753,7 +753,7 @@ class WeightSyncScheme(Configured):
     def model(self, model: Any) -> None:
         receiver = self._receiver_side.receiver
         if receiver is not None:
-            receiver.register_model(weights_of(model))
+            receiver.register_model(model_or_empty(model))
         else:
             self._sender_side.set_model(model)
 

@@ -15,7 +15,7 @@ from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.facade_services import torchrl_transport
-from weightsync.schemes.sources import weights_of
+from weightsync.schemes.sources import model_or_empty
 from weightsync.schemes.worker_set import Groups
 from weightsync.weights.meta_device import lacks_weights
 
@@ -124,7 +124,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             self._receiver_side.receiver = receiver
         receiver.set_context(None, model_id)
         if kwargs.get("model") is not None:
-            receiver.register_model(weights_of(kwargs["model"]))
+            receiver.register_model(model_or_empty(kwargs["model"]))
         self._become_worker({}, None)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:

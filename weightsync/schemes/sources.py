@@ -76,10 +76,10 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
     if alone:
         raise ConfigurationError(f"{', '.join(alone)} can be given with loader= only.")
     if "model" in given:
-        return weights_of(given["model"])
+        return model_or_empty(given["model"])
     found = _from_get_model(given, context, model_id)
     if found is not None and found is not MISSING:
-        return weights_of(found)
+        return model_or_empty(found)
     if context is None:
         raise ConfigurationError(
             "init_on_worker() and init_on_receiver() need model=, loader=, or a context on which model_id is resolved."
@@ -97,8 +97,8 @@ def _loader(given: Mapping[str, Any]) -> Loader:
     return Loader(given["loader"], **{name: given[name] for name in ("name_map", "bucket_bytes") if name in given})
 
 
-def weights_of(model: Any) -> Any:
-    """What is sent for a model, and applied to it: the model itself, or an empty dict if it has no weights.
+def model_or_empty(model: Any) -> Any:
+    """What weights are applied to: the model itself, or an empty dict if it has no weights.
 
     A policy may be any callable: TorchRL's `RandomPolicy` is one without weights.
     """
