@@ -186,7 +186,7 @@ class Background:
         self.model_set(self._receiver.model)
         atexit.register(self.stop)
 
-    def seen(self) -> None:
+    def mark_seen(self) -> None:
         """Ignore what has happened so far: `receive` waits for the next version."""
         data = self._receiver.driver.data
         self._reported = data.decided, data.served

@@ -49,7 +49,7 @@ logger = logging.getLogger("weightsync")
 class Backlog:
     """The unanswered versions on one link, and the newest one that waits behind them.
 
-    At most `MAX_UNANSWERED` are, so a worker that does not read costs the memory of no more versions than that.
+    At most `MAX_UNANSWERED` are sent and unanswered: a worker that does not read costs the memory of no more versions.
 
     A waiting version that is superseded is never sent. It was abandoned before the newer one was dispatched, so no
     answer for it is awaited.

@@ -1,4 +1,4 @@
-"""The links that a receiver listens on, and who reads them."""
+"""Where a receiver listens for links, and who reads them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BackgroundReader(Protocol):
 
 
 class Listening:
-    """A receiver's links."""
+    """Where a receiver listens, and its background reader. The links themselves are its driver's."""
 
     def __init__(self, services: SchemeServices, driver: ReceiverDriver) -> None:
         self._services = services

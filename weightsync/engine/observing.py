@@ -1,4 +1,4 @@
-"""Makes events of the steps of a sender or a receiver: the one place where all outcomes are known."""
+"""Turns the steps of a sender or a receiver into its events: a step is where every outcome is known."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class ReceiverSide:
                 f"no first version of {receiver.model_id!r} arrived in time: {why}. The model is unchanged; have the "
                 "trainer send, and call connect() again."
             )
-        background.seen()
+        background.mark_seen()
         if receiver.version is None and background.decided:
             raise WeightSyncError(
                 f"the first version of {receiver.model_id!r} was refused, and the reason was sent to the trainer: "

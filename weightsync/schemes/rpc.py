@@ -152,7 +152,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         background.
         """
         if is_called():
-            background.seen()
+            background.mark_seen()
         else:
             super()._await_first(receiver, background, deadline)
 

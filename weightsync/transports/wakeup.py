@@ -1,4 +1,4 @@
-"""Wakes drivers: links that other threads wake, and processes that are watched before they have started."""
+"""Links that other threads wake (`WakeableLink`), and worker processes not known to have started (`AwaitedProcess`)."""
 
 from __future__ import annotations
 
