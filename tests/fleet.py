@@ -41,20 +41,25 @@ def scheme_class(request: pytest.FixtureRequest) -> Any:
 def functions_called(call: Callable[[], object]) -> list[CodeType]:
     """The Python functions that a call calls in this thread, in order; the garbage collector calls none of them."""
     found: list[CodeType] = []
+    note_calls(call, lambda frame: found.append(frame.f_code))
+    return found
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+
+def note_calls(call: Callable[[], object], note: Callable[[FrameType], object]) -> None:
+    """Call, and give ``note`` the frame of each Python function that is called in this thread, as it begins."""
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            found.append(frame.f_code)
+            note(frame)
 
     before = sys.getprofile()
     gc.disable()
-    sys.setprofile(note)
+    sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(before)
         gc.enable()
-    return found
 
 
 # ------------------------------------------------------------------------------------------------- models

@@ -77,6 +77,14 @@ def _tally(manifest: Manifest, modules: Container[str]) -> tuple[Counter[Purpose
     return Counter(each.purpose for each in of), sum(each.pinned.distinct for each in of if each.pinned)
 
 
+def _proofs(kinds: Counter[Purpose], states: int) -> str:
+    """A cell of the table: what TLC has shown of some modules."""
+    return (
+        f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
+        f"{kinds[Purpose.REVERT]} rules removed"
+    )
+
+
 def _families(manifest: Manifest) -> tuple[str, str, str]:
     kinds, states = _tally(manifest, _FAMILIES)
     return (
@@ -92,8 +100,7 @@ def _challenges(manifest: Manifest) -> tuple[str, str, str]:
     return (
         "challenges under a shared key (`tla/Challenge.tla`); the code under random attackers",
         "a message from somebody without the key that is accepted",
-        f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
-        f"{kinds[Purpose.REVERT]} rules removed",
+        _proofs(kinds, states),
     )
 
 
@@ -102,8 +109,7 @@ def _group(manifest: Manifest) -> tuple[str, str, str]:
     return (
         "worker groups (`tla/Group.tla`); the code by `tests/unit/group`",
         "a step with weights that are too old, a result that names other versions, a wait that never ends",
-        f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
-        f"{kinds[Purpose.REVERT]} rules removed",
+        _proofs(kinds, states),
     )
 
 
@@ -112,8 +118,7 @@ def _beside(manifest: Manifest) -> tuple[str, str, str]:
     return (
         f"what lies beside the protocol ({', '.join(f'`{name}.tla`' for name in _BESIDE)}), part of the first rows too",
         "a fast path that gives up a guarantee",
-        f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
-        f"{kinds[Purpose.REVERT]} rules removed. `tla/README.md` says what compares each module with the code",
+        f"{_proofs(kinds, states)}. `tla/README.md` says what compares each module with the code",
     )
 
 

@@ -1,4 +1,4 @@
-"""`Participant`, a sender or a receiver, and `Configured`, a scheme: how they are closed, copied, pickled and forked."""
+"""`Participant`, a sender or a receiver, and `Configured`, a scheme: how each is closed, copied, pickled and forked."""
 
 from __future__ import annotations
 

@@ -99,6 +99,24 @@ def recorded(folder: Path, scenario: Callable[[], None] = play) -> Path:
     return file
 
 
+def recorded_apart(folder: Path) -> tuple[Path, Path]:
+    """The trainer's file and the worker's of one send, as two processes leave them."""
+    here, there = folder / "here", folder / "there"
+    with recorder.record(here):
+        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
+        with recorder.record(there):
+            cast = Cast()
+            cast.sender.close()
+            cast.sender = sender
+            cast.create_link(sender, 0)
+            sender.send_async(model(1.0))
+            cast.receive(0)
+            assert sender.wait_async().ok
+            cast.close()
+    [trainer], [worker] = here.glob(recorder.PATTERN), there.glob(recorder.PATTERN)
+    return trainer, worker
+
+
 def lines_of(file: Path) -> Lines:
     return [json.loads(raw) for raw in file.read_text(encoding="utf-8").splitlines()]
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from recorded import Cast, judged, lines_of, model, play, recorded, write
+from recorded import Cast, judged, lines_of, model, play, recorded, recorded_apart, write
 
 import weightsync
 from weightsync.engine import recorder as tracing
@@ -197,19 +197,7 @@ def test_recording_ends_with_its_block_and_the_machines_go_on(tmp_path: Path) ->
 
 @pytest.mark.parametrize("hours_up", [0, 1_000_000], ids=["a host just started", "a host up for a century"])
 def test_times_of_different_clocks_are_not_compared(tmp_path: Path, hours_up: int) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    with tracing.record(here):
-        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
-        with tracing.record(there):
-            cast = Cast()
-            cast.sender.close()
-            cast.sender = sender
-            cast.create_link(sender, 0)
-            sender.send_async(model(1.0))
-            cast.receive(0)
-            assert sender.wait_async().ok
-            cast.close()
-    [file] = there.glob(tracing.PATTERN)
+    _, file = recorded_apart(tmp_path)
     lines = lines_of(file)
     first = min(line["t"] for line in lines)
     lines = [{**line, "t": line["t"] - first + hours_up * 3_600_000_000_000} for line in lines]

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import Cast, lines_of, model, recorded, write
+from recorded import lines_of, model, recorded, recorded_apart, write
 from typer.testing import CliRunner, Result
 
 import weightsync
 from weightsync.cli._app import build
-from weightsync.engine import recorder
 
 CONFORMS, DOES_NOT, CANNOT_SAY = 0, 1, 2
 
@@ -114,20 +113,8 @@ def test_where_nothing_can_be_said_it_gives_2_and_says_why(tmp_path: Path, what:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> dict[str, Path]:
-    """A trainer's file and a worker's, by role: as two processes leave them."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    with recorder.record(here):
-        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
-        with recorder.record(there):
-            cast = Cast()
-            cast.sender.close()
-            cast.sender = sender
-            cast.create_link(sender, 0)
-            sender.send_async(model(1.0))
-            cast.receive(0)
-            sender.wait_async()
-            cast.close()
-    [trainer], [worker] = here.glob(recorder.PATTERN), there.glob(recorder.PATTERN)
+    """A trainer's file and a worker's, by role."""
+    trainer, worker = recorded_apart(tmp_path)
     return {"sender": trainer, "receiver": worker}
 
 

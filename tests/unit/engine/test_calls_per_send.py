@@ -9,9 +9,7 @@ is meant to change the counts, ``PYTHONPATH=tests python tests/unit/engine/test_
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Pair
+from fleet import PATIENCE, Pair, note_calls
 
 import weightsync
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
@@ -51,19 +49,11 @@ def passed(call: Callable[[], object]) -> Counter[tuple[str, str]]:
     """How often a call goes from one file to another, or stays in one."""
     calls: Counter[tuple[str, str]] = Counter()
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            caller = frame.f_back
-            calls[caller.f_code.co_filename if caller else "", frame.f_code.co_filename] += 1
+    def note(frame: FrameType) -> None:
+        caller = frame.f_back
+        calls[caller.f_code.co_filename if caller else "", frame.f_code.co_filename] += 1
 
-    before = sys.getprofile()
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
+    note_calls(call, note)
     return calls
 
 
