@@ -342,7 +342,7 @@ class WeightReceiver(Participant):
             self.end_serving(entry)
 
     def begin_serving(self, entry: ServingEntry) -> None:
-        """Begin a forward. First swap in a staged version, so that a busy worker never delays a swap forever.
+        """Begin a forward or a block. First swap in a staged version: a busy worker never delays a swap forever.
 
         While some thread captures a CUDA graph, no forward swaps anything: the swap would wait for kernels.
 

@@ -143,12 +143,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, verify=verify, wire_dtype=wire_dtype, delta=delta)
         self.sync = switch(sync, "sync")
 
-    _not_copied = (*WeightSyncScheme._not_copied, "_hints", "_trees")
+    _not_copied = (*WeightSyncScheme._not_copied, "_hints", "_shared_fanout")
 
     def _reset(self) -> None:
         super()._reset()
         self._hints = Hints()
-        self._trees = None if self.fanout is None else Fanout(self.fanout)
+        self._shared_fanout = None if self.fanout is None else Fanout(self.fanout)
 
     def get_store_info(self) -> dict[str, Any]:
         """Host and port of the trainer's store: the workers' ``store_info``.
@@ -259,7 +259,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         if isinstance(endpoint, BareTransport):
             return super().create_link(endpoint, model_id, peer)
-        return sender_link(self._store_endpoint(endpoint), model_id, peer, self._trees)
+        return sender_link(self._store_endpoint(endpoint), model_id, peer, self._shared_fanout)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take each link that a sender announces to this worker: see `create_link`."""

@@ -22,9 +22,9 @@ from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, ClosedByPeer
-from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.same_host import SegmentPlace, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
+from weightsync.transports.calls.waiting import complete_like
 from weightsync.transports.calls.without_receiver import another_model
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 

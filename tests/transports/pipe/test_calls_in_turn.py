@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weightsync import TransportError
-from weightsync.transports.calls.forwarding import CallsInTurn
+from weightsync.transports.calls.waiting import CallsInTurn
 
 
 def _refused() -> Future[Any]:

@@ -33,7 +33,7 @@ from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink, ClosedByPeer
-from weightsync.transports.calls.forwarding import ForwardingClient
+from weightsync.transports.calls.waiting import AskingClient
 from weightsync.transports.calls.without_receiver import ack
 from weightsync.transports.ray import client as module
 from weightsync.transports.ray import server, session
@@ -327,7 +327,7 @@ def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room
 def asking(actor: Actor) -> CallLink:
     """A link to an actor that has not said yet whether our receiver listens in it."""
     ours, asked = with_our_receiver(actor), SimpleNamespace(__ray_call__=actor)
-    return CallLink(ForwardingClient("m", lambda: ours.ask_models(asked), ours, without(actor)), "worker 0")
+    return CallLink(AskingClient("m", lambda: ours.ask_models(asked), ours, without(actor)), "worker 0")
 
 
 def test_an_actor_that_was_asked_for_our_receiver_is_not_watched_once_the_link_is_closed(watch: ActorWatch) -> None:
@@ -454,7 +454,7 @@ def test_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> 
 
 def test_nor_one_that_waits_for_the_actor_to_say_whether_our_receiver_listens_in_it() -> None:
     actor, buffer, found = Actor(), Buffer(3), Future[Any]()
-    link = CallLink(ForwardingClient("m", lambda: found, with_our_receiver(actor), without(actor)), "worker 0")
+    link = CallLink(AskingClient("m", lambda: found, with_our_receiver(actor), without(actor)), "worker 0")
     link.send(UPDATE, buffer)
     link.close()
 

@@ -21,7 +21,7 @@ from weightsync.schemes.peers.base import SharedPresenter, SharedWeights
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
-from weightsync.transports.calls.forwarding import CallsInTurn, ForwardingClient, complete_like
+from weightsync.transports.calls.waiting import AskingClient, CallsInTurn, complete_like
 from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
@@ -82,7 +82,7 @@ def link_to(
         return CallLink(ours, peer, lambda: ours.remark, (WAY, model_id, str(worker.name)))
     kind = CollectorClass(collector)
     plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form)
-    asking = ForwardingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
+    asking = AskingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
     return CallLink(asking, peer, worker=(WAY, model_id, str(worker.name)))
 
 

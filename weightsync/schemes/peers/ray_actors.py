@@ -17,7 +17,7 @@ from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallClient, CallLink
-from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
+from weightsync.transports.calls.waiting import AskingClient, NoCallClient
 from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
@@ -106,7 +106,7 @@ class ActorLinks:
         if handle is None:
             return _linked(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
-        asking = ForwardingClient(model_id, lambda: ours.ask_models(handle), ours, plain)
+        asking = AskingClient(model_id, lambda: ours.ask_models(handle), ours, plain)
         return _linked(asking, peer, worker)
 
     def _plain_client(self, name: str, method: Any, peer: str) -> PlainActorCallClient:

@@ -210,4 +210,4 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 class BlockingLink(CallLink):
-    """A call client whose calls block until they have ended: a sender's `send_async` refuses its workers."""
+    """A link whose calls block until they have ended: a sender's `send_async` refuses its worker."""

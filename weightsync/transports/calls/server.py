@@ -13,10 +13,10 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
-from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, UntrustedCall
 from weightsync.transports.calls.same_host import REACHES, reaches
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, changed, opened
+from weightsync.transports.calls.waiting import complete_like
 from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
 from weightsync.transports.sealing import decoded, is_envelope

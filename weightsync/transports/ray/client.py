@@ -18,8 +18,8 @@ from weightsync.protocol.report import Evidence
 from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, ENDED, FAILED, PATIENCE_FOR_ORDER, UNKNOWN, Answers, ClosedByPeer
-from weightsync.transports.calls.forwarding import CallsInTurn
 from weightsync.transports.calls.same_host import SharedPayloads
+from weightsync.transports.calls.waiting import CallsInTurn
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
 from weightsync.transports.ray.object_store import CachedObject, ObjectCaches

@@ -23,6 +23,7 @@ from weightsync.transports.store.stream import Stream
 
 logger = logging.getLogger("weightsync")
 
+#: Seconds that one thread may take to end as the process ends.
 _PATIENCE: Final = 1.0
 #: How many threads may each take that long before no other is waited for: as many as one link and its heartbeat have.
 _FEW: Final = 4

@@ -1,4 +1,4 @@
-"""The ways of a payload: behind its message over the link's own connection, or in buckets through a group.
+"""How a payload travels: behind its message over the link's own connection, or in buckets through a group.
 
 The group is a private NCCL group of two ranks. It is made directly, not by ``new_group``, so it works alongside the
 user's own groups and without any. Either both ranks connect or neither does.

@@ -1,4 +1,4 @@
-"""A call client that first asks whether our receiver listens at the other end, and calls that wait for others."""
+"""Calls that wait: until it is known whether our receiver listens at the other end, or until another call has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.transports.calls.client import Answers, CallClient
 from weightsync.transports.calls.without_receiver import RefusingClient, another_model
 
 
-class ForwardingClient(SharesMemory):
+class AskingClient(SharesMemory):
     """Asks at the first message whether our receiver listens, and passes all messages to the fitting call client.
 
     Args:
