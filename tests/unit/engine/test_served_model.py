@@ -126,7 +126,7 @@ def test_g2_a_worker_whose_model_is_replaced_before_it_passed_its_version_on_get
     pair.model(torch.ones(2, 4))
     assert (pair.receiver.version, pair.receiver.driver.deferring) == (1, True)
     model = rejoined(pair, 7.0)
-    beside.seen()
+    beside.mark_seen()
     pair.receiver.driver.lock.release()
 
     assert beside.receive(timeout=PATIENCE)
