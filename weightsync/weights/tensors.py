@@ -41,6 +41,8 @@ PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
 #: Plain tensors are read past torch's function modes, which change nothing about them. torch's default device is such a
 #: mode: if the user has set it, each call would otherwise run Python code.
 past_modes: Final[Any] = torch._C.DisableTorchFunction
+#: The same for torch's dispatch modes, of the tensors of any type.
+past_dispatch_modes: Final[Any] = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)  # not public
 
 
 try:

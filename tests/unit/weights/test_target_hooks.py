@@ -10,6 +10,7 @@ import torch
 from data_samples import Counted, packed, snapshot, trained
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync import LayoutError
 from weightsync.weights.target import Mode, SwapBroken, Target
@@ -165,18 +166,26 @@ def test_weights_that_a_functional_call_applies_by_hand_go_into_its_tensors() ->
     assert model.weight.tolist() == before
 
 
-class Refusing(TorchFunctionMode):
-    """Lets some calls of torch's functions through, and raises at each later one."""
+class Refusing:
+    """Lets some calls through, and raises at each later one."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
         self.left = calls
 
-    def __torch_function__(self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.left -= 1
         if self.left < 0:
             raise PermissionError(function)
         return function(*args, **(kwargs or {}))
+
+
+class RefusingFunctions(Refusing, TorchFunctionMode):
+    __torch_function__ = Refusing.call
+
+
+class RefusingOperators(Refusing, TorchDispatchMode):
+    __torch_dispatch__ = Refusing.call
 
 
 def _odd(fill: float) -> nn.Module:
@@ -192,12 +201,13 @@ def _odd(fill: float) -> nn.Module:
 
 
 @modes
-def test_a_function_mode_that_raises_leaves_the_old_weights_or_the_new_ones(mode: Mode) -> None:
+@pytest.mark.parametrize("kind", [RefusingFunctions, RefusingOperators])
+def test_a_mode_of_torch_that_raises_leaves_the_old_weights_or_the_new_ones(kind: Any, mode: Mode) -> None:
     new = snapshot(_odd(1.0))
     for calls in range(1000):
         worker = _odd(0.0)
         target, before = Target(worker, mode), snapshot(worker)
-        staged, refusing = target.stage(*packed(_odd(1.0))), Refusing(calls)
+        staged, refusing = target.stage(*packed(_odd(1.0))), kind(calls)
         try:
             with refusing:
                 target.swap(staged)
