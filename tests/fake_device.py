@@ -19,7 +19,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import SEAL_NBYTES, Device, DeviceError, DeviceMemory, Piece
+from weightsync.protocol.messages import SEAL_NBYTES
+from weightsync.weights.device.base import Device, DeviceError, DeviceMemory, Piece
 from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.device.registry import installed
 

@@ -210,7 +210,7 @@ Progress ==
 \* swap that waits (engine/serving_lock.py).
 Spec == Init /\ [][Next]_vars /\ Progress /\ \A w \in Workers : SF_vars(\E v \in Versions : Receive(w, v))
 
-\* Without that assumption, steps that follow one another without a pause keep the version out for ever.
+\* Without that assumption, steps that follow one another without a pause keep the version out forever.
 WithoutTurns == Init /\ [][Next]_vars /\ Progress /\ \A w \in Workers : WF_vars(\E v \in Versions : Receive(w, v))
 
 -----------------------------------------------------------------------------

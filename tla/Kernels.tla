@@ -199,7 +199,7 @@ Progress ==
 \* to a swap that waits (engine/serving_lock.py).
 Spec == Init /\ [][Next]_vars /\ Progress /\ \A w \in Workers : SF_vars(\E v \in Versions : Swap(w, v))
 
-\* Without that assumption, forwards that follow one another without a pause keep the swap out for ever.
+\* Without that assumption, forwards that follow one another without a pause keep the swap out forever.
 WithoutTurns == Init /\ [][Next]_vars /\ Progress /\ \A w \in Workers : WF_vars(\E v \in Versions : Swap(w, v))
 
 -----------------------------------------------------------------------------
@@ -219,7 +219,7 @@ NeverRewritten ==
 \* Two slots are enough while no worker is lost.
 SlotIsFree == ~Losses /\ Ready /\ version < MaxVersion => Free # {}
 
-\* The waits for kernels cannot block a send for ever, if a swap gets its turn.
+\* The waits for kernels cannot block a send forever, if a swap gets its turn.
 EverySendEnds == version \in Versions ~> Ready
 
 -----------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from weightsync.transports.base import (
     Link,
     Outlet,
     Received,
+    Remarks,
     SharesMemory,
     Steady,
     TakesParts,
@@ -39,7 +40,7 @@ from weightsync.transports.base import (
 )
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
-from weightsync.transports.process import own_host
+from weightsync.transports.process import is_stopped, own_host
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
 
@@ -105,13 +106,15 @@ class Lane:
 
     __slots__ = (
         *("awaited", "backlog", "blocks", "link", "loses", "orders"),
-        *("outlet", "parts", "shares", "known_layout", "unread", "worker"),
+        *("outlet", "parts", "shares", "known_layout", "unread", "watched", "worker"),
     )
 
     def __init__(self, worker: int, link: Link, process: AwaitedProcess | None) -> None:
         self.worker = worker
         self.link = link
         self.awaited = process
+        #: The process id and the start of the worker's process; None: it is not known, or runs on another host.
+        self.watched: tuple[int, int] | None = None
         self.backlog = Backlog()
         #: Messages that were read, but not handled yet.
         self.unread: deque[Received] = deque()
@@ -128,6 +131,14 @@ class Lane:
         self.orders = link.delivery in _IN_TURN
         # Where answers may be lost, a full backlog might never empty.
         self.loses = link.delivery in _LOSING
+
+    def remark(self) -> str:
+        """Why the worker does not answer although nothing has failed; empty if it is not known."""
+        if self.awaited is not None and self.awaited.identity is None:
+            return "its process was not started: call start() on it"
+        if self.watched is not None and is_stopped(*self.watched):
+            return f"its process {self.watched[0]} is stopped, by SIGSTOP or a debugger"
+        return self.link.remark if isinstance(self.link, Remarks) else ""
 
 
 class Hearing:
@@ -197,21 +208,25 @@ def flush(link: Link) -> bool:
         raise _fault(link, error) from error
 
 
-def watch(link: Link, hello: Hello) -> None:
+def watch(link: Link, hello: Hello) -> tuple[int, int] | None:
     """Watch the process that sent ``hello``, if it runs on this host: see `Link.watch`.
+
+    Returns:
+        Its process id and start; None: it runs on another host.
 
     Raises:
         TransportError: it cannot be watched.
         AdapterFault: the link raised any other exception.
     """
     if hello.host != own_host():
-        return
+        return None
     try:
         link.watch(hello.pid, hello.started)
     except TransportError:
         raise
     except Exception as error:
         raise _fault(link, error) from error
+    return hello.pid, hello.started
 
 
 def close(link: Link) -> None:

@@ -22,7 +22,7 @@ from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
 from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Part, Refusal, Update
 from weightsync.protocol.report import SyncReport
-from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Link, Remarks, TellsWhatIsRead
+from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Link, TellsWhatIsRead
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
@@ -274,13 +274,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return lane.link.all_read() if isinstance(lane.link, TellsWhatIsRead) else None
 
     def remark(self, worker: int) -> str:
-        """Why a worker does not answer, as far as its link knows; empty if it does not know or the worker is gone."""
+        """Why a worker does not answer, as far as is known; empty if it is not or the worker is gone."""
         with self.lock:
             entry = self.data.workers.get(worker)
             lane = None if entry is None else self._links.get(entry.link)
-            if lane is not None and lane.awaited is not None and lane.awaited.identity is None:
-                return "its process was not started: call start() on it"
-            return lane.link.remark if lane is not None and isinstance(lane.link, Remarks) else ""
+            return "" if lane is None else lane.remark()
 
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
         """The targets (None: all workers) whose links block until the worker has answered."""
@@ -322,7 +320,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if end:
             self._read_then_lose(lane.worker, number, end, self.take)
         elif identity is not None:
-            lane.awaited = None
+            lane.awaited, lane.watched = None, identity
             self.awaited -= 1
             try:
                 lane.link.watch(*identity)
@@ -397,7 +395,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                         self._send_update(worker, number, waiting)
                         self._finish()
             case Hello():
-                watch(link, message)
+                self._links[number].watched = watch(link, message)
                 self._waitables_changed(link)
                 take(pure.Answer(worker, number, message))
             case Bye():

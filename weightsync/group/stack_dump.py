@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from weightsync.clock import Deadline
+from weightsync.transports.process import is_stopped
 
 #: The signal that asks. Of the real-time signals, which few programs use, the last but two.
 _ASKED: Final = signal.SIGRTMAX - 2
@@ -49,7 +50,7 @@ def dump_on_signal(connection: Connection) -> None:
 def request(pid: int, connection: Connection) -> StackDump:
     """Ask a process that has called `dump_on_signal`, and wait a moment. Of one that has not, nothing is known."""
     try:
-        if _is_stopped(pid):
+        if is_stopped(pid):
             return StackDump("its process is stopped, by SIGSTOP or a debugger")
         if not _answers(pid):
             return StackDump()
@@ -80,20 +81,11 @@ def _read(stack: str) -> StackDump:
     return StackDump(f"it was at line {at['line']} of {at['file']}, in {at['function']}", stack.strip())
 
 
-def _is_stopped(pid: int) -> bool:
-    return _status(pid, "State").startswith(("T", "t"))
-
-
 def _answers(pid: int) -> bool:
     """Whether the process catches the signal; one that does not would be ended by it."""
-    caught = _status(pid, "SigCgt")
-    return bool(caught) and bool(int(caught, 16) >> (_ASKED - 1) & 1)
-
-
-def _status(pid: int, field: str) -> str:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name == field:
-                return value.strip()
-    return ""
+            name, _, caught = line.partition(":")
+            if name == "SigCgt":
+                return bool(int(caught, 16) >> (_ASKED - 1) & 1)
+    return False

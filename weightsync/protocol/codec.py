@@ -38,6 +38,7 @@ from msgspec import Struct
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import (
+    IDENTITY_NBYTES,
     Ack,
     BaseRef,
     Bye,
@@ -140,9 +141,8 @@ _REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HBI")
 _PART: Final = struct.Struct("!16sQQQQB")
 _DIGEST_SIZES: Final = (0, 16)
-#: The size of a device's identity, and the sizes of a list of them.
-_DEVICE_NBYTES: Final = 16
-_DEVICES_SIZES: Final = range(0, 64 * _DEVICE_NBYTES + 1, _DEVICE_NBYTES)
+#: The sizes of a list of devices.
+_DEVICES_SIZES: Final = range(0, 64 * IDENTITY_NBYTES + 1, IDENTITY_NBYTES)
 _REFUSALS: Final = tuple(RefusalKind)
 _EVIDENCE: Final = tuple(Evidence)
 _FORMS: Final = tuple(WeightsForm)
@@ -264,7 +264,7 @@ def is_trace_context(text: str) -> bool:
 
 def _require_slot(slot: SlotRef, nbytes: int) -> None:
     """Refuse a slot that cannot be one, with ValueError: on a device, its size is named and the payload fits."""
-    if len(slot.device) not in (0, _DEVICE_NBYTES):
+    if len(slot.device) not in (0, IDENTITY_NBYTES):
         raise ValueError(f"{len(slot.device)} bytes do not name a device")
     if slot.nbytes and not slot.device:
         raise ValueError(f"a slot of the host says that it has {slot.nbytes} bytes")

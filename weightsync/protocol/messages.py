@@ -17,6 +17,10 @@ from weightsync.protocol.report import Evidence, SyncReport
 #: The most unanswered updates on a link that loses none: one that is being applied, one behind it. It limits the memory
 #: that a worker that does not read can occupy.
 MAX_UNANSWERED: Final = 2
+#: Bytes of a seal, which lies behind a payload in its slot.
+SEAL_NBYTES: Final = 16
+#: Bytes of a device's identity.
+IDENTITY_NBYTES: Final = 16
 
 
 class Hello(Struct, frozen=True, kw_only=True):
@@ -51,7 +55,7 @@ class SlotRef(Struct, frozen=True, kw_only=True):
 
     segment: int
     #: 16 random bytes, drawn each time the memory is filled. They lie in the memory itself, behind the payload.
-    seal: bytes = bytes(16)
+    seal: bytes = bytes(SEAL_NBYTES)
     #: The identity of the device that it lies on, 16 bytes; empty: the host's memory.
     device: bytes = b""
     #: The size of the largest payload on that device; 0 for the host's memory, which tells its size itself.

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from weightsync.errors import TransportError
-from weightsync.protocol.messages import Ack, Message, Refusal, SlotRef, Update
+from weightsync.protocol.messages import SEAL_NBYTES, Ack, Message, Refusal, SlotRef, Update
 from weightsync.transports.process import forget_after_fork
 
 _Key = tuple[int, int]
@@ -114,8 +114,7 @@ SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 #: The numbers of slots: no two of this process have the same.
 NUMBERS: Final = itertools.count(1)
 
-#: Bytes of a seal, and the seal of a segment that may be written.
-SEAL_NBYTES: Final = 16
+#: The seal of a segment that may be written.
 _UNSEALED: Final = bytes(SEAL_NBYTES)
 #: Allocates and maps the pages of a mapping (Linux 5.14).
 _MADV_POPULATE_WRITE: Final = 23

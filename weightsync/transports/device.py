@@ -13,14 +13,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Hello, Message, Refusal, SlotRef, Update
-from weightsync.transports.buffers import NUMBERS, SEAL_NBYTES, Buffer, Storage
+from weightsync.protocol.messages import IDENTITY_NBYTES, SEAL_NBYTES, Hello, Message, Refusal, SlotRef, Update
+from weightsync.transports.buffers import NUMBERS, Buffer, Storage
 from weightsync.transports.process import forget_after_fork
 
 logger = logging.getLogger("weightsync")
-
-#: The size of a device's identity in bytes.
-IDENTITY_NBYTES = 16
 
 
 class Slot(Protocol):

@@ -18,7 +18,8 @@ from weakref import ref as weakref
 import numpy
 
 from weightsync.errors import TransportError
-from weightsync.transports.buffers import SEAL_NBYTES, SIZE_SEALS, NoRoom
+from weightsync.protocol.messages import SEAL_NBYTES
+from weightsync.transports.buffers import SIZE_SEALS, NoRoom
 
 #: Maps the pages of a mapping for reading, without a fault for each (Linux 5.14).
 _MADV_POPULATE_READ: Final = 22

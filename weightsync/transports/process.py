@@ -136,9 +136,27 @@ def read_start(pid: int) -> int:
 
     Raises OSError: it cannot be read, since that process has ended or no descriptor is left here.
     """
+    return int(_status(pid)[19])
+
+
+def _status(pid: int) -> list[bytes]:
+    """What the kernel says about a process, from its state on. Raises OSError: as `read_start`."""
     stat = Path(f"/proc/{pid}/stat").read_bytes()
     # The second field is the program's name in parentheses, and may contain spaces and parentheses itself.
-    return int(stat.rpartition(b")")[2].split()[19])
+    return stat.rpartition(b")")[2].split()
+
+
+def is_stopped(pid: int, started: int = 0) -> bool:
+    """Whether a process is stopped, by a signal or a debugger; False also if that cannot be read.
+
+    Args:
+        started: its start as in `own_identity`: another start is another process. 0: unknown.
+    """
+    try:
+        status = _status(pid)
+    except OSError:
+        return False
+    return status[0] in {b"T", b"t"} and started in {0, int(status[19])}
 
 
 def signal_name(number: int) -> str:

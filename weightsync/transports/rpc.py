@@ -64,22 +64,32 @@ class _CallServers:
         self._call_servers: dict[str, CallServer] = {}
         #: Whether RPC was running in the process that this one was forked from.
         self.inherited = False
+        #: Whether a sender has called this process by RPC.
+        self.called = False
         os.register_at_fork(after_in_child=self._forget)
 
     def of(self, model_id: str) -> CallServer:
         """The call server of a model, made if it does not exist yet."""
         with self._lock:
-            return self._call_servers.setdefault(model_id, CallServer(model_id, WAY, _own_name))
+            made = CallServer(model_id, WAY, _own_name, self._unreachable)
+            return self._call_servers.setdefault(model_id, made)
 
     def listening(self) -> list[str]:
         """The models for which a receiver listens."""
         with self._lock:
             return sorted(model_id for model_id, server in self._call_servers.items() if server.listening)
 
+    def _unreachable(self) -> str:
+        """Why no sender can call this process any more; empty: they can, or none has ever called."""
+        if not self.called or is_initialised():
+            return ""
+        return "RPC was shut down in this process, so no sender can call it: leave the loop before rpc.shutdown()"
+
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._call_servers = {}
         self.inherited = self.inherited or is_initialised()
+        self.called = False
 
 
 def is_initialised() -> bool:
@@ -118,6 +128,7 @@ def _deliver(
 ) -> torch.futures.Future[Delivered]:
     """Deliver a call. Returns at once in a thread of the worker's RPC; the result follows with the answer."""
     over: torch.futures.Future[Delivered] = torch.futures.Future()
+    _call_servers.called = True
     try:
         parcel = _parcel(link, number, frame, payload)
         answer = call_server_of(model_id).submit(parcel)

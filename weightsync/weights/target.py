@@ -1,7 +1,6 @@
 """Applying weights to a destination in two phases: `Target.stage` validates them, `Target.swap` makes them live.
 
-`plan_for` describes the current destination: its tensors in the layout's order, how they share memory, and what a swap
-does to each of them.
+`plan_for` describes a destination: its tensors in the layout's order, how they share memory, what a swap does to each.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from weightsync.weights.mapped import MappedPayload, MappedPayloads
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.packing import Pieces, digest_of, movable, pack, scatter
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
-from weightsync.weights.tensors import Form, address_of, on_cpu, set_data
+from weightsync.weights.tensors import Form, address_of, on_cpu, past_dispatch_modes, past_modes, set_data
 
 logger = logging.getLogger("weightsync")
 
@@ -270,12 +269,13 @@ class Target:
             undo.all(error)
             raise
         try:
-            if not mapped:
-                _copy_out(plan, staged, plan.copied(), self._pieces_of(plan), plan.form)
-            elif mapped.copied and mapped.copies_little and not plan.devices:
-                mapped.copy_beside(plan.tensors)
-            elif mapped.copied:
-                _copy_out(plan, staged, mapped.copied)
+            with plan.form.reading(), past_dispatch_modes():  # one that raises would leave a mix of two versions
+                if not mapped:
+                    _copy_out(plan, staged, plan.copied(), self._pieces_of(plan), plan.form)
+                elif mapped.copied and mapped.copies_little and not plan.devices:
+                    mapped.copy_beside(plan.tensors)
+                elif mapped.copied:
+                    _copy_out(plan, staged, mapped.copied)
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if mapped:
@@ -471,7 +471,7 @@ class _Undo:
 
     def all(self, cause: BaseException) -> None:
         """Undo everything, or raise SwapBroken."""
-        with torch.inference_mode(False), torch.no_grad():
+        with past_modes(), past_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             set_data(self._data)
         for module, slot, before in reversed(self._extras):
             try:

@@ -41,6 +41,8 @@ PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
 #: Plain tensors are read past torch's function modes, which change nothing about them. torch's default device is such a
 #: mode: if the user has set it, each call would otherwise run Python code.
 past_modes: Final[Any] = torch._C.DisableTorchFunction
+#: The same for torch's dispatch modes, of the tensors of any type.
+past_dispatch_modes: Final[Any] = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)  # not public
 
 
 try:
@@ -71,8 +73,11 @@ class Form:
     """
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
-        self._reading = past_modes if PLAIN.issuperset(map(type, tensors)) else contextlib.nullcontext
-        with self._reading():
+        #: Makes a context in which these tensors are read, or written, past torch's function modes if all are plain.
+        self.reading: Callable[[], contextlib.AbstractContextManager[object]] = (
+            past_modes if PLAIN.issuperset(map(type, tensors)) else contextlib.nullcontext
+        )
+        with self.reading():
             self._addresses = list(map(Tensor.data_ptr, tensors))
             self._traits = _traits(tensors)
         self._guard(tensors)
@@ -80,7 +85,7 @@ class Form:
     def fits(self, tensors: Collection[Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same form."""
         try:
-            with self._reading():
+            with self.reading():
                 if list(map(Tensor.data_ptr, tensors)) != self._addresses:
                     return False
                 distinct, twins = _distinct(tensors) if self._twins else (tensors, self._twins)

@@ -48,7 +48,7 @@ class Broken:
     Attributes:
         name: which; "deadlock" for a state that nothing leaves.
         path: the actions of a shortest path to where it is broken.
-        lasting: how many states a walk for ever visits, if that is what breaks it.
+        lasting: how many states an endless walk visits, if that is what breaks it.
     """
 
     name: str

@@ -145,7 +145,7 @@ def story(verdict: SecondVerdict) -> Iterator[str]:
         for number, (action, *arguments) in enumerate(broken.path, 1):
             yield f"    {number}. {action}({', '.join(map(_argument, arguments))})"
         if broken.lasting:
-            yield f"    and then for ever, in {broken.lasting} states"
+            yield f"    and then forever, in {broken.lasting} states"
 
 
 def _argument(value: object) -> str:

@@ -55,7 +55,7 @@ def labelling_module(library: Library, root: str, following: str = "Next") -> st
 
 
 def _printed(name: str, value: str) -> str:
-    """Print a value after its name. TLC keeps each text for ever, so each must be of one value."""
+    """Print a value after its name. TLC keeps each text forever, so each must be of one value."""
     return f'PrintT(ToString(<<"{name}", {value}>>))'
 
 

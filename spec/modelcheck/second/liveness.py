@@ -1,6 +1,6 @@
 """A second reading of the temporal properties, by strongly connected components.
 
-A behaviour for ever is, in a finite graph, in the end a walk round one component, or rest in one state. It is fair
+An infinite behaviour is, in a finite graph, in the end a walk round one component, or rest in one state. It is fair
 to an action if a step of that action is on the walk, or a state where it cannot happen; so if any walk in a component
 is fair, the one that visits all of it is. ``p`` leads to ``q`` unless from a state of ``p`` some path without ``q``
 reaches a component without ``q`` that is fair to all.
@@ -83,7 +83,7 @@ SPECIFICATIONS: Mapping[str, Callable[[Bounds], list[Fair]]] = {
 
 
 def every_send_ends(bounds: Bounds) -> list[Condition]:
-    """G10. No caller waits for ever."""
+    """G10. No caller waits forever."""
     return [partial(_is_blocked, s=s) for s in bounds.all_senders]
 
 
@@ -93,7 +93,7 @@ def losses_are_noticed(bounds: Bounds) -> list[Condition]:
 
 
 def joiners_answer(bounds: Bounds) -> list[Condition]:
-    """G12. No joiner owes for ever the update that followed its Hello."""
+    """G12. No joiner owes the update that followed its Hello forever."""
     return [partial(_is_catching, s=s, w=w) for s, w in product(bounds.all_senders, bounds.all_workers)]
 
 
@@ -109,7 +109,7 @@ def _is_catching(node: Node, s: int, w: int) -> bool:
     return node.entry(s, w).catching != 0
 
 
-#: By the names that the configurations give them: the conditions that must not last for ever.
+#: By the names that the configurations give them: the conditions that must not last forever.
 ENDINGS: Mapping[str, Callable[[Bounds], list[Condition]]] = {
     "EverySendEnds": every_send_ends,
     "LossesAreNoticed": losses_are_noticed,
@@ -118,7 +118,7 @@ ENDINGS: Mapping[str, Callable[[Bounds], list[Condition]]] = {
 
 
 def lasting(graph: Graph, condition: Condition, fair: list[Fair]) -> set[int] | None:
-    """A component in which the condition can hold for ever on a fair walk; None: there is none."""
+    """A component in which the condition can hold forever on a fair walk; None: there is none."""
     within = {place for place, node in enumerate(graph.nodes) if condition(node)}
     for component in components(within, graph.successors):
         if all(_is_fair(graph, component, each) for each in fair):

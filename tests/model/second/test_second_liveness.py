@@ -1,4 +1,4 @@
-"""What lasts for ever on a fair walk: small graphs made by hand, where the answer is plain."""
+"""What lasts forever on a fair walk: small graphs made by hand, where the answer is plain."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SAFETY = (*INVARIANTS, *BOOKS, *STEPS, *BOOK_STEPS, *DELIVERIES, "RefinesWeightS
 #: On an ordered link an answer that strayed comes behind what was sent later, and is found on a link that has ended.
 STRAYED = {"NothingOvertakes", "LinksEndWhole"}
 #: By the world alone, without a clock. Messages that are lost, or stray, leave their reader waiting; whoever joins a
-#: sender that is closed owes it for ever. Answers are cut from links that may be given up, and need not be.
+#: sender that is closed owes it forever. Answers are cut from links that may be given up, and need not be.
 ENDS_BY_THE_WORLD = {
     name: [ending for ending in ENDINGS if not (name == "ends" and ending == "JoinersAnswer")]
     for name in SMALL

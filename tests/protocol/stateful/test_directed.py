@@ -329,7 +329,7 @@ def test_a_rejoiner_that_serves_what_is_due_has_caught_up(world: World) -> None:
 
 
 def during(world: World, *script: Callable[[], object]) -> object:
-    """Wait, for ever, for what is outstanding, while that happens; then be interrupted."""
+    """Wait, forever, for what is outstanding, while that happens; then be interrupted."""
     world.during_the_wait([lambda each=each: each() and None for each in script], "interrupt")
     return world.wait(trainer(world), timeout=None)
 

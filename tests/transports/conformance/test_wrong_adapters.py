@@ -336,7 +336,7 @@ class Silent(Wrong):
 
 
 class Screams(Silent):
-    """Its waitables are readable for ever."""
+    """Its waitables are readable forever."""
 
     def waitables(self) -> list[int]:
         self.waker.fire()

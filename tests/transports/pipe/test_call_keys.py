@@ -54,6 +54,7 @@ class Calls:
         self.change: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments
         monkeypatch.setattr(module.rpc, "rpc_async", self._call)
         monkeypatch.setattr(module, "require_rpc", lambda peer: None)
+        monkeypatch.setattr(module, "is_initialised", lambda: True)
         monkeypatch.setattr(module, "_own_name", lambda: Worker.name)
         monkeypatch.setattr(module, "_call_servers", module._CallServers())
         monkeypatch.setattr(module.torch_rpc.api, "_get_current_rpc_agent", lambda: None)

@@ -388,7 +388,7 @@ def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
 
 
 def test_a_pool_that_needed_a_third_buffer_alternates_between_two_again_after_some_payloads():
-    """A worker that was slow once would otherwise cost the memory of one more payload for ever."""
+    """A worker that was slow once would otherwise cost the memory of one more payload forever."""
     pool, in_use = Pool(Buffer), []
     for _ in range(3):  # one is served, one has not been answered, and one is filled
         in_use.append(pool.acquire(100))

@@ -107,7 +107,7 @@ def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
 
 @pytest.mark.parametrize("method", ["update_policy_weights_", "anything_else"])
 def test_a_ray_client_sends_to_no_actor_without_our_class_and_says_what_to_do(method: str) -> None:
-    """It would wait for the object store in the thread that receives the store's answer, and for ever."""
+    """It would wait for the object store in the thread that receives the store's answer, and forever."""
     call = SimpleNamespace(remote=None)
     kind = type("ClientActorHandle", (), {"__module__": "ray.util.client.common", method: call, "__ray_call__": call})
     with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=r"worker 0 .* Ray Client \(ray://\)"):

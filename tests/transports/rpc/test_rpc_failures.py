@@ -25,7 +25,7 @@ from rpc_fleet import (
 )
 from torch.distributed import rpc
 
-from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, WorkerLostError
+from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, TransportError, WorkerLostError
 from weightsync.clock import Deadline
 from weightsync.protocol.messages import Update
 from weightsync.transports import rpc as call_server
@@ -93,6 +93,11 @@ def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(sho
         assert isinstance(error, WorkerLostError)
         assert list(error.lost) == [0]
         assert world.workers[0].do(shows) == (1, {2.0})
+        for _ in range(2):  # nothing more can arrive, and `receive` says why, each time
+            ended = world.workers[0].do(attempt, take, 0.1)
+            assert type(ended) is TransportError
+            assert "RPC was shut down in this process" in str(ended)
+            assert "It keeps version 1." in str(ended)
         assert world.workers[0].process.is_alive()
 
 

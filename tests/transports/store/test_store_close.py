@@ -166,7 +166,7 @@ def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:
 
 
 def test_a_receiver_that_waits_for_a_payload_is_told_that_it_will_not_come(ends: Ends) -> None:
-    """The announcement of the payload was out: the receiver would wait in the process group for ever."""
+    """The announcement of the payload was out: the receiver would wait in the process group forever."""
     ends.update(1, GROUPED)
     ends.bye_and_close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import threading
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 from exhausted import descriptors_left
-from fleet import PATIENCE, constants
+from fleet import PATIENCE, constants, small
 from store_fleet import StorePair, reach
 
-from weightsync import TransportError, WeightReceiver, WorkerLostError
+from weightsync import DistributedWeightSyncScheme, TransportError, WeightReceiver, WorkerLostError
 from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.store import announcing, blocking_threads, heartbeat, link_threads, listener
 from weightsync.transports.store import store as stores
@@ -99,6 +100,23 @@ def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, jun
         assert loop.raised == []
     finally:
         pair.close()
+
+
+class Full(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("the log is full")
+
+
+def test_a_receiver_whose_listening_thread_ends_by_a_log_handler_that_raises_says_so(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "logger", logging.Logger("weightsync"))
+    listener.logger.addHandler(Full())
+    store.set(f"{BASE}/announced/0", b"junk")
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_worker("policy", store=store, rank=1, model=small())
+        with pytest.raises(TransportError, match=r"thread failed: OSError\('the log is full'\)"):
+            scheme.get_receiver().receive(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)

@@ -1,4 +1,4 @@
-"""A step of the bench that waits for ever for a worker is ended, and says for which worker it waited."""
+"""A step of the bench that waits forever for a worker is ended, and says for which worker it waited."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def hold_a_step_and_catch_up(worker: Worker) -> None:
 
 
 def hold_a_step_for_ever_first(worker: Worker) -> None:
-    """In the first life hold a version for ever, in the second one act."""
+    """In the first life hold a version forever, in the second one act."""
     if worker.restarts == 0:
         with worker.step():
             worker.put(worker.restarts)
@@ -203,7 +203,7 @@ def hold_a_step_for_ever_first(worker: Worker) -> None:
 
 
 def fill_and_hang(worker: Worker) -> None:
-    """Fill the channel, after a word about who we are, and go on for ever when the group has ended."""
+    """Fill the channel, after a word about who we are, and go on forever when the group has ended."""
     worker.put((os.getpid(), worker.model(torch.ones(1)).item()))
     try:
         put_for_ever(worker)

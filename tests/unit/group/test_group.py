@@ -55,7 +55,7 @@ from weightsync.group.actors import ActorProcess
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import State
 from weightsync.testing import FakeClock
-from weightsync.transports.process import ProcessWatch
+from weightsync.transports.process import ProcessWatch, is_stopped
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -330,7 +330,7 @@ def test_close_names_the_workers_that_hang_and_where_they_are(
 ) -> None:
     with make(run) as group:
         pid = next(group.results()).value[0]
-        while run is workers.stop_itself and not stack_dump._is_stopped(pid):
+        while run is workers.stop_itself and not is_stopped(pid):
             time.sleep(0.01)
         group.close(timeout=0.1)
     (said,) = [record.getMessage() for record in caplog.records if "close()" in record.getMessage()]

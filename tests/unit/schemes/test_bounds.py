@@ -207,7 +207,7 @@ def interrupt(*_: Any) -> None:
 
 
 def waits(pair: Pair) -> dict[str, tuple[Callable[[], Any], Callable[[], bool]]]:
-    """What waits for ever, and whether it does."""
+    """What waits forever, and whether it does."""
     return {
         "send": (lambda: pair.sender.send(timeout=None), lambda: pair.sender.state is State.AWAITING_ACK),
         "receive": (lambda: pair.receiver.receive(timeout=None), lambda: pair.receiver.state is State.READY),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,7 @@ from weightsync.schemes.engines.sglang import SGLangPause
 from weightsync.schemes.engines.vllm import VLLMPause
 from weightsync.schemes.peers.ray_actors import Backend, TensorTransport
 from weightsync.testing import FakeClock
+from weightsync.transports.process import started_at
 
 
 class Thread(threading.Thread):
@@ -953,6 +954,47 @@ def test_a_worker_whose_process_was_never_started_is_named_with_what_to_do(schem
         report = scheme.get_sender().send(timeout=0, on_failure="report")
 
     assert report[0].reason.endswith("; its process was not started: call start() on it")
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that only waits."""
+    waiting = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    yield waiting
+    waiting.kill()
+    waiting.communicate()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGSTOP it, and wait until it is stopped."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def test_a_timeout_says_that_the_workers_process_is_stopped(
+    pair: Pair, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = process.pid, started_at(process.pid)  # by the handshake
+    monkeypatch.setattr("weightsync.engine.receiver_driver.own_identity", lambda: named)
+    pair.sync()
+    runs = pair.sender.send(timeout=0, on_failure="report")[0].reason
+    stop(process)
+    stopped = pair.sender.wait_async(timeout=0, on_failure="report")[0].reason
+
+    assert "stopped" not in runs
+    assert stopped.endswith(f"; its process {process.pid} is stopped, by SIGSTOP or a debugger")
+
+
+def test_a_timeout_says_that_a_process_was_stopped_before_it_connected(
+    scheme_class: Any, process: subprocess.Popen[bytes]
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    stop(process)
+    with ours, theirs, scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours], processes=[process], model=small(1.0))
+        report = scheme.get_sender().send(timeout=0, on_failure="report")
+
+    assert report[0].reason == f"never connected; its process {process.pid} is stopped, by SIGSTOP or a debugger"
 
 
 # ------------------------------------------------------- a worker that dies before it has connected is noticed

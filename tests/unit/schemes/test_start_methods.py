@@ -77,6 +77,10 @@ def test_the_example_of_the_readme(
     monkeypatch.setattr(multiprocessing, "get_context", lambda _method: forkserver)
     module.main()
 
+    killed, left = multiprocessing.Pipe()
+    killed.close()
+    module.worker(module.SharedMemWeightSyncScheme(), left)  # ends without a traceback
+
     assert len(example.strip().splitlines()) <= 35
     assert "version 1 of 'policy' [worker 0: APPLIED, worker 1: APPLIED]" in capsys.readouterr().out
 

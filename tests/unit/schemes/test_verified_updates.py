@@ -339,7 +339,7 @@ def test_g4_the_goodbye_of_another_sender_does_not_end_the_link_in_force(receive
 
 @pytest.mark.untraced("two senders are forged over one link")
 def test_g10_an_older_sender_is_answered_when_a_newer_one_takes_over_on_its_link(receiver: WeightReceiver) -> None:
-    """No link closes then, so nothing else would tell it that its update was dropped: it would wait for ever."""
+    """No link closes then, so nothing else would tell it that its update was dropped: it would wait forever."""
     near, far = local_pair()
     model = nn.Linear(2, 2)
     receiver.register_model(model)

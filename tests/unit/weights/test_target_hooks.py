@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from data_samples import Counted, packed, snapshot, trained
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync import LayoutError
 from weightsync.weights.target import Mode, SwapBroken, Target
@@ -159,3 +164,56 @@ def test_weights_that_a_functional_call_applies_by_hand_go_into_its_tensors() ->
 
     assert given.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert model.weight.tolist() == before
+
+
+class Refusing:
+    """Lets some calls through, and raises at each later one."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def call(self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise PermissionError(function)
+        return function(*args, **(kwargs or {}))
+
+
+class RefusingFunctions(Refusing, TorchFunctionMode):
+    __torch_function__ = Refusing.call
+
+
+class RefusingOperators(Refusing, TorchDispatchMode):
+    __torch_dispatch__ = Refusing.call
+
+
+def _odd(fill: float) -> nn.Module:
+    """A model with extra state, and with buffers whose bytes are not moved, but copied by torch."""
+    model = nn.Sequential(Counted(), nn.Linear(2, 3))
+    model.register_buffer("mask", torch.full((2,), bool(fill)))
+    model.register_buffer("strided", torch.zeros(2, 3).t())
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.data.fill_(fill)
+    model[0].state = fill
+    return model
+
+
+@modes
+@pytest.mark.parametrize("kind", [RefusingFunctions, RefusingOperators])
+def test_a_mode_of_torch_that_raises_leaves_the_old_weights_or_the_new_ones(kind: Any, mode: Mode) -> None:
+    new = snapshot(_odd(1.0))
+    for calls in range(1000):
+        worker = _odd(0.0)
+        target, before = Target(worker, mode), snapshot(worker)
+        staged, refusing = target.stage(*packed(_odd(1.0))), kind(calls)
+        try:
+            with refusing:
+                target.swap(staged)
+        except PermissionError:
+            assert snapshot(worker) == before
+        else:
+            assert snapshot(worker) == new
+            break
+    assert refusing.left >= 0

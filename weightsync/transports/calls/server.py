@@ -55,12 +55,23 @@ def _nobody() -> None:
 
 
 class CallServer:
-    """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here."""
+    """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here.
 
-    def __init__(self, model_id: str, way: str = "calls", worker: Callable[[], str] = str) -> None:
+    Args:
+        unreachable: says why no call can arrive here any more; empty while they can.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        way: str = "calls",
+        worker: Callable[[], str] = str,
+        unreachable: Callable[[], str] = str,
+    ) -> None:
         self.model_id = model_id
         self._way = way
         self._worker = worker
+        self._unreachable = unreachable
         #: None: no receiver has listened yet, so it is not known whether there is a key.
         self._gate: CallAuthenticator | None = None
         self._sealed: list[tuple[Parcel, Future[Frames]]] = []
@@ -176,7 +187,7 @@ class CallServer:
             raise TransportError(
                 f"{count} senders of model {self.model_id!r} have links here, which is the limit, and another called."
             )
-        link = self._links[name] = CallServerLink("the sender")
+        link = self._links[name] = CallServerLink("the sender", self._unreachable)
         return link
 
     @property

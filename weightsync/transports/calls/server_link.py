@@ -53,12 +53,16 @@ class CallServerLink(WakeableLink):
     Calls may come from any thread and in any order. They are delivered in the order in which they were begun. The
     oldest unanswered call carries the next answer. A call that is repeated by its transport gets the same answer
     again.
+
+    Args:
+        unreachable: says why no call can arrive here any more; empty while they can.
     """
 
     delivery = Delivery.ORDERED
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, unreachable: Callable[[], str] = str) -> None:
         super().__init__(peer)
+        self._unreachable = unreachable
         self._lock = threading.Lock()
         self._early: dict[int, Received | ProtocolError | None] = {}
         self._next = 0
@@ -210,6 +214,8 @@ class CallServerLink(WakeableLink):
             if not arrived:
                 raise TransportError(f"{self._peer} has ended: {death}.")
             self._waker.fire()
+        elif not arrived and (why := self._unreachable()):
+            raise TransportError(why)
         return arrived
 
     def _readable(self) -> list[Received]:

@@ -31,7 +31,7 @@ from weightsync.transports.store.announcing import (
     where_of,
     worker_link,
 )
-from weightsync.transports.store.blocking_threads import start_threads
+from weightsync.transports.store.blocking_threads import start_threads, unforeseen
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEndpoint, base_of, keep_in_child
 
@@ -156,6 +156,8 @@ class _Listener:
             # After a goodbye the loss of the store is expected: it may have been the sender's own.
             if not self._over.is_set() and not self._sender_left.is_set():
                 self._accept(PlaceholderLink(error))
+        except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            self._accept(PlaceholderLink(unforeseen(error)))
         finally:
             _listeners.drop(self)
             self._heartbeat_member.leave()

@@ -16,16 +16,13 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from weightsync.errors import TransportError
+from weightsync.protocol.messages import SEAL_NBYTES
 from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.layout import Group, Layout
 from weightsync.weights.packing import parted
 from weightsync.weights.reading import Weights, ordered
 from weightsync.weights.tensors import SlotViews, address_of, borrowed, on_cpu
 
-#: The size of a device's identity in bytes.
-IDENTITY_NBYTES = 16
-#: The size of the seal behind a payload.
-SEAL_NBYTES = 16
 #: The largest chunk of tensors that is gathered on a device before it is copied; a larger tensor is copied by itself.
 STAGING_NBYTES = 16 << 20
 

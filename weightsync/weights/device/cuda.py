@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import SEAL_NBYTES, STAGING_NBYTES, DeviceError, DeviceMemory, Piece
+from weightsync.protocol.messages import SEAL_NBYTES
+from weightsync.weights.device.base import STAGING_NBYTES, DeviceError, DeviceMemory, Piece
 from weightsync.weights.device.captures import Captures, KeepsAddresses
 from weightsync.weights.device.driver import Driver
 from weightsync.weights.tensors import BITS, Group, SlotViews, address_of, copy_groups, groups_of, is_lazily_changed

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from typing import Final
 
-from weightsync.weights.device.base import IDENTITY_NBYTES, DeviceError
+from weightsync.protocol.messages import IDENTITY_NBYTES
+from weightsync.weights.device.base import DeviceError
 
 _PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE

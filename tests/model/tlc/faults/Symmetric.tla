@@ -1,5 +1,5 @@
 ----------------------------- MODULE Symmetric -----------------------------
-(* x may become b for ever, so Ends is violated. Under SYMMETRY TLC 2.18 takes b for a and finds no error
+(* x may become b forever, so Ends is violated. Under SYMMETRY TLC 2.18 takes b for a and finds no error
    (tlaplus#59). Our lint refuses temporal properties under SYMMETRY. *)
 EXTENDS TLC
 CONSTANTS a, b, none

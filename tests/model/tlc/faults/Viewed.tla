@@ -1,5 +1,5 @@
 ------------------------------- MODULE Viewed -------------------------------
-(* `hidden` may become 2 for ever, so Ends is violated. Under a VIEW that leaves it out TLC 2.18 finds no error
+(* `hidden` may become 2 forever, so Ends is violated. Under a VIEW that leaves it out TLC 2.18 finds no error
    (tlaplus#59). Our lint refuses temporal properties under VIEW. *)
 EXTENDS Naturals
 VARIABLES x, hidden
