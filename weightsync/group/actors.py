@@ -163,6 +163,7 @@ class ActorLauncher:
 
     Raises:
         ConfigurationError: an argument is out of range, or not for actors; or an option is the group's own affair.
+        MissingExtraError: Ray is not installed.
     """
 
     remedy = GIVE_RESTARTS
@@ -182,7 +183,8 @@ class ActorLauncher:
             )
         self.scheme = scheme
         self.size = asked.least_one_worker()
-        self._plan = asked.plan()
+        # By value where the class is in the program itself, which actors do not import.
+        self._plan = asked.plan(require_ray("WorkerGroup").cloudpickle.dumps)
         self._options = {"num_cpus": 0, **options}
         self._reception: ChannelListener | None = None
 

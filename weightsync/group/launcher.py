@@ -72,8 +72,11 @@ class GroupArguments:
                 "theirs. Nothing was started."
             )
 
-    def plan(self) -> Plan:
+    def plan(self, pickled: Callable[[nn.Module], bytes] = pickle.dumps) -> Plan:
         """What the workers have in common, where the group starts them.
+
+        Args:
+            pickled: pickles the workers' copy of the model.
 
         Raises:
             ConfigurationError: the function or ``make_model`` cannot be called, or the model cannot be copied, or a
@@ -81,7 +84,8 @@ class GroupArguments:
         """
         self._refuse_unmerged_copies()
         run, given = require_run(self.run), self.make_model
-        made = CopiedModel(self.model, self.names is not None) if given is None else require_make_model(given)
+        copied = self.names is not None, pickled
+        made = CopiedModel(self.model, *copied) if given is None else require_make_model(given)
         return Plan(run, made, self.model_id, self.capacity, self.staleness, self.names)
 
     def _refuse_unmerged_copies(self) -> None:
@@ -226,12 +230,14 @@ class CopiedModel:
     Args:
         model: the trainer's.
         whole: copy its weights too, because a version brings only some of them.
+        pickled: pickles it, so that `pickle` can load it. Not as multiprocessing does: that would put its tensors into
+            shared memory.
 
     Raises:
         ConfigurationError: it cannot be copied or pickled.
     """
 
-    def __init__(self, model: nn.Module, whole: bool) -> None:
+    def __init__(self, model: nn.Module, whole: bool, pickled: Callable[[nn.Module], bytes] = pickle.dumps) -> None:
         if whole and is_on_meta(model):
             raise ConfigurationError(
                 f"some weights of model= ({type(model).__name__}) are on the meta device, and with names= workers "
@@ -239,8 +245,7 @@ class CopiedModel:
                 "weights. Nothing was started."
             )
         try:
-            # Plain pickle: multiprocessing's would put tensors into shared memory.
-            self._pickled = pickle.dumps(copy.deepcopy(model, _tensors_of_copy(model, whole)))
+            self._pickled = pickled(copy.deepcopy(model, _tensors_of_copy(model, whole)))
         except Exception as error:
             raise ConfigurationError(
                 f"the model {type(model).__name__} cannot be copied to workers ({type(error).__name__}: {error}): give "
@@ -248,8 +253,19 @@ class CopiedModel:
             ) from error
 
     def __call__(self) -> nn.Module:
-        """A new model. Its parameters are on the meta device, unless it is whole."""
-        model: nn.Module = pickle.loads(self._pickled)
+        """A new model. Its parameters are on the meta device, unless it is whole.
+
+        Raises:
+            ConfigurationError: this process cannot import what the model is made of.
+        """
+        try:
+            model: nn.Module = pickle.loads(self._pickled)
+        except (AttributeError, ImportError) as error:
+            raise ConfigurationError(
+                f"this worker cannot import what its copy of the model is made of ({type(error).__name__}: {error}): "
+                "put the model's class into a module that workers can import, not into a notebook or a prompt; or give "
+                'a group of processes ctx=multiprocessing.get_context("fork").'
+            ) from error
         return model
 
 

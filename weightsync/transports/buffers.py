@@ -28,6 +28,7 @@ from typing import Final
 
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import SEAL_NBYTES, Ack, Message, Refusal, SlotRef, Update
+from weightsync.transports.memory_limit import require_within_limit
 from weightsync.transports.process import forget_after_fork
 
 _Key = tuple[int, int]
@@ -166,6 +167,7 @@ class Segment:
 
     def _allocate(self) -> None:
         _require_memory(self.nbytes)
+        require_within_limit(self.nbytes)
         self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # The kernel lets every process read it that may read this process's descriptors.
         os.fchmod(self.fd, 0o600)

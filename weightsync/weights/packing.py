@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.division import LARGE, Divided, Move, Step, divided, steps_of
@@ -398,7 +399,9 @@ def _copy(layout: Layout, first: int, into: list[Tensor], tensors: list[Tensor],
             why = why_uncopied(tensor)
             if why:
                 raise LayoutError(f"'{entry.name}' {why}.", mismatched={entry.name: why}) from error
-        raise
+        # A dispatch mode may fail at buffers without a version, as torch's allow_mutation_on_saved_tensors() does.
+        with torch.inference_mode(), _disable_current_modes():
+            (copy or torch._foreach_copy_)(into, tensors)
 
 
 def _on_one_device(tensors: list[Tensor]) -> bool:

@@ -15,6 +15,7 @@ from weightsync.errors import TransportError
 from weightsync.transports import buffers
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Segment, Storage, anonymous
 from weightsync.transports.mapping import Mapping
+from weightsync.transports.memory_limit import require_within_limit
 
 LARGE = 128 * 1024
 
@@ -88,6 +89,57 @@ def test_where_nobody_tells_how_much_there_is_it_is_tried(
     monkeypatch.setattr(Path, "read_text", read_text)
 
     buffers._require_memory(2**62)
+
+
+def machine(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    """A machine's cgroups, and its ``/proc``."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="ascii")
+    return folder / "cgroup", folder / "proc"
+
+
+#: A pod with 1,000,000 bytes has a container without a limit, in which 400,000 bytes are used, and caches.
+POD = {
+    "proc/self/cgroup": "0::/pod/container\n",
+    "cgroup/pod/memory.max": "1000000\n",
+    "cgroup/pod/memory.stat": "anon 300000\nfile 700000\nshmem 100000\n",
+    "cgroup/pod/container/memory.max": "max\n",
+}
+#: The same with cgroups of version 1, seen from inside: its own cgroup is where all are mounted.
+DOCKER = {
+    "proc/self/cgroup": "5:cpu:/docker/1\n4:memory:/docker/1\n0::/\n",
+    "cgroup/memory/memory.limit_in_bytes": "1000000\n",
+    "cgroup/memory/memory.stat": "cache 800000\nrss 1\ntotal_rss 300000\ntotal_shmem 100000\n",
+}
+
+
+@pytest.mark.parametrize("files", [POD, DOCKER])
+def test_memory_beyond_the_limit_of_a_container_is_refused_to_the_byte(tmp_path: Path, files: dict[str, str]) -> None:
+    seen = machine(tmp_path, files)
+    require_within_limit(600_000, *seen)
+    with pytest.raises(OSError, match=r"^\[Errno 0\] the memory limit of its container \(cgroup\) leaves 585 kB"):
+        require_within_limit(600_001, *seen)
+
+    machine(tmp_path, {"proc/meminfo": "SwapTotal: 9 kB\nSwapFree: 1 kB\n"})
+    require_within_limit(601_024, *seen)
+
+
+@pytest.mark.parametrize("own", ["0::/\n", "0::/../../elsewhere\n", "4:memory:/docker/1\n", ""])
+def test_without_a_limit_that_can_be_seen_memory_is_tried(tmp_path: Path, own: str) -> None:
+    seen = machine(tmp_path, {"proc/self/cgroup": own} if own else {})
+
+    require_within_limit(2**62, *seen)
+
+
+def test_a_segment_beyond_the_limit_of_a_container_is_a_transport_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> None:
+        raise OSError(0, f"its limit leaves less than {nbytes}")
+
+    monkeypatch.setattr(buffers, "require_within_limit", refuse)
+    told = rf"^No shared memory for {LARGE} bytes: its limit leaves less than {LARGE}\. Free memory"
+    with pytest.raises(TransportError, match=told):
+        Segment(LARGE)
 
 
 def test_what_is_cheaper_to_write_lies_in_no_segment() -> None:

@@ -6,9 +6,11 @@ import errno
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 from importlib.machinery import ModuleSpec
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -20,8 +22,11 @@ from fleet import descriptors, opened_since
 from group_worlds import Make
 from torch import nn
 
-from weightsync import TransportError, Worker, WorkerFailedError, WorkerGroup
+from weightsync import OnStale, RayWeightSyncScheme, TransportError, Worker, WorkerFailedError, WorkerGroup
 from weightsync.group import process as group_process
+from weightsync.group.actors import ActorLauncher
+from weightsync.group.launcher import GroupArguments
+from weightsync.group.steps import Staleness
 
 
 def blocks_sigint(pid: int) -> bool:
@@ -82,6 +87,36 @@ def test_a_worker_that_cannot_import_the_program_is_told_where_to_put_what_it_ne
         ),
     ):
         list(group.results())
+
+
+def model_of_the_program(monkeypatch: pytest.MonkeyPatch, program: str) -> nn.Module:
+    """A model whose class is defined in a program that no other process can import."""
+    monkeypatch.setitem(sys.modules, program, module := ModuleType(program))
+    exec("from torch import nn\n\nclass Policy(nn.Linear): ...", vars(module))
+    made: nn.Module = vars(module)["Policy"](1, 1, bias=False)
+    return made
+
+
+def test_a_model_of_a_class_that_a_worker_cannot_import_fails_there_with_the_way_out(
+    forkserver: ForkServerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = r"No module named 'notebook_of_weightsync'\): put the model's class into a module"
+    model = model_of_the_program(monkeypatch, "notebook_of_weightsync")
+    with (
+        WorkerGroup(workers.act, model, 1, ctx=forkserver) as group,
+        pytest.raises(WorkerFailedError, match=told),
+    ):
+        list(group.results())
+
+
+def test_actors_get_a_model_of_a_class_that_the_program_itself_defines(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of_the_program(monkeypatch, "__main__")
+    asked = GroupArguments(workers.act, model, 1, None, "policy", 2, 0, Staleness(None, OnStale.BLOCK), None, None)
+    plan = ActorLauncher(RayWeightSyncScheme(), asked)._plan
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # an actor's, which is a program of Ray's
+
+    made = pickle.loads(pickle.dumps(plan)).make_model()
+    assert (type(made).__name__, made.weight.is_meta) == ("Policy", True)
 
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")

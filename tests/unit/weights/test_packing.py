@@ -60,6 +60,23 @@ def test_lazily_conjugated_and_negated_tensors_arrive_as_what_they_mean() -> Non
     assert bytes(payload[64:84]) == bits(-tensor.imag)
 
 
+def test_weights_are_packed_although_a_mode_of_torchs_fails_at_buffers_without_a_version() -> None:
+    weights = read_weights({"flags": torch.tensor([True, False]), "strided": torch.arange(8.0)[::2]})
+    layout = layout_of(weights)
+    payload = bytearray(layout.nbytes)
+
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        pack(weights, layout, memoryview(payload))
+        found = digest_of(weights, layout, b"")
+
+    places = {each.name: slice(each.offset, each.offset + each.nbytes) for each in layout.entries}
+    assert {name: bytes(payload[place]) for name, place in places.items()} == {
+        "flags": b"\x01\x00",
+        "strided": bits(torch.tensor([0.0, 2.0, 4.0, 6.0])),
+    }
+    assert found == digest(memoryview(payload), b"")
+
+
 def test_a_buffer_that_comes_round_again_is_written_anew() -> None:
     buffers = [bytearray(4), bytearray(4)]
     for value in range(6):

@@ -1,0 +1,61 @@
+"""How much memory the limit of a container leaves, or that of another cgroup: a batch job, a systemd unit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_PROC: Final = Path("/proc")
+_V2: Final = ("memory.max", "anon", "shmem")
+_V1: Final = ("memory.limit_in_bytes", "total_rss", "total_shmem")
+
+
+def require_within_limit(nbytes: int, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
+    """Refuse memory for which the kernel would kill a process of this cgroup. File caches and swap count as free.
+
+    Args:
+        nbytes: how much more is needed.
+        cgroups: where the kernel's cgroups are mounted.
+        proc: where ``/proc`` is mounted.
+
+    Raises:
+        OSError: a limit leaves less.
+    """
+    for left in _left(cgroups, proc):
+        if left < nbytes and left + _free_swap(proc) < nbytes:
+            raise OSError(0, f"the memory limit of its container (cgroup) leaves {max(left, 0) // 1024} kB")
+
+
+def _left(cgroups: Path, proc: Path) -> Iterator[int]:
+    """What the limit of each cgroup around this process leaves. Nothing where the kernel does not say."""
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left_in(cgroups, path, *_V2)
+        elif controllers == "memory":
+            yield from _left_in(cgroups / "memory", path, *_V1)
+
+
+def _left_in(root: Path, path: str, limit: str, *used: str) -> Iterator[int]:
+    cgroup = root / path.lstrip("/")
+    for folder in (cgroup, *cgroup.parents):
+        most = "".join(_lines(folder / limit))  # "max" without a limit; nothing if the cgroup cannot be seen from here
+        if most.isdecimal():
+            counts = map(str.split, _lines(folder / "memory.stat"))
+            yield int(most) - sum(int(count) for name, count in counts if name in used)
+        if folder == root:
+            return
+
+
+def _free_swap(proc: Path) -> int:
+    return sum(int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("SwapFree:"))
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file; none if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    return []
