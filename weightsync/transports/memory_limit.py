@@ -44,8 +44,8 @@ def _left_in(root: Path, path: str, limit: str, *used: str) -> Iterator[int]:
     for folder in (cgroup, *cgroup.parents):
         most = "".join(_lines(folder / limit))  # "max" without a limit; nothing if the cgroup cannot be seen from here
         if most.isdecimal():
-            counts = map(str.split, _lines(folder / "memory.stat"))
-            yield int(most) - sum(int(count) for name, count in counts if name in used)
+            counts = (line.partition(" ") for line in _lines(folder / "memory.stat"))
+            yield int(most) - sum(int(count) for name, _, count in counts if name in used)
         if folder == root:
             return
 

@@ -17,7 +17,15 @@ from weightsync.errors import TransportError
 from weightsync.transports import process as processes
 from weightsync.transports.base import Waker
 from weightsync.transports.buffers import Segment
-from weightsync.transports.process import ProcessWatch, own_host, own_identity, own_network, started_at, watching
+from weightsync.transports.process import (
+    ProcessWatch,
+    is_stopped,
+    own_host,
+    own_identity,
+    own_network,
+    started_at,
+    watching,
+)
 
 FORK = multiprocessing.get_context("fork")
 
@@ -34,6 +42,21 @@ def test_a_living_process_is_alive_and_another_of_its_number_is_not():
     living, reused, unknown = ProcessWatch(pid, started), ProcessWatch(pid, started + 1), ProcessWatch(pid, 0)
 
     assert [watch.dead for watch in (living, reused, unknown)] == [False, True, False]
+
+
+def test_a_process_is_stopped_by_a_signal_or_by_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(pid: int) -> list[bytes]:
+        raise ProcessLookupError
+
+    found: list[list[bool]] = []
+    for state in (b"T", b"t", b"S"):
+        monkeypatch.setattr(processes, "_status", lambda pid, state=state: [state, *[b"0"] * 18, b"7"])
+        # Of unknown start, itself, and another process of its number.
+        found.append([is_stopped(2), is_stopped(2, 7), is_stopped(2, 8)])
+    monkeypatch.setattr(processes, "_status", gone)
+
+    assert found == [[True, True, False], [True, True, False], [False, False, False]]
+    assert not is_stopped(2)
 
 
 @pytest.mark.parametrize("make", [lambda: ProcessWatch(os.getpid(), 0), lambda: Segment(10), Waker])
