@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from weightsync.transports.memory_limit import memory_left
+
 #: Fewer descriptors than this, and a trainer runs out of them at about a hundred workers.
 _DESCRIPTORS: Final = 1024
 #: How long a name server may take to resolve this host's own name, in seconds.
@@ -111,8 +113,14 @@ def _available_memory() -> str:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return f"{int(value.split()[0]) / 2**20:.1f} GiB of memory available"
+            return _memory_text(int(value.split()[0]) * 1024, memory_left())
     return "memory unknown"
+
+
+def _memory_text(machine: int, container: int | None) -> str:
+    if container is None or machine <= container:
+        return f"{machine / 2**30:.1f} GiB of memory available"
+    return f"{max(container, 0) / 2**30:.1f} GiB of memory available within the limit of the container (cgroup)"
 
 
 def descriptors() -> Finding:

@@ -24,9 +24,19 @@ def require_within_limit(nbytes: int, cgroups: Path = _CGROUPS, proc: Path = _PR
     Raises:
         OSError: a limit leaves less.
     """
-    for left in _left(cgroups, proc):
-        if left < nbytes and left + _free_swap(proc) < nbytes:
-            raise OSError(0, f"the memory limit of its container (cgroup) leaves {max(left, 0) // 1024} kB")
+    left = memory_left(cgroups, proc)
+    if left is not None and left < nbytes and left + _free_swap(proc) < nbytes:
+        raise OSError(0, f"the memory limit of its container (cgroup) leaves {max(left, 0) // 1024} kB")
+
+
+def memory_left(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int | None:
+    """The bytes that the tightest limit leaves; None: there is none, or the kernel does not say.
+
+    Args:
+        cgroups: where the kernel's cgroups are mounted.
+        proc: where ``/proc`` is mounted.
+    """
+    return min(_left(cgroups, proc), default=None)
 
 
 def _left(cgroups: Path, proc: Path) -> Iterator[int]:
