@@ -150,6 +150,24 @@ def test_the_limits_of_a_container_count(tmp_path: Path) -> None:
     assert _limits.processes(tmp_path).status is Status.WORKS
 
 
+@pytest.mark.parametrize(
+    ("container", "found"),
+    [
+        (None, "; 8.0 GiB of memory available"),
+        (16 << 30, "; 8.0 GiB of memory available"),
+        (1 << 30, "; 1.0 GiB of memory available within the limit of the container (cgroup)"),
+        (-1, "; 0.0 GiB of memory available within the limit of the container (cgroup)"),
+    ],
+)
+def test_memory_is_available_within_the_limit_of_the_container(
+    monkeypatch: pytest.MonkeyPatch, container: int | None, found: str
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"MemFree: 1 kB\nMemAvailable: {8 << 20} kB\n")
+    monkeypatch.setattr(_probes, "memory_left", lambda: container)
+
+    assert _probes.segments().detail.endswith(found)
+
+
 def test_a_small_shared_memory_file_system_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64, f_frsize=1 << 20))
     found = _limits.shared_memory_size(tmp_path, tmp_path)
