@@ -35,7 +35,11 @@ def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | N
     if worker_ids is None:
         return None
     several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
-    given: Iterable[Any] = worker_ids if several else (worker_ids,)  # type: ignore[assignment]
+    alone: Iterable[Any] = (worker_ids,)
+    try:
+        given = iter(worker_ids if several else alone)  # type: ignore[arg-type]
+    except TypeError:  # a tensor or an array without dimensions is Iterable by its type
+        given = iter(alone)
     return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in given)
 
 

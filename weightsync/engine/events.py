@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 import logging
 import queue
 import threading
@@ -189,10 +190,15 @@ class Events:
         """Call ``callback`` with each event from now on, and ask ``tracer`` for the trace context of each version.
 
         Raises:
-            ConfigurationError: it cannot be called.
+            ConfigurationError: it cannot be called, or is an async function.
         """
         if not callable(callback):
             raise ConfigurationError(f"on_event() was given {callback!r}: give a function that takes a SyncEvent.")
+        if inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(type(callback).__call__):
+            raise ConfigurationError(
+                f"on_event() was given {callback!r}, an async function: a call of it does not run its body. Give a "
+                "plain function that takes a SyncEvent."
+            )
         subscription = Subscription(self, callback, tracer)
         with self._lock:
             self._subscriptions = (*self._subscriptions, subscription)

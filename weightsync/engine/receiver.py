@@ -20,6 +20,7 @@ from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
 from weightsync.engine.serving_lock import PATIENCE, ServedModel, ServingBlock, ServingEntry
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
+from weightsync.options import switch
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
@@ -194,13 +195,14 @@ class WeightReceiver(Participant):
         Raises:
             ModelBusyError: (a TimeoutError) other threads used the model until the timeout; nothing was changed.
             StateError: the receiver is closed.
-            ConfigurationError: no model is registered, or an unsupported type of weights.
+            ConfigurationError: no model is registered, weights of an unsupported type, or ``inplace`` is not a bool.
             ModelPathError: (an AttributeError) the model's path does not resolve.
             LayoutError: they do not fit; nothing was changed.
             WeightSyncError: they are the pending version's weights, and that version was refused: the message and
                 `last_refusal` say why, and the sender is told the same. Or a swap failed halfway, and the receiver is
                 closed.
         """
+        switch(inplace, "inplace")
         deadline, target = Deadline(timeout), self._served.destination()
         driver, serving = self._driver, self._served.serving
         with serving.alone(deadline, "apply_weights"), Shield(driver.waker.fire), driver.lock:

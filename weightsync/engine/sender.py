@@ -19,7 +19,7 @@ from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.workers import SendTargets, Workers, seconds_to_check
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
-from weightsync.options import OnFailure, OnPending
+from weightsync.options import OnFailure, OnPending, switch
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.report import OutcomeKind, SyncReport
@@ -388,6 +388,8 @@ class WeightSender(Participant):
         self, asked: SenderInput, weights: Any, wanted: SendTargets, deadline: Deadline, pending: OnPending
     ) -> Packed | SyncReport:
         """Check that the call is allowed, settle what is outstanding, pack the weights. A report: nothing is sent."""
+        if not isinstance(wanted.allow_empty, bool):
+            switch(wanted.allow_empty, "allow_empty")
         with Shield(self._driver.waker.fire):
             self._driver.look()
         state, data = self._driver.machine.state, self._driver.data

@@ -103,6 +103,7 @@ class Workers:
     def remove(self, worker_id: int) -> None:
         """See `WeightSender.remove_worker`."""
         self._driver.require_open("remove_worker")
+        worker_id = require_worker_id(worker_id)
         with Shield(self._driver.waker.fire):
             self._driver.remove(worker_id, "it was removed from the workers")
 
@@ -188,6 +189,7 @@ class Workers:
     def pipe(self, worker_id: int) -> UserMessages:
         """See `WeightSender.pipe`."""
         self._driver.require_open("pipe")
+        worker_id = require_worker_id(worker_id)
         pure.known(self._driver.data, worker_id)
         return self._services.user_messages(self.endpoints[worker_id])
 

@@ -507,7 +507,7 @@ class WeightSyncScheme(Configured):
             The subscription: how many events were dropped, how often the callback has raised, and how to end it.
 
         Raises:
-            ConfigurationError: ``callback`` cannot be called.
+            ConfigurationError: ``callback`` cannot be called, or is an async function.
         """
         return self._events.subscribe(callback, tracer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -14,24 +15,35 @@ from weightsync.transports.process import ProcessWatch, started_at, watching
 _Process = BaseProcess | subprocess.Popen[Any] | int
 
 
+@dataclass(frozen=True, slots=True)
+class FoundLater:
+    """A process that its owner starts later.
+
+    Attributes:
+        find: returns the process or its id; None while there is none.
+    """
+
+    find: Callable[[], _Process | None]
+
+
 class AwaitedProcess:
     """A process that has not sent anything yet.
 
     Args:
-        process: the process or its id; or a function that returns one of these, or None while there is none.
+        process: the process or its id, or what finds it.
 
     Raises:
         ConfigurationError: it is none of these.
     """
 
     def __init__(self, process: Any) -> None:
-        known = isinstance(process, BaseProcess | subprocess.Popen) or callable(process)
+        known = isinstance(process, BaseProcess | subprocess.Popen | FoundLater)
         if not known and (isinstance(process, bool) or not isinstance(process, int) or process <= 0):
             raise ConfigurationError(
                 f"process= is {process!r}: give the worker's multiprocessing.Process (or subprocess.Popen), or its "
                 "process id. Nothing has changed."
             )
-        self._find: Callable[[], _Process | None] = process if callable(process) else lambda: process
+        self._find: Callable[[], _Process | None] = process.find if isinstance(process, FoundLater) else lambda: process
 
     @property
     def end(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.options import switch
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import extra_state_name
 from weightsync.weights.packing import pack, views
@@ -83,9 +84,9 @@ class WeightStrategy:
         Raises:
             LayoutError: names, shapes or dtypes differ; nothing is changed.
             ConfigurationError: the destination, the weights or a value in them are of an unsupported type, or
-                `inplace` is false and the destination is locked or read-only.
+                `inplace` is false and the destination is locked or read-only, or `inplace` is not a bool.
         """
-        if inplace:
+        if switch(inplace, "inplace"):
             Target(destination).apply(weights)
         elif isinstance(destination, nn.Module):
             Target(destination, Mode.MAP).apply(weights)

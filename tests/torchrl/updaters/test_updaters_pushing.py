@@ -127,6 +127,7 @@ def test_other_types_of_weights_are_refused(given: Any) -> None:
     [
         ([0, 1, 2], None, [0, 1, 2]),
         ([0, 1, 2], 2, [2]),
+        ([0, 1, 2], torch.tensor(2), [2]),
         ([0, 1, 2], [2, 0], [2, 0]),
         ([0, 1, 2], (1, 1), [1]),
         ([CPU, META], None, [CPU, META]),
@@ -146,7 +147,7 @@ def test_worker_ids_are_ints_or_devices_one_or_a_list(known: Any, given: Any, ca
     assert kinds(report) == dict.fromkeys(called, APPLIED)
 
 
-@pytest.mark.parametrize("given", [[], 3, [0, 3], CPU, "cuda:0", "nonsense", 1.5, None.__class__])
+@pytest.mark.parametrize("given", [[], 3, [0, 3], CPU, "cuda:0", "nonsense", 1.5, True, [False], None.__class__])
 def test_no_workers_or_unknown_ones_are_a_value_error(given: Any) -> None:
     updater = Recorder([0, 1])
 
@@ -514,9 +515,17 @@ def test_no_hook_may_start_a_push(where: str) -> None:
     assert updater.push_weights().version == 2
 
 
-def test_a_hook_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ConfigurationError):
-        Recorder([0]).register_post_hook(3)  # type: ignore[arg-type]
+async def sleeper(*_: Any) -> None:
+    """Its body would never run."""
+
+
+@pytest.mark.parametrize("hook", [3, sleeper])
+def test_a_hook_that_cannot_be_called_is_refused(hook: Any) -> None:
+    updater = Recorder([0])
+    with pytest.raises(ConfigurationError, match="a post-hook is a plain function without arguments, not "):
+        updater.register_post_hook(hook)
+
+    assert updater.post_hooks == []
 
 
 # ------------------------------------------------------------------------------------------------ copies and forks

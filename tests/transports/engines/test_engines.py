@@ -620,6 +620,8 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
         (lambda: VLLMEngine("localhost:8000", Inline()), "is not the URL of an engine"),
         (lambda: VLLMEngine("http://localhost:99999", Inline()), "is not the URL of an engine"),
         (lambda: SGLangEngine("http://localhost:port"), "is not the URL of an engine"),
+        (lambda: SGLangEngine(None), "None is not the URL of an engine"),
+        (lambda: SGLangEngine(8000), "8000 is not the URL of an engine"),
         (
             lambda: SGLangEngine("http://me:secret@localhost:1"),
             r"^the URL of an engine has a user or a password, which",

@@ -397,6 +397,19 @@ def test_what_cannot_be_called_is_refused() -> None:
         MultiProcessWeightSyncScheme().on_event(callback)
 
 
+class AsyncListener:
+    """Its body would never run."""
+
+    async def __call__(self, event: SyncEvent) -> None:
+        raise AssertionError(event)
+
+
+@pytest.mark.parametrize("callback", [AsyncListener(), AsyncListener().__call__], ids=["object", "function"])
+def test_an_async_callback_is_refused(callback: Any) -> None:
+    with pytest.raises(ConfigurationError, match="an async function: a call of it does not run its body"):
+        MultiProcessWeightSyncScheme().on_event(callback)
+
+
 # ---------------------------------------------------------------------------------------- a report as plain data
 
 

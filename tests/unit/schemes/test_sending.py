@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from fleet import PATIENCE, Crew, Pair, constants, filled, join, large, leave, receive, serve, shows, small
 from hours import hours
 
@@ -1272,10 +1274,21 @@ WRONG_CALLS: list[tuple[str, Callable[[Pair], Any]]] = [
     ("worker_ids", lambda pair: pair.sender.send(worker_ids="0")),
     ("worker_ids", lambda pair: pair.sender.send(worker_ids=b"0")),
     ("worker_ids", lambda pair: pair.sender.send(worker_ids=[0.5])),
+    ("worker_ids", lambda pair: pair.sender.send(worker_ids=torch.tensor(0.5))),
+    ("allow_empty", lambda pair: pair.sender.send(allow_empty="no")),
+    ("allow_empty", lambda pair: pair.sender.send_async(allow_empty=None)),
+    ("inplace", lambda pair: pair.receiver.apply_weights(small(), inplace="no")),
+    ("inplace", lambda pair: pair.scheme.strategy.apply_weights(small(), small(), inplace="no")),
     ("expected_workers", lambda pair: pair.sender.send(expected_workers="2")),
     ("expected_workers", lambda pair: pair.sender.send_async(expected_workers=-1)),
     ("worker_id", lambda pair: pair.sender.add_worker("0", multiprocessing.Pipe()[0])),
+    ("worker_id", lambda pair: pair.sender.remove_worker(False)),
+    ("worker_id", lambda pair: pair.sender.remove_worker(0.0)),
+    ("worker_id", lambda pair: pair.sender.remove_worker([0])),
+    ("worker_id", lambda pair: pair.sender.pipe(False)),
     ("process", lambda pair: pair.sender.add_worker(0, multiprocessing.Pipe()[0], process="1")),
+    ("process", lambda pair: pair.sender.add_worker(0, multiprocessing.Pipe()[0], process=multiprocessing.Process)),
+    ("process", lambda pair: pair.sender.add_worker(0, multiprocessing.Pipe()[0], process=lambda: "1")),
     ("on_failure", lambda pair: pair.sender.send(on_failure=5)),
     ("on_pending", lambda pair: pair.sender.send(on_pending=None)),
     ("fence", lambda pair: type(pair.scheme)().create_sender().connect(fence="5")),
@@ -1307,6 +1320,13 @@ def test_an_argument_of_a_wrong_type_is_named(pair: Pair, argument: str, call: C
         call(pair)
 
     assert pair.sender._driver.data == before
+
+
+@pytest.mark.parametrize("zero", [torch.tensor(0), numpy.array(0), numpy.int64(0)])
+def test_a_worker_may_be_named_by_an_integer_of_torch_or_numpy(pair: Pair, zero: Any) -> None:
+    pair.sender.send_async(worker_ids=zero)
+
+    assert pair.sender.owing == (0,)
 
 
 @pytest.mark.parametrize(("argument", "value"), WRONG_INITS)

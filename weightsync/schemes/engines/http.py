@@ -160,6 +160,8 @@ class HttpCalls:
 
 
 def _parsed(url: str) -> SplitResult:
+    if not isinstance(url, str):
+        raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
     at = urlsplit(url)
     if "@" in at.netloc:  # it would not be sent, and messages name the URL
         raise ConfigurationError(

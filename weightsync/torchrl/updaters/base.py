@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import inspect
 import operator
 import sys
 import weakref
@@ -202,10 +203,10 @@ class WeightUpdaterBase(abc.ABC):
         If a hook raises, the push raises that exception and later hooks do not run; the weights have been pushed.
 
         Raises:
-            ConfigurationError: it is not callable.
+            ConfigurationError: it is not callable, or an async function.
         """
-        if not callable(hook):
-            raise ConfigurationError(f"a post-hook is a function without arguments, not {hook!r}.")
+        if not callable(hook) or inspect.iscoroutinefunction(hook):
+            raise ConfigurationError(f"a post-hook is a plain function without arguments, not {hook!r}.")
         self._hooks.append(hook)
 
     def _call_post_hooks(self) -> None:
@@ -282,7 +283,11 @@ def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
     if worker_ids is None:
         return [None] if known is None else list(known)
     several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
-    named = [_id(worker) for worker in (worker_ids if several else [worker_ids])]
+    try:
+        given = iter(worker_ids if several else [worker_ids])
+    except TypeError:  # a tensor or an array without dimensions is Iterable by its type
+        given = iter([worker_ids])
+    named = [_id(worker) for worker in given]
     if not named:
         raise ConfigurationError("no worker to push to: worker_ids is empty. Nothing was pushed.")
     unknown = [worker for worker in named if known is not None and worker not in known]
@@ -294,8 +299,9 @@ def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
 
 
 def _id(worker: Any) -> int | torch.device:
+    named: Any = None if isinstance(worker, bool) else worker  # True does not mean worker 1
     try:
-        return torch.device(worker) if isinstance(worker, str | torch.device) else operator.index(worker)
+        return torch.device(named) if isinstance(named, str | torch.device) else operator.index(named)
     except (TypeError, RuntimeError):
         raise ConfigurationError(f"a worker's id is an int or a device, not {worker!r}. Nothing was pushed.") from None
 
