@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from operator import attrgetter
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -19,6 +20,10 @@ from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.protocol.sender import LinkState, ended
 
 logger = logging.getLogger("weightsync")
+
+#: The most superseded versions that are kept for a worker, the newest ones. Each report and each line of a trace has
+#: them, and a worker that answers for none but superseded versions would have ever more of them.
+MOST_SUPERSEDED: Final = 100
 
 
 class Reporter:
@@ -36,7 +41,7 @@ class Reporter:
         #: What the workers were sent, where deltas may be sent.
         self._payloads: VersionPayloads | None = None
         self._dispatched = Stopwatch()
-        #: For each worker, the versions that were superseded since it last had an outcome.
+        #: For each worker, the newest versions that were superseded since it last had an outcome.
         self._superseded: dict[int, tuple[int, ...]] = {}
         driver.kept.append(self._superseded)
         #: A report that was not returned to a caller yet: it becomes part of the next one.
@@ -71,7 +76,7 @@ class Reporter:
         """Note that the version of ``report`` was abandoned in favour of the next one."""
         for worker in report.of(OutcomeKind.ABANDONED):
             assert report.version is not None
-            self._superseded[worker] = (*self._superseded.get(worker, ()), report.version)
+            self._superseded[worker] = (*self._superseded.get(worker, ()), report.version)[-MOST_SUPERSEDED:]
         self.withheld(report)
 
     def withheld(self, report: SyncReport) -> None:

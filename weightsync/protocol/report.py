@@ -125,7 +125,8 @@ class SyncReport(Struct, frozen=True, kw_only=True):
     transfer_s: float = 0.0
     #: The longest time, in seconds, that any worker spent applying.
     apply_s: float = 0.0
-    #: Maps worker ids to the versions that were abandoned in favour of this one (``on_pending="supersede"``).
+    #: Maps worker ids to the versions that were abandoned in favour of this one (``on_pending="supersede"``): for each
+    #: worker the newest 100.
     superseded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     #: Workers that joined late and refused the version sent to them, since the last report: maps their ids to why.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)

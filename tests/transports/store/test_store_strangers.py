@@ -371,6 +371,11 @@ def test_a_goodbye_waits_longer_for_a_new_link_than_its_connection_to_the_store_
     assert announcing._PATIENCE > DIAL.total_seconds()
 
 
+def being_announced(pair: StorePair) -> list[announcing.Where]:
+    """The workers of this pair whose goodbyes would wait for a link."""
+    return [where for where in list(announcing._under_way._pending) if where.port == stores.base_of(pair.store).port]
+
+
 def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +388,7 @@ def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
         monkeypatch.setattr(module, "Client", unreachable)
     pair.sender.add_worker(0, (pair.store, 1))
 
-    assert [each.wait(PATIENCE) for links in announcing._under_way._pending.values() for each in links][-1]
+    until(lambda: not being_announced(pair))
 
 
 def test_a_link_that_loses_the_store_as_it_is_announced_holds_up_no_goodbye(
@@ -400,7 +405,7 @@ def test_a_link_that_loses_the_store_as_it_is_announced_holds_up_no_goodbye(
     monkeypatch.setattr(Client, "claim", loses_the_store)
     pair.sender.add_worker(0, (pair.store, 1))
 
-    assert [each.wait(PATIENCE) for links in announcing._under_way._pending.values() for each in links][-1]
+    until(lambda: not being_announced(pair))
 
 
 def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
@@ -420,4 +425,11 @@ def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
             pair.sender.add_worker(0, (pair.store, 1))
             assert pair.sender.send(timeout=PATIENCE).ok
         assert loop.raised == []
-    assert announcing._under_way._pending
+
+
+def test_a_trainer_keeps_nothing_of_links_that_have_been_announced(pair: StorePair) -> None:
+    for _ in range(3):
+        pair.sender.add_worker(0, (pair.store, 1))
+        assert pair.sync().ok
+
+    until(lambda: not being_announced(pair))

@@ -11,7 +11,7 @@ from scripted import EPOCH, Fleet, Scripted, Telling, ack, hello, packed, refusa
 
 from weightsync import RefusedError, TransportError, WorkerLostError
 from weightsync.clock import Stopwatch
-from weightsync.engine.reporter import Reporter
+from weightsync.engine.reporter import MOST_SUPERSEDED, Reporter
 from weightsync.options import WireDtype
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import RefusalKind
@@ -259,6 +259,16 @@ def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_work
         made.fleet.receives(worker, ack(4))
     assert made.concluded(4).superseded == {0: (1, 2)}
     assert made.reporter._superseded == {}
+
+
+def test_a_worker_that_answers_for_no_version_in_time_does_not_make_reports_ever_longer() -> None:
+    made = Reported(Scripted())
+    for version in range(1, MOST_SUPERSEDED + 4):
+        made.sends()
+        made.gives_up(version)
+    made.sends()
+
+    assert made.reporter.so_far(OutcomeKind.PENDING).superseded == {0: tuple(range(4, MOST_SUPERSEDED + 4))}
 
 
 @pytest.mark.parametrize("how", ["removed", "goodbye"])

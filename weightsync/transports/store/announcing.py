@@ -71,12 +71,21 @@ class _OngoingAnnouncements(PerProcess):
         self._pending: dict[Where, list[threading.Event]] = {}
 
     def begin(self, where: Where) -> threading.Event:
-        """Add a link; set the event once the link is announced or never will be."""
+        """Add a link: see `end`."""
         settled = threading.Event()
         with self._lock:
-            pending = [each for each in self._pending.get(where, ()) if not each.is_set()]
-            self._pending[where] = [*pending, settled]
+            self._pending.setdefault(where, []).append(settled)
         return settled
+
+    def end(self, where: Where, settled: threading.Event) -> None:
+        """Note that a link is announced, or never will be. May be called again."""
+        settled.set()
+        with self._lock:
+            pending = self._pending.get(where, [])
+            if settled in pending:
+                pending.remove(settled)
+            if not pending:
+                self._pending.pop(where, None)
 
     def wait(self, where: Where) -> None:
         """Return once all links are announced that were begun before, or after a while."""
@@ -100,7 +109,11 @@ class _Announcement:
         self._announced = self.name if key is None else f"{self.name} {announcement(key, self.identity)}"
         self._where = where_of(endpoint, model_id)
         self._reads_models = Models.are_read_in(endpoint.store)
-        self.settled = _under_way.begin(self._where)
+        self._settled = _under_way.begin(self._where)
+
+    def settle(self) -> None:
+        """No goodbye is to wait for this link any longer: it is announced, or never will be."""
+        _under_way.end(self._where, self._settled)
 
     def announce(self, client: Client) -> None:
         """Write the link's name to the first free announcement."""
@@ -113,11 +126,11 @@ class _Announcement:
                 if client.value(place) is None and client.claim(place, self._announced) == self._announced:
                     break
         finally:  # if the store is gone, it never will be announced: no goodbye is to wait for that
-            self.settled.set()
+            self.settle()
 
     def withdraw(self, client: Client) -> None:
         """Claim the link, so that no worker can accept it."""
-        self.settled.set()
+        self.settle()
         if client.claim(_taken_key(self.name), _WITHDRAWN, _names_a_taker) == _WITHDRAWN:
             Models(self._rank, SENDERS).remove(client, self._model_id)
 
@@ -158,12 +171,12 @@ def sender_link(endpoint: StoreEndpoint, model_id: str, peer: str, fanout: Fanou
         before_goodbye=announcing.wait_for_others,
         remark=announcing.remark,
         untaken=untaken,
-        unconnected=announcing.settled.set,
+        unconnected=announcing.settle,
     )
     try:
         return StoreLink(endpoint, announcing.name, side, guard, fanout=fanout)
     except BaseException:
-        announcing.settled.set()
+        announcing.settle()
         raise
 
 
