@@ -282,6 +282,8 @@ class Layout:
         if wanted in _WIRE_DTYPES and given in {*_WIRE_DTYPES, "float64"}:
             hint = f"give the trainer's scheme wire_dtype='{wanted}', or {hint}"
         message = f"{error} Both must have the same dtype: {hint}."
+        if "wire_dtype" in hint and ITEMSIZES[given] <= ITEMSIZES[wanted]:  # the trainer's own dtype is not known here
+            message += f" If the trainer's model is {given} itself, only that cast helps: wire_dtype= widens nothing."
         return LayoutError(message, error.missing, error.unexpected, error.mismatched)
 
 

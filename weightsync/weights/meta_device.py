@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Container, Iterable, Iterator
+from typing import Final
 
 import torch
 from tensordict import TensorDictParams
@@ -26,8 +27,9 @@ def fill_in(module: nn.Module) -> bool:
 
     Raises:
         LayoutError: a non-persistent buffer is on the meta device. Updates do not contain it, so nothing would ever
-            fill it. Nothing has changed.
+            fill it. Or accelerate has offloaded the module's weights. Nothing has changed.
     """
+    _refuse_offloaded(module)
     for name, owner in module.named_modules():
         for key in sorted(owner._non_persistent_buffers_set):
             if _is_meta(owner._buffers.get(key)):
@@ -64,6 +66,23 @@ def given_memory(model: object) -> Iterator[bool]:
         _unused[id(model)] = model
     yield lacking
     _unused.pop(id(model), None)
+
+
+def _refuse_offloaded(module: nn.Module) -> None:
+    """Raise LayoutError if accelerate keeps the weights elsewhere: it would replace each version by these."""
+    on_meta = (name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta)
+    name = next(on_meta, None)
+    if name is not None and any(_ACCELERATES_HOOK in vars(owner) for owner in module.modules()):
+        raise LayoutError(
+            f"'{name}' is on the meta device because accelerate has offloaded it: before each forward its hook puts "
+            "the offloaded weights in the place of those that were received. Give the worker a model that is not "
+            "offloaded (no cpu_offload(), disk_offload(), or device_map= that offloads).",
+            mismatched={name: "is offloaded by accelerate"},
+        )
+
+
+#: The attribute of a module in which accelerate keeps the hook that it runs around the module's forward.
+_ACCELERATES_HOOK: Final = "_hf_hook"
 
 
 def lacks_weights(module: nn.Module) -> bool:

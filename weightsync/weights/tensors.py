@@ -169,14 +169,21 @@ def _why_unsupported(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}: convert it to a dense tensor"
     if tensor.is_meta:
-        return "is on the meta device and has no data: call to_empty(device=...) on its model and load weights first"
+        return (
+            "is on the meta device and has no data: make its model on another device, or call to_empty(device=...) on "
+            "it, load weights, and fill the buffers that are not persistent. If accelerate has offloaded the model, "
+            "give one that is not offloaded"
+        )
     if is_dtensor(tensor):
         return (
             "is a DTensor, of which this rank holds only a shard: to send the whole model, call "
             "weightsync.send_sharded() on every rank; a worker's model must hold plain tensors"
         )
     if is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__name__}, which wraps other tensors: send those instead"
+        return (
+            f"is a {type(tensor).__name__}, which wraps other tensors, as quantised weights do: give both sides the "
+            "model as it is before it is quantised, or a dict of those tensors"
+        )
     if tensor.dtype not in DTYPE_NAMES:
         return f"has the dtype {tensor.dtype}, which cannot be sent"
     torch.Size(tensor.shape)  # that of a subclass may raise too

@@ -181,6 +181,13 @@ def test_a_name_that_occurs_twice_is_refused() -> None:
     ("wanted", "given", "said"),
     [
         ("float32", "float64", "wire_dtype='float32', or cast the worker's model with model.to(torch.float64)."),
+        (
+            "float32",
+            "bfloat16",
+            "give the trainer's scheme wire_dtype='float32', or cast the worker's model with model.to(torch.bfloat16). "
+            "If the trainer's model is bfloat16 itself, only that cast helps: wire_dtype= widens nothing.",
+        ),
+        ("bfloat16", "float32", "wire_dtype='bfloat16', or cast the worker's model with model.to(torch.float32)."),
         ("float32", "complex64", "same dtype: cast the worker's model with model.to(torch.complex64)."),
         ("float32", "float8_e5m2", "same dtype: cast the worker's model with model.to(torch.float8_e5m2)."),
         ("int64", "int32", "(dtype int32, expected int64)."),

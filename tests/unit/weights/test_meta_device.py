@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
-from weightsync import WeightStrategy
+from weightsync import LayoutError, WeightStrategy
 from weightsync.weights.meta_device import fill_in
 from weightsync.weights.reading import read_live
 from weightsync.weights.target import Mode, Target
@@ -85,3 +85,37 @@ def test_memory_is_given_in_the_order_that_a_tensor_had_so_that_a_worker_can_map
     target.apply(source)
     assert torch.equal(model.weight, source.weight)
     assert len(target._plan.mappable) == 2
+
+
+def offloaded(model: nn.Sequential) -> nn.Sequential:
+    """A model as accelerate offloads it: a hook of the parent puts the weights of its parts in place and takes them."""
+    kept = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    inner = model.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        model.load_state_dict(kept, assign=True)
+        found = inner(x)
+        model.to("meta")
+        return found
+
+    model.forward, model._hf_hook = forward, object()
+    return model.to("meta")
+
+
+def test_a_model_that_accelerate_has_offloaded_is_refused_since_its_hooks_would_undo_each_version() -> None:
+    model = offloaded(nn.Sequential(nn.Linear(2, 2)))
+
+    with pytest.raises(
+        LayoutError, match=r"'0\.weight' is on the meta device because accelerate has offloaded it"
+    ) as caught:
+        fill_in(model)
+
+    assert caught.value.mismatched == {"0.weight": "is offloaded by accelerate"}
+    assert model[0].weight.is_meta
+
+
+def test_a_model_with_hooks_of_accelerate_and_all_of_its_weights_is_not_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model._hf_hook = object()
+
+    assert not fill_in(model)
