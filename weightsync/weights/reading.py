@@ -67,13 +67,25 @@ def read_weights(source: object) -> Weights:
     ``__extra_state__``, which TorchRL's `WeightStrategy` makes. Nothing else is copied.
 
     Raises:
-        ConfigurationError: the source or a value in it is of an unsupported type, or two values have the same name.
+        ConfigurationError: the source or a value in it is of an unsupported type, two values have the same name, or a
+            module with adapters cannot be copied.
         LayoutError: a module's state dict has an entry that is neither a parameter, a persistent buffer nor extra
             state.
     """
     if _is_mergeable(source):
-        source = copy.deepcopy(source).merge_and_unload()
+        source = _copied(source).merge_and_unload()
     return read_live(source)
+
+
+def _copied(source: _Mergeable) -> _Mergeable:
+    try:
+        return copy.deepcopy(source)
+    except Exception as error:
+        raise ConfigurationError(
+            f"the adapters of the {_type_name(source)} are merged on a copy of it, which cannot be made "
+            f"({type(error).__name__}: {error}). Merge them yourself and send a dict of the merged weights, or send "
+            "the adapters alone with names=."
+        ) from error
 
 
 def transient_buffers(model: object) -> set[str]:

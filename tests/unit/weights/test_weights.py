@@ -172,6 +172,18 @@ def test_adapters_are_merged_on_a_copy() -> None:
     assert read_weights(nn.Sequential(lora)).tensors.keys() == {"0.base.weight", "0.delta"}
 
 
+def test_adapters_of_a_model_that_cannot_be_copied_are_refused_with_what_to_do() -> None:
+    lora = Lora()
+    lora.tied = lora.delta.T  # as peft ties an adapter of the embeddings: torch copies no result of a computation
+
+    with pytest.raises(
+        ConfigurationError, match=r"copy of it, which cannot be made \(RuntimeError: .*names=\.$"
+    ) as caught:
+        read_weights(lora)
+
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def _quantised() -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates what we are to refuse
