@@ -278,12 +278,13 @@ class Layout:
         ((wanted, given),) = pairs
         if not (_is_cast_by_to(wanted) and _is_cast_by_to(given)):
             return error
-        hint = f"cast the worker's model with model.to(torch.{given})"
+        cast = f"cast the worker's model with model.to(torch.{given})."
+        hint = cast
         if wanted in _WIRE_DTYPES and given in {*_WIRE_DTYPES, "float64"}:
-            hint = f"give the trainer's scheme wire_dtype='{wanted}', or {hint}"
-        message = f"{error} Both must have the same dtype: {hint}."
-        if "wire_dtype" in hint and ITEMSIZES[given] <= ITEMSIZES[wanted]:  # the trainer's own dtype is not known here
-            message += f" If the trainer's model is {given} itself, only that cast helps: wire_dtype= widens nothing."
+            hint = f"give the trainer's scheme wire_dtype='{wanted}', or {cast}"
+            if ITEMSIZES[given] <= ITEMSIZES[wanted]:  # the dtype of the trainer's own model is not known here
+                hint += f" If the trainer's model is {given} itself, only that cast helps: wire_dtype= widens nothing."
+        message = f"{error} Both must have the same dtype: {hint}"
         return LayoutError(message, error.missing, error.unexpected, error.mismatched)
 
 
