@@ -419,6 +419,11 @@ def reason_of(error: BaseException) -> str:
     return str(error) if isinstance(error, WeightSyncError) else with_type(error)
 
 
+def thread_not_started(name: str, error: RuntimeError) -> TransportError:
+    """The error for a thread that the system does not start. ``error`` is what `Thread.start` raised."""
+    return TransportError(f"The thread for {name} cannot be started: {error}.")
+
+
 def raw_pipe() -> None:
     """Raise: a frame was unpickled as a user message. See `weightsync.transports.pipe.framing`.
 

@@ -201,12 +201,6 @@ def describe(device: str) -> Mapping[str, str]:
     return {**facts, **{name: version for name in _LIBRARIES if (version := _version(name))}}
 
 
-def available_memory() -> int:
-    """The bytes of memory that processes can still have."""
-    said = _first("/proc/meminfo", "MemAvailable")
-    return int(said.partition(" ")[0]) * 1024 if said else 0
-
-
 def installed(name: str) -> bool:
     """Whether a distribution is installed."""
     return _version(name) is not None

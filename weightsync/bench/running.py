@@ -16,13 +16,14 @@ from weightsync.bench.contenders import Backend, Contender, Situation
 from weightsync.bench.floors import cpu_floors, cuda_floors
 from weightsync.bench.models import Source, compare_digests, find_factory
 from weightsync.bench.processes import environment
-from weightsync.bench.results import Case, Label, Measured, Results, available_memory, describe, installed
+from weightsync.bench.results import Case, Label, Measured, Results, describe, installed
 from weightsync.bench.schemes import default_verify, process_schemes, variants
 from weightsync.bench.settings import Device, Payload, SchemeName, Settings
 from weightsync.bench.torchrl_schemes import torchrl_schemes
 from weightsync.bench.watching import Watchdog
 from weightsync.errors import ConfigurationError
 from weightsync.local_workers import start_forkserver
+from weightsync.transports.memory_limit import available_memory
 
 #: The share of the free memory that a case may take, by its estimate.
 _SHARE_OF_MEMORY = 0.8
@@ -162,7 +163,7 @@ def _too_large(situation: Situation) -> str:
     fleets = sum(1 if name.is_torchrl else len(variants(situation)) for name in chosen)
     # The floors' copies; two slots or buffers a fleet; a worker's own copy, and what is under way to some of them.
     needed = int(situation.source.nbytes * (4 + 2 * fleets + 1.25 * (fleets + 1) * situation.workers))
-    if lacking := _lacking(needed, available_memory(), "GiB"):
+    if lacking := _lacking(needed, available_memory() or 0, "GiB"):
         return lacking
     device = situation.settings.device
     if device is Device.CPU:

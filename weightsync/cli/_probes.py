@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weightsync.transports.memory_limit import memory_left
+from weightsync.transports.memory_limit import available_memory, memory_left
 
 #: Fewer descriptors than this, and a trainer runs out of them at about a hundred workers.
 _DESCRIPTORS: Final = 1024
@@ -110,11 +110,8 @@ def _pass_on(fd: int) -> None:
 
 
 def _available_memory() -> str:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return _memory_text(int(value.split()[0]) * 1024, memory_left())
-    return "memory unknown"
+    available = available_memory()
+    return "memory unknown" if available is None else _memory_text(available, memory_left())
 
 
 def _memory_text(machine: int, container: int | None) -> str:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import Hook, calling_frame, compiled_frame
-from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError, thread_not_started
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
@@ -249,7 +249,7 @@ class Background:
                 self._thread.start()
             except RuntimeError as error:
                 self._thread = None
-                raise TransportError(f"The thread for the {name} cannot be started: {error}.") from error
+                raise thread_not_started(f"the {name}", error) from error
 
     def model_set(self, model: Any) -> None:
         """Guard this model from now on, and no longer the previous one."""

@@ -99,8 +99,9 @@ class Listening:
         kept = f"keeps version {served[1]}" if served else "serves no version"
         raise driver.ended_as(
             f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}. To receive from "
-            "another sender, pass a new pipe to register_worker_transport(); over torch.distributed: (store, rank). "
-            "Over RPC and Ray there is nothing to do: the new sender's first call makes a new link."
+            "another sender, pass a new pipe to register_worker_transport(), or, over torch.distributed with another "
+            "store, (store, rank). Over the same store, RPC and Ray there is nothing to do: the new sender makes a "
+            "new link."
         )
 
     def stop(self) -> None:

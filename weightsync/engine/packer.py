@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
+from weightsync.clock import Stopwatch
 from weightsync.engine.delta import VersionPayloads
 from weightsync.engine.device_slots import DevicePools, DeviceReaders, flat_of, write_slot
 from weightsync.engine.driver import Shield
@@ -84,6 +85,8 @@ class Packed(Struct):
     verify: Verify = Verify.DIGEST
     #: What wider floating tensors were cast to; None if nothing is cast.
     wire_dtype: WireDtype | None = None
+    #: Started when extracting them began, and again at the dispatch; None: it is not measured.
+    stopwatch: Stopwatch | None = None
     #: Seconds that extracting and packing took.
     pack_s: float = 0.0
     #: The W3C trace context that its updates carry; empty: none.

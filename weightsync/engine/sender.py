@@ -166,7 +166,7 @@ class WeightSender(Participant):
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did. If every target
                 was lost or had refused before, nothing was sent.
         """
-        deadline, stopwatch = Deadline(timeout), Stopwatch()
+        deadline = Deadline(timeout)
         failing = on_failure if isinstance(on_failure, OnFailure) else OnFailure(on_failure)
         if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
@@ -176,7 +176,7 @@ class WeightSender(Participant):
             if isinstance(packed, SyncReport):
                 return self._delivered(packed, failing)
             with Shield(self._driver.waker.fire) as shield:
-                version = self._dispatch(pure.Send(targets), packed, stopwatch, wanted)
+                version = self._dispatch(pure.Send(targets), packed, wanted)
                 report = self._reporter.empty() if version is None else self._wait_for(version, deadline, shield)
         except (WorkerLostError, RefusedError) as ended:  # every target is lost already, or has refused
             if failing is OnFailure.RAISE:
@@ -215,7 +215,7 @@ class WeightSender(Participant):
             WorkerLostError, RefusedError: every target was lost or had refused before; nothing was sent.
             StateError, ConfigurationError, ModelPathError, LayoutError, NonFiniteError, TransportError: as for `send`.
         """
-        deadline, stopwatch = Deadline(timeout), Stopwatch()
+        deadline = Deadline(timeout)
         if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
@@ -225,7 +225,7 @@ class WeightSender(Participant):
             return self._delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
         with Shield(self._driver.waker.fire), self._driver.lock:
-            version = self._dispatch(pure.SendAsync(targets), packed, stopwatch, wanted)
+            version = self._dispatch(pure.SendAsync(targets), packed, wanted)
             report = self._reporter.empty() if version is None else self._reporter.so_far(OutcomeKind.PENDING)
             self._reporter.delivered()
         report.raise_for_previous()
@@ -388,6 +388,7 @@ class WeightSender(Participant):
         self, asked: SenderInput, weights: Any, wanted: SendTargets, deadline: Deadline, pending: OnPending
     ) -> Packed | SyncReport:
         """Check that the call is allowed, settle what is outstanding, pack the weights. A report: nothing is sent."""
+        stopwatch = Stopwatch()
         if not isinstance(wanted.allow_empty, bool):
             switch(wanted.allow_empty, "allow_empty")
         with Shield(self._driver.waker.fire):
@@ -411,7 +412,8 @@ class WeightSender(Participant):
             previous = self._wait(deadline)
             if previous.of(OutcomeKind.TIMED_OUT):
                 return self._reporter.not_sent(previous, wanted.targets)
-        return self._pack(weights, wanted.targets, in_the_way and pending is OnPending.SUPERSEDE)
+            stopwatch.restart()
+        return self._pack(weights, wanted.targets, in_the_way and pending is OnPending.SUPERSEDE, stopwatch)
 
     def _to_nobody(self, deadline: Deadline, settling: OnPending) -> SyncReport:
         """The report of a send without workers. What is outstanding is settled first: nobody owes it an answer."""
@@ -426,9 +428,10 @@ class WeightSender(Participant):
             hint = f"workers {blocking} are reached by transports of your own, whose calls block. Call send() instead."
             raise self._driver.refused("send_async", hint)
 
-    def _pack(self, weights: Any, targets: tuple[int, ...] | None, superseding: bool) -> Packed:
+    def _pack(self, weights: Any, targets: tuple[int, ...] | None, superseding: bool, stopwatch: Stopwatch) -> Packed:
         """Pack the weights, and only then give up what is outstanding: nothing can refuse them any more."""
         packed = self._outgoing.pack(weights, targets)
+        packed.stopwatch = stopwatch
         try:
             if self._packer.sends_deltas:
                 packed.payloads = self._driver.payloads_of(packed)
@@ -439,10 +442,9 @@ class WeightSender(Participant):
             raise
         return packed
 
-    def _dispatch(
-        self, event: pure.Send | pure.SendAsync, packed: Packed, stopwatch: Stopwatch, wanted: SendTargets
-    ) -> int | None:
-        packed.pack_s = stopwatch.restart()
+    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, wanted: SendTargets) -> int | None:
+        assert packed.stopwatch is not None
+        packed.pack_s = packed.stopwatch.restart()
         try:
             version = self._driver.dispatch(event, packed)
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
@@ -453,7 +455,7 @@ class WeightSender(Participant):
             raise
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(packed, stopwatch)
+        self._reporter.dispatched(packed, packed.stopwatch)
         return version
 
     def _wait(self, deadline: Deadline) -> SyncReport:

@@ -98,9 +98,9 @@ class PipeScheme(WeightSyncScheme):
     def _own_pipes(self, given: Mapping[str, Any]) -> dict[int, Any]:
         if "num_workers" not in given:
             raise ConfigurationError(
-                "init_on_sender() needs pipes= (our end of one multiprocessing.Pipe() per worker), or the number of "
-                "workers, to make the pipes itself: num_workers=, params_map=, devices=, or a context with .pipes or "
-                ".num_workers."
+                "init_on_sender() needs pipes= (the trainer's end of one multiprocessing.Pipe() per worker), or the "
+                "number of workers, to make the pipes itself: num_workers=, params_map=, devices=, or a context with "
+                ".pipes or .num_workers."
             )
         ctx = given.get("ctx", multiprocessing)
         require_context(ctx)
@@ -234,8 +234,8 @@ def _listed(pipes: Any) -> list[Any]:
     """The pipes, one for each worker. Raises ConfigurationError: this is not a list of them."""
     if not isinstance(pipes, Iterable) or isinstance(pipes, str | bytes | Mapping):
         raise ConfigurationError(
-            f"pipes= is {pipes!r}: give a list with our end of one multiprocessing.Pipe() per worker. Nothing has "
-            "changed."
+            f"pipes= is {pipes!r}: give a list with the trainer's end of one multiprocessing.Pipe() per worker. "
+            "Nothing has changed."
         )
     return list(pipes)
 

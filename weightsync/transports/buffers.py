@@ -23,12 +23,11 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from enum import Enum
 from operator import attrgetter
-from pathlib import Path
 from typing import Final
 
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import SEAL_NBYTES, Ack, Message, Refusal, SlotRef, Update
-from weightsync.transports.memory_limit import require_within_limit
+from weightsync.transports.memory_limit import require_memory
 from weightsync.transports.process import forget_after_fork
 
 _Key = tuple[int, int]
@@ -166,8 +165,7 @@ class Segment:
         forget_after_fork(self)
 
     def _allocate(self) -> None:
-        _require_memory(self.nbytes)
-        require_within_limit(self.nbytes)
+        require_memory(self.nbytes)  # the kernel would kill a process rather than refuse
         self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # The kernel lets every process read it that may read this process's descriptors.
         os.fchmod(self.fd, 0o600)
@@ -242,15 +240,6 @@ class Segment:
 
     def __del__(self) -> None:
         self._close()
-
-
-def _require_memory(nbytes: int) -> None:
-    # The kernel's tmpfs would invoke the out-of-memory killer rather than refuse.
-    with contextlib.suppress(FileNotFoundError, PermissionError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable" and int(value.split()[0]) * 1024 < nbytes:
-                raise OSError(0, f"only {value.strip()} are available")
 
 
 class Buffer:

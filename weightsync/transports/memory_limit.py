@@ -1,4 +1,7 @@
-"""How much memory the limit of a container leaves, or that of another cgroup: a batch job, a systemd unit."""
+"""How much memory there is: what the machine has left, and what the limit of a container leaves.
+
+Other cgroups have such limits too: a batch job, a systemd unit.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ _V2: Final = ("memory.max", "anon", "shmem")
 _V1: Final = ("memory.limit_in_bytes", "total_rss", "total_shmem")
 
 
-def require_within_limit(nbytes: int, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
-    """Refuse memory for which the kernel would kill a process of this cgroup. File caches and swap count as free.
+def require_memory(nbytes: int, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
+    """Refuse memory for which the kernel would kill a process, of this machine or of this cgroup.
+
+    File caches count as free, and so does swap within a cgroup's limit.
 
     Args:
         nbytes: how much more is needed.
@@ -22,11 +27,23 @@ def require_within_limit(nbytes: int, cgroups: Path = _CGROUPS, proc: Path = _PR
         proc: where ``/proc`` is mounted.
 
     Raises:
-        OSError: a limit leaves less.
+        OSError: the machine has less, or a limit leaves less.
     """
+    available = available_memory(proc)
+    if available is not None and available < nbytes:
+        raise OSError(0, f"only {available // 1024} kB are available")
     left = memory_left(cgroups, proc)
     if left is not None and left < nbytes and left + _free_swap(proc) < nbytes:
         raise OSError(0, f"the memory limit of its container (cgroup) leaves {max(left, 0) // 1024} kB")
+
+
+def available_memory(proc: Path = _PROC) -> int | None:
+    """The bytes that the machine has left, without regard to a container's limit; None: the kernel does not say.
+
+    Args:
+        proc: where ``/proc`` is mounted.
+    """
+    return _in_meminfo(proc, "MemAvailable")
 
 
 def memory_left(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int | None:
@@ -61,7 +78,15 @@ def _left_in(root: Path, path: str, limit: str, *used: str) -> Iterator[int]:
 
 
 def _free_swap(proc: Path) -> int:
-    return sum(int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("SwapFree:"))
+    return _in_meminfo(proc, "SwapFree") or 0
+
+
+def _in_meminfo(proc: Path, name: str) -> int | None:
+    """A number of bytes that the kernel says of the machine's memory."""
+    for line in _lines(proc / "meminfo"):
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _lines(path: Path) -> list[str]:

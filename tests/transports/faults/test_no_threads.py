@@ -123,7 +123,7 @@ def test_a_thread_for_jobs_that_could_not_start_starts_with_the_next_job() -> No
 
 def test_calls_to_actors_are_watched_again_once_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, call, begun = session.ActorWatch(), Future[None](), []
-    with no_threads(), pytest.raises(TransportError, match=f"The thread that watches calls {REASON}"):
+    with no_threads(), pytest.raises(TransportError, match=f"The thread for watching Ray's calls {REASON}"):
         watch.watch(call, "worker 0")
 
     monkeypatch.setattr(threading.Thread, "start", lambda thread: begun.append(thread.name))

@@ -15,7 +15,7 @@ from weightsync.errors import TransportError
 from weightsync.transports import buffers
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Segment, Storage, anonymous
 from weightsync.transports.mapping import Mapping
-from weightsync.transports.memory_limit import require_within_limit
+from weightsync.transports.memory_limit import require_memory
 
 LARGE = 128 * 1024
 
@@ -66,37 +66,20 @@ def test_memory_that_is_larger_than_a_file_may_be_names_the_limit() -> None:
     assert Segment(LARGE).nbytes == LARGE
 
 
-@pytest.mark.parametrize(("nbytes", "fits"), [(102_400, True), (102_401, False)])
-def test_memory_that_the_kernel_has_not_is_refused_to_the_byte(
-    nbytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = "MemTotal: 1 kB\nMemAvailable:   100 kB\nMemFree: 1 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda self, encoding: said)
-    if fits:
-        buffers._require_memory(nbytes)
-    else:
-        with pytest.raises(OSError, match="only 100 kB are available"):
-            buffers._require_memory(nbytes)
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
-def test_where_nobody_tells_how_much_there_is_it_is_tried(
-    error: type[OSError], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_text(self: Path, encoding: str) -> str:
-        raise error
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-
-    buffers._require_memory(2**62)
-
-
 def machine(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
     """A machine's cgroups, and its ``/proc``."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="ascii")
     return folder / "cgroup", folder / "proc"
+
+
+@pytest.mark.parametrize("lines", ["MemTotal: 1 kB\nMemAvailable:   100 kB\nMemFree: 1 kB\n", "MemAvailable: 100 kB\n"])
+def test_memory_that_the_machine_has_not_is_refused_to_the_byte(tmp_path: Path, lines: str) -> None:
+    seen = machine(tmp_path, {"proc/meminfo": lines, "proc/self/cgroup": ""})
+    require_memory(102_400, *seen)
+    with pytest.raises(OSError, match=r"^\[Errno 0\] only 100 kB are available"):
+        require_memory(102_401, *seen)
 
 
 #: A pod with 1,000,000 bytes has a container without a limit, in which 400,000 bytes are used, and caches.
@@ -117,26 +100,26 @@ DOCKER = {
 @pytest.mark.parametrize("files", [POD, DOCKER])
 def test_memory_beyond_the_limit_of_a_container_is_refused_to_the_byte(tmp_path: Path, files: dict[str, str]) -> None:
     seen = machine(tmp_path, files)
-    require_within_limit(600_000, *seen)
+    require_memory(600_000, *seen)
     with pytest.raises(OSError, match=r"^\[Errno 0\] the memory limit of its container \(cgroup\) leaves 585 kB"):
-        require_within_limit(600_001, *seen)
+        require_memory(600_001, *seen)
 
     machine(tmp_path, {"proc/meminfo": "SwapTotal: 9 kB\nSwapFree: 1 kB\n"})
-    require_within_limit(601_024, *seen)
+    require_memory(601_024, *seen)
 
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/../../elsewhere\n", "4:memory:/docker/1\n", ""])
 def test_without_a_limit_that_can_be_seen_memory_is_tried(tmp_path: Path, own: str) -> None:
     seen = machine(tmp_path, {"proc/self/cgroup": own} if own else {})
 
-    require_within_limit(2**62, *seen)
+    require_memory(2**62, *seen)
 
 
 def test_a_segment_beyond_the_limit_of_a_container_is_a_transport_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> None:
         raise OSError(0, f"its limit leaves less than {nbytes}")
 
-    monkeypatch.setattr(buffers, "require_within_limit", refuse)
+    monkeypatch.setattr(buffers, "require_memory", refuse)
     told = rf"^No shared memory for {LARGE} bytes: its limit leaves less than {LARGE}\. Free memory"
     with pytest.raises(TransportError, match=told):
         Segment(LARGE)

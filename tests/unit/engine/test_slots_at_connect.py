@@ -233,7 +233,7 @@ def test_without_memory_for_them_connect_succeeds_and_a_send_says_so_until_there
             raise OSError(0, "only 5 kB are available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffers, "_require_memory", refuse)
+        patch.setattr(buffers, "require_memory", refuse)
         pair = Pair(scheme_class, model=large)
         for _ in range(fits):
             assert pair.sync().ok

@@ -40,6 +40,7 @@ from weightsync import (
 )
 from weightsync.clock import Deadline
 from weightsync.engine.reporter import Reporter
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.sequential import SequentialSends
 from weightsync.options import Option
 from weightsync.protocol.sender import LinkState
@@ -917,6 +918,22 @@ def test_the_time_to_write_an_update_counts_as_that_of_its_transfer(
         report = pair.sender.wait_async()
 
     assert (report.pack_s, report.connect_s, report.transfer_s) == (0, 0, pytest.approx(5))
+
+
+def test_the_wait_for_an_earlier_update_does_not_count_as_packing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.sync()
+    pair.sender.send_async()
+    with FakeClock() as clock:
+
+        def wait(*_: Any) -> None:
+            clock.advance(3)
+            pair.receiver.receive(timeout=0)
+
+        monkeypatch.setattr(SenderDriver, "wait", wait)
+        report = pair.sender.send(on_pending="wait")
+
+    assert report.version == 3
+    assert (report.pack_s, report.transfer_s) == (0, pytest.approx(3))
 
 
 def test_sender_and_receiver_say_their_state_and_version_in_their_repr(pair: Pair) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 from weightsync.engine.context import optional
-from weightsync.errors import ConfigurationError, TransportError
+from weightsync.errors import ConfigurationError, thread_not_started
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.transports.buffers import Buffer
 from weightsync.weights.layout import Layout
@@ -89,7 +89,7 @@ class JobThread:
                 self._thread.start()
             except RuntimeError as error:
                 self._thread = None
-                raise TransportError(f"The thread for {self._name} cannot be started: {error}.") from error
+                raise thread_not_started(self._name, error) from error
         self._jobs.put(job)
 
     def end(self) -> threading.Thread | None:

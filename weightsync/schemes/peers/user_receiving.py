@@ -13,7 +13,7 @@ from typing import Any, Final
 from weightsync.engine.context import MISSING, optional
 from weightsync.engine.manual_ack import UPDATED
 from weightsync.engine.sender import WeightSender
-from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
+from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError, thread_not_started
 from weightsync.options import OnFailure
 from weightsync.schemes.facade_services import FacadeServices
 from weightsync.schemes.peers.base import PLAIN_METHODS, BareTransport, refuse_coroutines
@@ -86,7 +86,7 @@ class TransportReader:
             thread.start()
         except RuntimeError as error:
             self._thread = None
-            raise TransportError(f"The thread for the {thread.name} cannot be started: {error}.") from error
+            raise thread_not_started(f"the {thread.name}", error) from error
 
     def close(self) -> None:
         """Stop asking. Weights that were applied are still acked.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Final
 
-from weightsync.errors import MissingExtraError, TransportError
+from weightsync.errors import MissingExtraError, TransportError, thread_not_started
 from weightsync.transports.process import forget_after_fork
 
 logger = logging.getLogger("weightsync")
@@ -127,7 +127,7 @@ class ActorWatch:
                 except RuntimeError as error:
                     self._thread = None
                     del self._calls[call]
-                    raise TransportError(f"The thread that watches calls cannot be started: {error}.") from error
+                    raise thread_not_started("watching Ray's calls", error) from error
         call.add_done_callback(self.leave)
 
     def leave(self, call: Future[Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.util import Finalize
 from typing import Final, Protocol
 
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, thread_not_started
 from weightsync.transports.process import PerProcess
 from weightsync.transports.store.mailbox import Outbox, QueuedMessage, Side
 from weightsync.transports.store.seals import Guard
@@ -60,7 +60,7 @@ class _Running(PerProcess):
         except RuntimeError as error:
             with self._lock:
                 self._threads.pop(thread, None)
-            raise TransportError(f"The thread for {name} cannot be started: {error}.") from error
+            raise thread_not_started(name, error) from error
 
     def _run(self, body: Callable[[], None]) -> None:
         try:
