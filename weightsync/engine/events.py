@@ -134,6 +134,15 @@ class EndsSpans(ABC):
         """End what is open, and begin nothing more. Called in the thread that cancels; must not block."""
 
 
+class Drops:
+    """How many events of a scheme were dropped. Whoever keeps it does not keep the scheme's events."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Subscription:
     """A callback of `WeightSyncScheme.on_event`.
 
@@ -155,7 +164,7 @@ class Subscription:
     @property
     def dropped(self) -> int:
         """How many events of the scheme were dropped because its callbacks were too slow."""
-        return self._events.dropped
+        return self._events.drops.count
 
     def cancel(self) -> None:
         """Begin no further call of the callback, and drop its tracer, whose spans end now.
@@ -169,11 +178,12 @@ class Events:
     """The events of one scheme. Safe to use from several threads; a forked child has no callbacks."""
 
     def __init__(self) -> None:
+        self.drops = Drops()
         self._reset()
         forget_after_fork(self)
 
     def _reset(self) -> None:
-        self.dropped = 0
+        self.drops.count = 0
         self._subscriptions: tuple[Subscription, ...] = ()
         # Not queue.Queue: the garbage collector may emit an event in a thread that holds its lock.
         # Each event goes to the callbacks that were registered when it happened.
@@ -244,9 +254,10 @@ class Events:
 
     def _drop(self, count: int) -> None:
         with self._lock:
-            before, self.dropped = self.dropped, self.dropped + count
-        if before == 0 or before // CAPACITY != self.dropped // CAPACITY:
-            logger.warning("%d events were dropped: a callback of on_event() is too slow", self.dropped)
+            before = self.drops.count
+            after = self.drops.count = before + count
+        if before == 0 or before // CAPACITY != after // CAPACITY:
+            logger.warning("%d events were dropped: a callback of on_event() is too slow", after)
 
     def _deliver(self) -> None:
         event: SyncEvent | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from weightsync.engine.events import EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
+from weightsync.engine.events import Drops, EventKind, Events, Subscription, SyncEvent, SyncPhase, SyncRole
 from weightsync.errors import MissingExtraError
 from weightsync.schemes.base import WeightSyncScheme
 
@@ -71,7 +72,10 @@ class Metrics(Collector):
         )
         self._workers = Gauge("weightsync_workers", "Workers that are connected", ("model",), registry=registry)
         self._lock = threading.Lock()
-        self._subscriptions: list[Subscription] = []
+        #: The events of each scheme that is watched, as long as they exist, and how many of them were dropped.
+        self._watched: dict[Drops, weakref.ref[Events]] = {}
+        #: How many events of schemes that no longer exist were dropped.
+        self._dropped_before = 0
         self._senders: dict[str, _Sender] = {}
         registry.register(self)
 
@@ -83,13 +87,21 @@ class Metrics(Collector):
         """
         subscription = scheme.on_event(self.take)
         with self._lock:
-            self._subscriptions.append(subscription)
+            self._forget_gone()
+            events = subscription._events
+            self._watched[events.drops] = weakref.ref(events)
         return subscription
+
+    def _forget_gone(self) -> None:
+        """Keep of schemes that no longer exist only the sum."""
+        for drops in [drops for drops, events in self._watched.items() if events() is None]:
+            del self._watched[drops]
+            self._dropped_before += drops.count
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """What is read when the registry is scraped."""
         with self._lock:
-            dropped = sum(subscription.dropped for subscription in self._subscriptions)
+            dropped = self._dropped_before + sum(drops.count for drops in self._watched)
         yield CounterMetricFamily("weightsync_dropped_events", "Events that came too fast to be counted", value=dropped)
 
     def take(self, event: SyncEvent) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,11 +206,34 @@ def test_restarts_are_counted_by_worker_and_stay_when_it_is_lost_again(counted: 
 
 
 def test_events_that_were_dropped_are_on_the_page_of_all_schemes_that_are_watched(counted: Counted) -> None:
-    for count in (2, 3):
-        subscription = counted.metrics.watch(MultiProcessWeightSyncScheme())
-        subscription._events.dropped = count
+    schemes = [MultiProcessWeightSyncScheme() for _ in range(2)]
+    for count, scheme in enumerate(schemes, start=2):
+        subscription = counted.metrics.watch(scheme)
+        subscription._events.drops.count = count
 
     assert sample(counted.page(), "weightsync_dropped_events_total") == 5
+
+
+def test_a_scheme_that_is_watched_twice_has_its_dropped_events_counted_once(counted: Counted) -> None:
+    scheme = MultiProcessWeightSyncScheme()
+    counted.metrics.watch(scheme).cancel()
+    counted.metrics.watch(scheme)._events.drops.count = 2
+
+    assert sample(counted.page(), "weightsync_dropped_events_total") == 2
+
+
+def test_of_schemes_that_no_longer_exist_the_metrics_keep_how_many_events_were_dropped(counted: Counted) -> None:
+    for count in range(1, 4):
+        events = counted.metrics.watch(MultiProcessWeightSyncScheme())._events
+        events.drops.count = count
+        gone = weakref.ref(events)
+        del events
+        gc.collect()
+        assert gone() is None
+    counted.metrics.watch(MultiProcessWeightSyncScheme())
+
+    assert sample(counted.page(), "weightsync_dropped_events_total") == 1 + 2 + 3
+    assert len(counted.metrics._watched) == 1
 
 
 def test_one_registry_takes_one_set_of_metrics(counted: Counted) -> None:
