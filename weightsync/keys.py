@@ -23,7 +23,7 @@ class SharedKey:
     Args:
         secret: at least one byte. Use ``secrets.token_hex(32)`` to generate one.
 
-    Raises ConfigurationError: it is empty, or neither bytes nor str.
+    Raises ConfigurationError: it is empty, neither bytes nor str, or text that UTF-8 cannot encode.
     """
 
     __slots__ = ("_secret",)
@@ -31,7 +31,13 @@ class SharedKey:
     def __init__(self, secret: bytes | str) -> None:
         if not isinstance(secret, bytes | str):
             raise ConfigurationError(f"key= is of type {type(secret).__name__}: pass bytes or str.")
-        self._secret = secret.encode() if isinstance(secret, str) else secret
+        try:
+            self._secret = secret.encode() if isinstance(secret, str) else secret
+        except UnicodeEncodeError:  # also what os.environ makes of bytes that are no UTF-8
+            raise ConfigurationError(
+                f"key= (or {VARIABLE}) is text that UTF-8 cannot encode: set text, such as secrets.token_hex(32), or "
+                "pass bytes as key=."
+            ) from None
         if not self._secret:
             raise ConfigurationError(f"key= (or {VARIABLE}) is empty: set a secret, or leave it out.")
 
@@ -39,7 +45,7 @@ class SharedKey:
     def given(cls, key: SharedKey | bytes | str | None) -> Self | SharedKey | None:
         """Return the given key, else the one in the environment, else None.
 
-        Raises ConfigurationError: it is empty, or neither bytes nor str.
+        Raises ConfigurationError: as for the constructor.
         """
         if isinstance(key, SharedKey):
             return key

@@ -24,6 +24,8 @@ from weightsync import MissingExtraError, TransportError
 
 #: How many seconds workers have to end by themselves.
 STOP_TIMEOUT = 3.0
+#: The most workers of the demo and the soak: more than any machine has cores for.
+MOST_WORKERS = 1000
 #: The first message to a worker process.
 _WORK = "work"
 #: How many seconds a call of torch's RPC may take.

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from weightsync.cli._app import Report, console, ended_by_signals, write_report
-from weightsync.local_workers import SchemeName
+from weightsync.local_workers import MOST_WORKERS, SchemeName
 from weightsync.soak.run import Action, Soak, Tally, Usage
 
 #: The exit code if something happened that must not.
@@ -22,7 +22,9 @@ _LABELS = {"rss_nbytes": "memory, MiB", "descriptors": "descriptors", "threads":
 def soak(  # noqa: PLR0917
     scheme: Annotated[SchemeName, typer.Option("--scheme", help="The scheme to soak.")] = SchemeName.SHARED,
     minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="How many minutes to run.")] = 1.0,
-    workers: Annotated[int, typer.Option("--workers", min=2, help="The number of worker processes.")] = 3,
+    workers: Annotated[
+        int, typer.Option("--workers", min=2, max=MOST_WORKERS, help="The number of worker processes.")
+    ] = 3,
     mib: Annotated[
         float, typer.Option("--mib", min=0.001, max=_MOST_MIB, help="The size of the weights, in MiB.")
     ] = 1.0,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weightsync import ConfigurationError, SyncReport
-from weightsync.local_workers import SchemeName
+from weightsync.local_workers import MOST_WORKERS, SchemeName
 
 if TYPE_CHECKING:
     from weightsync import WeightSender
@@ -33,7 +33,8 @@ class Settings:
         seed: the seed for weights, environments and actions. Processes race, so runs with one seed still differ.
         kill_worker: whether to kill the last worker half way.
 
-    Raises ConfigurationError: there are no workers, no time, or a seed out of range, or no worker would survive.
+    Raises ConfigurationError: there are no workers, or too many, or no time, a seed is out of range, or no worker would
+        survive.
     """
 
     scheme: SchemeName = SchemeName.SHARED
@@ -46,6 +47,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigurationError(f"the demo needs at least 1 worker, not {self.workers}.")
+        if self.workers > MOST_WORKERS:
+            raise ConfigurationError(f"the demo takes at most {MOST_WORKERS} workers, not {self.workers}.")
         if not self.seconds > 0:
             raise ConfigurationError(f"the demo needs more than 0 seconds, not {self.seconds:g}.")
         if not 0 <= self.seed < 2**32:  # the workers multiply it, and torch takes 64 bits

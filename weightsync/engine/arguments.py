@@ -6,11 +6,14 @@ import multiprocessing.context
 import operator
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from weightsync.clock import MAX_FENCE
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.codec import MAX_NAME_NBYTES
+
+#: More workers than any trainer has. A larger number is a mistake, and would take all memory.
+MAX_WORKERS: Final = 2**20
 
 
 def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
@@ -52,6 +55,17 @@ def require_whole(value: Any, argument: str, what: str) -> int:
     if number is None:
         raise ConfigurationError(f"{argument}= is {value!r}: give {what} as an int, 0 or more. Nothing has changed.")
     return number
+
+
+def require_count(value: Any) -> int:
+    """The value of ``num_workers`` as an int.
+
+    Raises ConfigurationError: it is not an int of 0 or more, or more than `MAX_WORKERS`.
+    """
+    count = require_whole(value, "num_workers", "the number of workers")
+    if count > MAX_WORKERS:
+        raise ConfigurationError(f"num_workers= is {count}: there are at most {MAX_WORKERS}. Nothing has changed.")
+    return count
 
 
 def require_fence(value: Any, what: str = "the incarnation to rise above") -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from weightsync.clock import wall_time
+from weightsync.engine.context import optional
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.process import forget_after_fork
@@ -200,7 +201,7 @@ class Events:
         """Call ``callback`` with each event from now on, and ask ``tracer`` for the trace context of each version.
 
         Raises:
-            ConfigurationError: it cannot be called, or is an async function.
+            ConfigurationError: it cannot be called, or is an async function; or the tracer has no ``begin()``.
         """
         if not callable(callback):
             raise ConfigurationError(f"on_event() was given {callback!r}: give a function that takes a SyncEvent.")
@@ -209,6 +210,8 @@ class Events:
                 f"on_event() was given {callback!r}, an async function: a call of it does not run its body. Give a "
                 "plain function that takes a SyncEvent."
             )
+        if tracer is not None and not callable(optional(tracer, "begin")):
+            raise ConfigurationError(f"on_event(tracer=) was given {tracer!r}: give an object with a Tracer's begin().")
         subscription = Subscription(self, callback, tracer)
         with self._lock:
             self._subscriptions = (*self._subscriptions, subscription)

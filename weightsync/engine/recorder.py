@@ -321,10 +321,13 @@ def record(folder: str | os.PathLike[str]) -> Iterator[Recorder]:
 
     Yields:
         The recorder, for notes.
+
+    Raises:
+        ConfigurationError: this is not the path of a folder.
     """
-    own, before = Recorder(Path(folder).absolute()), os.environ.get(ENVIRONMENT)
-    _recorders.append(own)
+    own, before = Recorder(_path_of(folder)), os.environ.get(ENVIRONMENT)
     os.environ[ENVIRONMENT] = str(own.folder)
+    _recorders.append(own)
     try:
         yield own
     finally:
@@ -334,3 +337,12 @@ def record(folder: str | os.PathLike[str]) -> Iterator[Recorder]:
         else:
             os.environ[ENVIRONMENT] = before
         own.end()
+
+
+def _path_of(folder: str | os.PathLike[str]) -> Path:
+    text = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigurationError(
+            f"recorder.record() was given {folder!r}: give the path of a folder, which is made if it does not exist."
+        )
+    return Path(text).absolute()

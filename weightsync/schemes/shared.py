@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from weightsync.engine.arguments import require_name
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.facade_services import torchrl_transport
@@ -83,10 +84,12 @@ class SharedMemWeightSyncScheme(PipeScheme):
         waits = strategy if second and isinstance(strategy, bool) else sync
         super().__init__(chosen, waits, verify=verify, wire_dtype=wire_dtype, delta=delta)
         self.apply_mode = Mode.MAP_ON_DEVICE if switch(map_on_device, "map_on_device") else Mode.MAP
-        self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
+        targets = None if isinstance(policy_weights, str | WeightStrategy) else policy_weights
+        self._policy_weights = {} if targets is None else dict(require_targets(targets))
+        third = True if isinstance(auto_register, _DefaultTrue) else auto_register
         #: Whether a model that was not registered may be sent.
-        self.auto_register = second or bool(auto_register)
-        given = bool(auto_register) if second and auto_register is not _TRUE else per_worker_weights
+        self.auto_register = second or switch(third, "auto_register")
+        given = third if second and auto_register is not _TRUE else per_worker_weights
         self.per_worker_weights = switch(given, "per_worker_weights")
 
     @property
@@ -116,8 +119,12 @@ class SharedMemWeightSyncScheme(PipeScheme):
         return transport
 
     def register_shared_weights(self, model_id: str, weights: Any) -> None:
-        """Register a copy target: a TensorDict or dict that holds the model's newest version after each send."""
-        self._policy_weights[model_id] = weights
+        """Register a copy target: a TensorDict or dict that holds the model's newest version after each send.
+
+        Raises:
+            ConfigurationError: ``model_id`` is not a model's name.
+        """
+        self._policy_weights[require_name(model_id)] = weights
 
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
         """What a send sends. A model that is not registered is refused if ``auto_register`` is off."""
@@ -143,6 +150,27 @@ class SharedMemWeightSyncScheme(PipeScheme):
             found = chosen.read(weights)
             extras = {extra_state_name(module): value for module, value in found.extras().items()}
             Target(target, Mode.COPY, chosen.read).apply({**found.tensors, **extras})
+
+
+_Targets = TypeVar("_Targets", bound=Mapping[str, Any])
+
+
+def require_targets(policy_weights: _Targets) -> _Targets:
+    """Check that ``policy_weights=`` maps models' ids to copy targets.
+
+    Raises:
+        ConfigurationError: it is no dict, or holds tensors, and so is the copy target of one model.
+    """
+    if not isinstance(policy_weights, Mapping):
+        what = f"of type {type(policy_weights).__name__}"
+    elif tensors := [name for name, weights in policy_weights.items() if isinstance(weights, torch.Tensor)]:
+        what = f"a {type(policy_weights).__name__} that holds the tensor {tensors[0]!r}"
+    else:
+        return policy_weights
+    raise ConfigurationError(
+        f"policy_weights= is {what}: give a dict that maps a model's id to its copy target, such as "
+        "{'policy': weights}."
+    )
 
 
 def require_registered(model_id: str, known: Mapping[str, Any]) -> None:

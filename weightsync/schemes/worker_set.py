@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tensordict import TensorDictBase
 
 from weightsync.clock import Deadline
-from weightsync.engine.arguments import require_whole, require_worker_id
+from weightsync.engine.arguments import require_count, require_worker_id
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, RefusedError, WeightSyncError, WorkerLostError
 from weightsync.options import OnFailure
@@ -141,7 +141,7 @@ def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrate
     count = given.get("num_workers", optional(context, "num_workers"))
     if count is MISSING or count is None:
         return WorkerSet()
-    ids = tuple(range(require_whole(count, "num_workers", "the number of workers")))
+    ids = tuple(range(require_count(count)))
     return WorkerSet(ids, _call_device_map_fn(given, ids, strategy)) if "device_map_fn" in given else WorkerSet(ids)
 
 

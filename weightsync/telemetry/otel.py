@@ -9,9 +9,10 @@ from typing import Final
 
 from weightsync.clock import wall_time
 from weightsync.engine.events import EndsSpans, EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
-from weightsync.errors import MissingExtraError
+from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.telemetry.arguments import require_scheme
 
 try:
     from opentelemetry.context import Context
@@ -66,8 +67,15 @@ def trace_scheme(scheme: WeightSyncScheme, tracer_provider: TracerProvider | Non
 
     Raises:
         MissingExtraError: (an ImportError, when this module is imported) `opentelemetry-api` is not installed.
+        ConfigurationError: this is no scheme, or no tracer provider.
     """
+    require_scheme(scheme, "trace_scheme()")
     provider = get_tracer_provider() if tracer_provider is None else tracer_provider
+    if not isinstance(provider, TracerProvider):
+        raise ConfigurationError(
+            f"trace_scheme() was given the tracer provider {tracer_provider!r}: give a TracerProvider, which has "
+            "get_tracer(), or leave it out for the global one."
+        )
     spans = Spans(provider.get_tracer("weightsync"))
     return scheme.on_event(spans.take, tracer=spans)
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from weightsync.engine.events import Drops, EventKind, Events, Subscription, SyncEvent, SyncPhase, SyncRole
-from weightsync.errors import MissingExtraError
+from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.telemetry.arguments import require_scheme
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -43,11 +44,17 @@ class Metrics(Collector):
 
     Raises:
         MissingExtraError: (an ImportError, when this module is imported) `prometheus-client` is not installed.
+        ConfigurationError: this is no registry.
         ValueError: the registry has metrics of these names.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = REGISTRY if registry is None else registry
+        if not isinstance(registry, CollectorRegistry):
+            raise ConfigurationError(
+                f"Metrics() was given {registry!r}: give a CollectorRegistry, or leave it out for the global one. A "
+                "scheme is given to watch()."
+            )
         self._phases = Histogram(
             "weightsync_phase_seconds",
             "Seconds by phase",
@@ -84,7 +91,11 @@ class Metrics(Collector):
 
         Returns:
             The subscription; after `Subscription.cancel` the scheme is no longer counted.
+
+        Raises:
+            ConfigurationError: this is no scheme.
         """
+        require_scheme(scheme, "Metrics.watch()")
         subscription = scheme.on_event(self.take)
         with self._lock:
             self._forget_gone()

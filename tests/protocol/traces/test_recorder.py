@@ -401,3 +401,12 @@ def test_a_hook_that_is_left_out_is_refused(
     monkeypatch.delattr(driver, name)
 
     assert not judged(recorded(tmp_path)).conforms
+
+
+@pytest.mark.parametrize("folder", [None, 3, "", b"traces", "tra\0ces"])
+def test_what_is_no_path_is_refused_and_nothing_is_recorded(folder: Any) -> None:
+    before = dict(os.environ), tracing.recorder()
+    with pytest.raises(weightsync.ConfigurationError, match=r"^recorder.record\(\) was given"), tracing.record(folder):
+        raise AssertionError("it is a path")
+
+    assert (dict(os.environ), tracing.recorder()) == before

@@ -191,6 +191,28 @@ def test_auto_register_is_shown(auto_register: bool) -> None:
     assert SharedMemWeightSyncScheme("state_dict").auto_register is True
 
 
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_auto_register_is_a_bool(value: Any) -> None:
+    for make in (SharedMemWeightSyncScheme, SharedMemTransport):
+        with pytest.raises(ConfigurationError, match=r"^auto_register="):
+            make(auto_register=value)
+
+
+@pytest.mark.parametrize("value", [small(), 3, TensorDict({"weight": torch.zeros(2)}), {"weight": torch.zeros(2)}])
+def test_copy_targets_are_given_by_model(value: Any) -> None:
+    for make in (SharedMemWeightSyncScheme, SharedMemTransport):
+        with pytest.raises(ConfigurationError, match=r"^policy_weights= is .*give a dict that maps a model's id"):
+            make(value)
+
+
+def test_a_copy_target_is_registered_under_a_models_name() -> None:
+    scheme = SharedMemWeightSyncScheme()
+    with pytest.raises(ConfigurationError, match=r"^model_id= is 3"):
+        scheme.register_shared_weights(3, {"weight": torch.zeros(2)})  # type: ignore[arg-type]
+
+    assert scheme.policy_weights == {}
+
+
 def test_auto_register_may_be_turned_off_later() -> None:
     scheme = SharedMemWeightSyncScheme()
     scheme.auto_register = False

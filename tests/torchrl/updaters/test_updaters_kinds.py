@@ -65,6 +65,28 @@ def test_an_updater_has_one_collector_while_that_lives() -> None:
     assert (updater.collector, updater.collectors) == (second, [second])
 
 
+@pytest.mark.parametrize("value", [None, "collector", 3])
+def test_a_collector_is_an_object_that_can_be_referenced_weakly(value: Any) -> None:
+    updater = Recorder()
+    with pytest.raises(ConfigurationError, match=r"^register_collector\(\) was given"):
+        updater.register_collector(value)
+
+    assert updater.collectors is None
+
+
+def test_a_getter_of_weights_is_a_function() -> None:
+    with pytest.raises(ConfigurationError, match=r"^weight_getter= is of type TensorDict: give a function"):
+        VanillaWeightUpdater(policy_weights=weights(0.0), weight_getter=weights(0.0))
+    with pytest.raises(ConfigurationError, match=r"^get_server_weights= is of type TensorDict: give a function"):
+        MultiProcessedWeightUpdater(get_server_weights=weights(0.0), policy_weights={})
+
+
+@pytest.mark.parametrize("value", [None, 3, weights(0.0), [weights(0.0)]])
+def test_buffers_are_given_by_device_or_worker(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^policy_weights= is of type .*: give a dict that maps each device"):
+        MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=value)
+
+
 def test_increment_version_as_a_post_hook() -> None:
     updater, collector = Recorder(), Collector()
     updater.register_collector(collector)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_scheme_takes_its_key_along() -> None:
     assert pickle.loads(pickle.dumps(scheme))._key == SharedKey("secret")
 
 
-@pytest.mark.parametrize("key", ["", b"", 7])
+@pytest.mark.parametrize("key", ["", b"", 7, "\ud800"])
 def test_what_is_no_key_is_refused(key: str) -> None:
     with pytest.raises(ConfigurationError, match="key"):
         DistributedWeightSyncScheme(key=key)
@@ -185,9 +186,10 @@ def test_the_environment_gives_the_key_that_was_not_given(monkeypatch: pytest.Mo
     monkeypatch.setenv("WEIGHTSYNC_KEY", "of the environment")
     assert SharedKey.given(None) == SharedKey("of the environment")
     assert SharedKey.given("given") == SharedKey(b"given")
-    monkeypatch.setenv("WEIGHTSYNC_KEY", "")
-    with pytest.raises(ConfigurationError, match="WEIGHTSYNC_KEY"):
-        SharedKey.given(None)
+    for text in ("", os.fsdecode(b"\xff random bytes")):
+        monkeypatch.setenv("WEIGHTSYNC_KEY", text)
+        with pytest.raises(ConfigurationError, match="WEIGHTSYNC_KEY"):
+            SharedKey.given(None)
 
 
 def test_secrets_of_different_purposes_and_parts_differ() -> None:

@@ -41,6 +41,7 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     ("arguments", "said"),
     [
         (("--workers", "0"), "the demo needs at least 1 worker, not 0."),
+        (("--workers", "1001"), "the demo takes at most 1000 workers, not 1001."),
         (("--seconds", "0"), "the demo needs more than 0 seconds, not 0."),
         (("--seconds", "nan"), "the demo needs more than 0 seconds, not nan."),
         (("--seed", "-1"), "the demo's seed must be 0 or more, and below 2**32, not -1."),

@@ -410,6 +410,14 @@ def test_an_async_callback_is_refused(callback: Any) -> None:
         MultiProcessWeightSyncScheme().on_event(callback)
 
 
+def test_a_tracer_without_begin_is_refused() -> None:
+    scheme = MultiProcessWeightSyncScheme()
+    with pytest.raises(ConfigurationError, match=r"^on_event\(tracer=\) was given 'tracer'"):
+        scheme.on_event(print, tracer="tracer")  # type: ignore[arg-type]
+
+    assert scheme._events._events is None
+
+
 # ---------------------------------------------------------------------------------------- a report as plain data
 
 

@@ -1319,6 +1319,7 @@ WRONG_INITS: list[tuple[str, Any]] = [
     ("pipes", [5]),
     ("pipes", [multiprocessing.Pipe()[0], "1"]),
     ("num_workers", "2"),
+    ("num_workers", 10**30),
     ("model_id", 5),
     ("model_id", "x" * 2**16),
     ("model_id", "\ud800"),

@@ -30,6 +30,7 @@ from opentelemetry.trace import StatusCode
 from torch import nn
 
 from weightsync import (
+    ConfigurationError,
     EventKind,
     MissingExtraError,
     MultiProcessWeightSyncScheme,
@@ -252,6 +253,19 @@ def test_a_loss_beside_a_send_that_has_just_begun_does_not_end_it(exported: Expo
     made.take(event(EventKind.LOST, None))
 
     assert exported.named("send weights") == []
+
+
+@pytest.mark.parametrize("value", [None, 3, MultiProcessWeightSyncScheme])
+def test_what_is_traced_is_a_scheme(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^trace_scheme\(\) was given .*: give the scheme"):
+        trace_scheme(value)
+
+
+def test_a_tracer_is_no_tracer_provider(exported: Exported) -> None:
+    scheme, tracer = MultiProcessWeightSyncScheme(), exported.provider.get_tracer("test")
+    for value in (tracer, TracerProvider):
+        with pytest.raises(ConfigurationError, match="give a TracerProvider"):
+            trace_scheme(scheme, value)  # type: ignore[arg-type]
 
 
 def test_a_target_that_was_lost_before_has_a_span_too(exported: Exported) -> None:

@@ -14,7 +14,16 @@ from fleet import PATIENCE, Crew, crew, join, receive, serve, small  # noqa: F40
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightsync import EventKind, MultiProcessWeightSyncScheme, OutcomeKind, SyncEvent, SyncPhase, SyncRole
+from weightsync import (
+    ConfigurationError,
+    EventKind,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    SyncEvent,
+    SyncPhase,
+    SyncRole,
+    WeightStrategy,
+)
 from weightsync.telemetry.prometheus import Metrics
 
 Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -234,6 +243,17 @@ def test_of_schemes_that_no_longer_exist_the_metrics_keep_how_many_events_were_d
 
     assert sample(counted.page(), "weightsync_dropped_events_total") == 1 + 2 + 3
     assert len(counted.metrics._watched) == 1
+
+
+@pytest.mark.parametrize("value", [None, 3, MultiProcessWeightSyncScheme, WeightStrategy()])
+def test_what_is_watched_is_a_scheme(counted: Counted, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^Metrics.watch\(\) was given .*: give the scheme"):
+        counted.metrics.watch(value)
+
+
+def test_a_registry_is_named_if_it_is_none() -> None:
+    with pytest.raises(ConfigurationError, match=r"give a CollectorRegistry.* A scheme is given to watch\(\)"):
+        Metrics(MultiProcessWeightSyncScheme())  # type: ignore[arg-type]
 
 
 def test_one_registry_takes_one_set_of_metrics(counted: Counted) -> None:

@@ -10,11 +10,11 @@ from tensordict import TensorDict
 from weightsync.clock import Timeout
 from weightsync.engine.manual_ack import UPDATED
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure
+from weightsync.options import OnFailure, switch
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import POLICY, UNSET, Unset, model_and_weights
 from weightsync.schemes.facade_services import connection_of, torchrl_class
-from weightsync.schemes.shared import require_registered
+from weightsync.schemes.shared import require_registered, require_targets
 from weightsync.torchrl.transports.mp import MPTransport
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.connection import Channel
@@ -39,6 +39,9 @@ class SharedMemTransport(MPTransport):
         auto_register: whether a model that was not registered may be sent: it gets a buffer in shared memory.
         timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
         strategy: how modules are extracted.
+
+    Raises:
+        ConfigurationError: an argument has another type.
     """
 
     _not_copied = (*MPTransport._not_copied, "_init_queues")
@@ -53,9 +56,11 @@ class SharedMemTransport(MPTransport):
     ) -> None:
         super().__init__(None, strategy=strategy)
         self.timeout = timeout
-        self._policy_weights: MutableMapping[str, Any] = {} if policy_weights is None else policy_weights
+        self._policy_weights: MutableMapping[str, Any] = (
+            {} if policy_weights is None else require_targets(policy_weights)
+        )
         #: Whether a model that was not registered may be sent.
-        self.auto_register = auto_register
+        self.auto_register = switch(auto_register, "auto_register")
         self._pipes: list[Any] = []
         self._params_map: dict[int, Any] = {}
         self._per_worker = False

@@ -218,7 +218,8 @@ class WeightUpdaterBase(abc.ABC):
         """Register the collector that uses this updater. Held weakly.
 
         Raises:
-            ConfigurationError: another collector is registered and still alive.
+            ConfigurationError: another collector is registered and still alive, or this is None, a str, a number, or
+                another object that cannot be referenced weakly.
         """
         living = self._living()
         if any(known is not collector for known in living):
@@ -227,7 +228,7 @@ class WeightUpdaterBase(abc.ABC):
                 "collector: make another updater for this one."
             )
         if not living:
-            self._registered.append(weakref.ref(collector))
+            self._registered.append(_weakly(collector))
 
     @property
     def collector(self) -> Any | None:
@@ -250,6 +251,15 @@ class WeightUpdaterBase(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_pushes", "_registered")}
         return {**state, "_hooks": list(self._hooks)}
+
+
+def _weakly(collector: Any) -> weakref.ReferenceType[Any]:
+    try:
+        return weakref.ref(collector)
+    except TypeError:
+        raise ConfigurationError(
+            f"register_collector() was given {collector!r}, which cannot be referenced weakly: give the collector."
+        ) from None
 
 
 def _register_with_torchrl() -> None:

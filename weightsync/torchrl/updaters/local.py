@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -26,6 +26,9 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     Args:
         weight_getter: returns the weights of a push without weights.
         policy_weights: the weights to overwrite in place.
+
+    Raises:
+        ConfigurationError: ``weight_getter`` cannot be called.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         weight_getter: Callable[[], TensorDictBase] | None = None,
         policy_weights: TensorDictBase,
     ) -> None:
-        self.weight_getter = weight_getter
+        self.weight_getter = require_getter(weight_getter, "weight_getter")
         self.policy_weights = policy_weights
         # If a policy was given, its modules' extra state is written too.
         self._destination: TensorDictBase | nn.Module = policy_weights
@@ -65,6 +68,9 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
     Args:
         get_server_weights: returns the weights of a push without weights.
         policy_weights: device or worker's id to its buffer.
+
+    Raises:
+        ConfigurationError: ``get_server_weights`` cannot be called, or ``policy_weights`` is not a dict of buffers.
     """
 
     def __init__(
@@ -73,7 +79,12 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         get_server_weights: Callable[[], TensorDictBase] | None,
         policy_weights: dict[torch.device, TensorDictBase],
     ) -> None:
-        self.weights_getter = get_server_weights
+        self.weights_getter = require_getter(get_server_weights, "get_server_weights")
+        if not isinstance(policy_weights, Mapping) or isinstance(policy_weights, TensorDictBase):
+            raise ConfigurationError(
+                f"policy_weights= is of type {type(policy_weights).__name__}: give a dict that maps each device or "
+                "worker's id to its buffer."
+            )
         self._policy_weights: Mapping[Any, TensorDictBase] = policy_weights
 
     def all_worker_ids(self) -> list[int] | list[torch.device]:
@@ -114,6 +125,23 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         return
+
+
+_Getter = TypeVar("_Getter", bound=Callable[[], Any] | None)
+
+
+def require_getter(getter: _Getter, argument: str) -> _Getter:
+    """Check that this is a function that returns weights, or None.
+
+    Raises:
+        ConfigurationError: it cannot be called.
+    """
+    if getter is not None and not callable(getter):
+        raise ConfigurationError(
+            f"{argument}= is of type {type(getter).__name__}: give a function without arguments that returns the "
+            "weights, or None."
+        )
+    return getter
 
 
 def got(updater: WeightUpdaterBase, getter: Callable[[], Any] | None, argument: str) -> Any:
