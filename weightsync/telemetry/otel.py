@@ -12,7 +12,7 @@ from weightsync.engine.events import EndsSpans, EventKind, Subscription, SyncEve
 from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.telemetry.arguments import require_scheme
+from weightsync.telemetry import require_scheme
 
 try:
     from opentelemetry.context import Context

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from weightsync.engine.events import Drops, EventKind, Events, Subscription, SyncEvent, SyncPhase, SyncRole
 from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.telemetry.arguments import require_scheme
+from weightsync.telemetry import require_scheme
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
