@@ -1,4 +1,4 @@
-"""What torch's RPC runs over in tests, and a process for a test of it: RPC cannot be left and joined again."""
+"""What torch's RPC runs over in tests, and a process for a test of it: one that left RPC cannot join new ones there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schemes whose workers join a world that cannot be left and joined again: torch's RPC, and Ray.
+"""The schemes whose workers join a world once per run: torch's RPC, and Ray.
 
 The world, and the workers in it, stay for the whole run; each case has models of its own in them.
 """

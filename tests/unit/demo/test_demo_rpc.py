@@ -1,4 +1,4 @@
-"""The demo over torch's RPC, in processes of their own: RPC cannot be left and joined again."""
+"""The demo over torch's RPC, in processes of their own: one that has left RPC cannot join new workers there."""
 
 from __future__ import annotations
 
