@@ -1,6 +1,5 @@
 """What a scheme does, for OpenTelemetry (the extra `otel`) and Prometheus (the extra `prometheus`)."""
 
-
 from __future__ import annotations
 
 from weightsync.errors import ConfigurationError
