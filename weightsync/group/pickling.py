@@ -22,7 +22,7 @@ def pickled(value: Any) -> memoryview:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the elements of plain tensors. torch's own pickle of a view has the whole storage, copied several times."""
+    """Writes the elements of plain tensors. torch's own pickle of a view has the whole storage."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or not _is_plain(obj):
