@@ -18,17 +18,21 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
 from weightsync.clock import Deadline
 from weightsync.engine.driver import Shield
 from weightsync.errors import ConfigurationError, SenderClosed
+from weightsync.group.pickling import pickled
 from weightsync.transports.process import forget_after_fork
 
-_LENGTH: Final = struct.Struct(">Q")
+#: The lengths of a frame, and of the result that follows it; 0: none does.
+_LENGTHS: Final = struct.Struct(">QQ")
 _CHUNK: Final = 1 << 20
+#: Smaller results are written together with their frames.
+_JOINED_NBYTES: Final = 64 << 10
 #: What the trainer says: one of these, and a version if it is announced.
 _WORD: Final = struct.Struct(">cQ")
 _ROOM: Final = b"r"
@@ -58,7 +62,7 @@ class Put:
     """A result, still pickled: it is unpickled when the trainer takes it."""
 
     versions: tuple[int, ...]
-    pickled: bytes
+    pickled: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +175,19 @@ class TrainerEnd:
         if not self._is_one_whole():
             return frames
         data, start = memoryview(b"".join(self._pieces)), 0
-        while (frame := _first_frame(data[start:])) is not None:
-            frames.append(pickle.loads(frame))
-            start += _LENGTH.size + len(frame)
+        while nbytes := _nbytes_of_first(data[start:]):
+            frames.append(_frame(data[start : start + nbytes]))
+            start += nbytes
         left = deque([bytes(data[start:])] if start < len(data) else [])
         self._nbytes_read, self._pieces = self._nbytes_read + start, left
         return frames
 
     def _is_one_whole(self) -> bool:
         """Whether the first frame is there."""
-        if self._pieces and len(self._pieces[0]) < _LENGTH.size:
+        if self._pieces and len(self._pieces[0]) < _LENGTHS.size:
             self._pieces = deque([b"".join(self._pieces)])
         there = sum(map(len, self._pieces))
-        return there >= _LENGTH.size and there >= _LENGTH.size + _LENGTH.unpack_from(self._pieces[0])[0]
+        return there >= _LENGTHS.size and there >= _LENGTHS.size + sum(_LENGTHS.unpack_from(self._pieces[0]))
 
     def make_room(self) -> None:
         """Let the worker put one more result."""
@@ -233,13 +237,19 @@ class TrainerEnd:
         self.ended = True
 
 
-def _first_frame(data: memoryview) -> memoryview | None:
-    """The first frame, without its length; None: it is not whole."""
-    start = _LENGTH.size
-    if len(data) < start:
-        return None
-    (nbytes,) = _LENGTH.unpack_from(data)
-    return data[start : start + nbytes] if len(data) >= start + nbytes else None
+def _nbytes_of_first(data: memoryview) -> int:
+    """The size of the first frame, with all that belongs to it; 0: it is not whole."""
+    if len(data) < _LENGTHS.size:
+        return 0
+    nbytes = _LENGTHS.size + sum(_LENGTHS.unpack_from(data))
+    return nbytes if len(data) >= nbytes else 0
+
+
+def _frame(data: memoryview) -> Frame:
+    """Read a whole frame. A result stays where it is."""
+    end = _LENGTHS.size + _LENGTHS.unpack_from(data)[0]
+    frame: Frame = pickle.loads(data[_LENGTHS.size : end])
+    return replace(frame, pickled=data[end:]) if isinstance(frame, Put) else frame
 
 
 class WorkerEnd:
@@ -258,7 +268,7 @@ class WorkerEnd:
         self._putting = threading.Lock()
         self._inbox = bytearray()
         #: What is still to be written. It stays whole if a signal handler's exception ends the call that writes it.
-        self._outbox = bytearray()
+        self._outbox: deque[memoryview] = deque()
         self._room = capacity
         self._stop_asked = False
         self._ended = False
@@ -294,12 +304,12 @@ class WorkerEnd:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
             ConfigurationError: the value cannot be pickled. Nothing was sent.
         """
-        pickled = _pickled(value)
+        result = _pickled(value)
         with self._putting:
             self._listen(wait=0)
             while not self._room and not self._ended:
                 self._listen(wait=_LOOK_MS)
-            frame = Put(versions(), pickled)
+            frame = Put(versions(), result)
             self._use_room()
             self._send(frame)
 
@@ -334,9 +344,13 @@ class WorkerEnd:
             self.flush()
 
     def _queue(self, frame: Frame) -> None:
+        result: bytes | memoryview = b""
+        if isinstance(frame, Put):  # as it is: a pickle of the pickle would be a copy
+            result, frame = frame.pickled, replace(frame, pickled=b"")
         data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
+        pieces = [_LENGTHS.pack(len(data), len(result)) + data, result]
         with self._lock:
-            self._outbox += _LENGTH.pack(len(data)) + data
+            self._outbox += map(memoryview, pieces if len(result) >= _JOINED_NBYTES else [b"".join(pieces)])
 
     def flush(self) -> None:
         """Write what there is room for. Never waits.
@@ -347,14 +361,13 @@ class WorkerEnd:
         try:
             with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):  # as in `TrainerEnd._flush`
                 while self._outbox:
-                    del self._outbox[: self._written()]
+                    first = self._outbox[0]
+                    self._outbox[0] = first[self._sock.send(first, socket.MSG_DONTWAIT) :]
+                    if not self._outbox[0]:
+                        self._outbox.popleft()
         except OSError as error:
             self._ended = True
             raise SenderClosed("the trainer has closed its worker group, or is gone: the result is dropped.") from error
-
-    def _written(self) -> int:
-        with memoryview(self._outbox) as left:
-            return self._sock.send(left, socket.MSG_DONTWAIT)
 
     def _listen(self, wait: int) -> None:
         """Read what the trainer says, and wait at most this many milliseconds for it."""
@@ -384,10 +397,10 @@ class WorkerEnd:
         self._sock.close()
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: Any) -> memoryview:
     with Shield(lambda: None):  # what a signal handler raises is no error of pickle's
         try:
-            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            return pickled(value)
         except Exception as error:  # pickle raises several kinds, and a value's own methods any
             raise ConfigurationError(
                 f"put() was given a {type(value).__name__} that cannot be pickled ({type(error).__name__}: {error}): "

@@ -61,6 +61,18 @@ def test_values_of_every_dtype_are_seen(name: str) -> None:
     packer.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
+    large = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
+    packer = Packer(finite_model_id="policy")
+    packer.handed_over(packer.pack({"large": large}))
+
+    with pytest.raises(NonFiniteError) as caught:
+        packer.pack({"large": large, "bad": torch.tensor([INF, -INF], dtype=dtype)})
+    assert caught.value.tensors == {"bad": (0, 2)}
+    packer.close()
+
+
 def test_float8_is_checked_in_pieces_that_bound_what_its_conversion_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     check = casting._is_finite

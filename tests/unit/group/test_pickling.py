@@ -1,0 +1,71 @@
+"""Pickles of results."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weightsync.group.pickling import pickled
+from weightsync.weights.tensors import DTYPES, bits_of
+
+
+def returned(tensor: Tensor) -> Tensor:
+    """What the trainer gets for a tensor that a worker has put."""
+    found: Tensor = pickle.loads(pickled(tensor))
+    assert (type(found), found.dtype, found.shape) == (type(tensor), tensor.dtype, tensor.shape)
+    assert found.requires_grad == tensor.requires_grad
+    assert found.stride() == tensor.stride()
+    assert torch.equal(bits_of(found), bits_of(tensor))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_tensors_of_every_dtype_arrive_bit_by_bit(dtype: torch.dtype) -> None:
+    numbers = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
+    tensor = (numbers % 2 if dtype is torch.bool else numbers).view(dtype).view(2, 3)
+
+    for each in (tensor, tensor[1:], tensor[:0], tensor[0, 0]):
+        returned(each)
+
+
+def test_a_view_is_sent_without_the_rest_of_its_storage() -> None:
+    rollout = torch.zeros(1 << 16)
+
+    assert len(pickled({"steps": rollout[:4], "reward": rollout[7]})) < 1_000
+
+
+def test_what_arrived_is_memory_of_its_own_that_can_be_written() -> None:
+    tensor = torch.zeros(4)
+    found = returned(tensor)
+    found += 1
+
+    assert tensor.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        nn.Parameter(torch.ones(2)),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, 3).t(),
+        torch.ones(1).expand(3),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, dtype=torch.complex64).conj().imag,
+    ],
+    ids=["parameter", "requires-grad", "transposed", "expanded", "conjugated", "negated"],
+)
+def test_a_tensor_that_is_more_than_its_elements_arrives_as_it_was(tensor: Tensor) -> None:
+    returned(tensor)
+
+
+def test_attributes_and_identities_arrive() -> None:
+    tensor, marked = torch.ones(2), torch.ones(2)
+    marked.origin = "here"  # type: ignore[attr-defined]
+
+    first, again, found = pickle.loads(pickled([tensor, tensor, marked]))
+
+    assert first is again
+    assert found.origin == "here"
