@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from weakref import ref
 
 from weightsync.engine.copies import SchemeServices
@@ -36,6 +36,15 @@ class BackgroundReader(Protocol):
         """Stop reading and end the thread. Waits for the thread, unless called on it."""
 
 
+@runtime_checkable
+class EndsByItself(Protocol):
+    """A listener that may end before it is stopped, because its place has ended."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it gives no further link."""
+
+
 class Listening:
     """Where a receiver listens, and its background reader. The links themselves are its driver's."""
 
@@ -64,10 +73,10 @@ class Listening:
 
     def _keep(self, listener: Callable[[], None]) -> None:
         with self._driver.lock:
-            # At the same place: nothing would reach the earlier one any more.
-            replaced = [each for each in self._listeners if each == listener]
-            self._listeners = [*(each for each in self._listeners if each != listener), listener]
-        for each in replaced:
+            # At the same place: nothing would reach the earlier one any more. One that has ended holds its store.
+            useless = [each for each in self._listeners if each == listener or _has_ended(each)]
+            self._listeners = [*(each for each in self._listeners if each not in useless), listener]
+        for each in useless:
             each()
         if self._driver.machine.state is State.CLOSED:
             self.stop()
@@ -110,6 +119,10 @@ class Listening:
             listeners, self._listeners = self._listeners, []
         for each in listeners:
             each()
+
+
+def _has_ended(listener: Callable[[], None]) -> bool:
+    return isinstance(listener, EndsByItself) and listener.ended
 
 
 @dataclass(frozen=True)

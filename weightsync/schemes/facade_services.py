@@ -138,6 +138,10 @@ def torchrl_transport(name: str) -> Any:
     return _transports[name]
 
 
+def nothing_to_stop() -> None:
+    """What `listen` returns where it has given its only link: a receiver keeps it once, however many links it gets."""
+
+
 def connection_of(endpoint: Any) -> Any:
     """The connection: ``endpoint`` itself, its ``.pipe``, or, if it is a transport, its end of the pipe.
 

@@ -18,7 +18,7 @@ from weightsync.options import Verify, WireDtype, switch
 from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
-from weightsync.schemes.facade_services import LinkTransport, connection_of, torchrl_transport
+from weightsync.schemes.facade_services import LinkTransport, connection_of, nothing_to_stop, torchrl_transport
 from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.sources import given_or_found
 from weightsync.transports.base import Link, Payloads
@@ -194,7 +194,7 @@ class PipeScheme(WeightSyncScheme):
         if self._goes_by_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
         accept(self.create_link(endpoint, model_id, "the sender"))
-        return lambda: None
+        return nothing_to_stop
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe."""

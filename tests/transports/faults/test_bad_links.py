@@ -164,6 +164,16 @@ def test_g10_an_answer_that_cannot_be_handled_loses_its_worker_alone(
     assert served(three, 3.0, *({0, 1, 2} - {lost})).of(report[lost].kind) == (lost,)
 
 
+def test_a_receiver_that_is_given_pipe_after_pipe_keeps_one_listener(pair: Pair) -> None:
+    """A worker may outlive many trainers: each pipe left a function behind."""
+    for _ in range(3):
+        ours, theirs = multiprocessing.Pipe()
+        pair.pipes.append((ours, theirs))
+        pair.receiver.register_worker_transport(theirs)
+
+    assert len(pair.receiver._listening._listeners) == 1
+
+
 @BY_HAND
 @pytest.mark.parametrize("content", [codec.MAGIC, codec.encode(Hello(model_id="policy", incarnation=3))[:40]])
 def test_a_second_link_that_breaks_the_protocol_does_not_disturb_the_one_in_force(pair: Pair, content: bytes) -> None:

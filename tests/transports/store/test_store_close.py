@@ -33,6 +33,7 @@ from weightsync.transports.store.stream import Stream
 
 #: Seconds; reached only by a failure.
 PATIENCE = 60.0
+PATIENT = timedelta(seconds=PATIENCE)
 INLINE, GROUPED = 1000, 200_000
 
 
@@ -150,6 +151,31 @@ def test_a_receiver_that_is_dropped_listens_no_more_and_another_can_take_its_pla
     another = DistributedWeightSyncScheme()
     another.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
     another.close()
+
+
+def test_a_receiver_that_listens_at_another_store_lets_go_of_the_one_that_has_ended(store: Any) -> None:
+    """A worker may outlive many trainers that each have a store of their own: each held a descriptor."""
+    earlier = dist.TCPStore("127.0.0.1", 0, None, True, PATIENT, wait_for_workers=False)
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
+        before = _listeners_running()
+        scheme.get_receiver().register_worker_transport((earlier, 1))
+        (listener,), held = _listeners_running() - before, ref(earlier)
+        waited = Deadline(PATIENCE)
+        while listener._client is None and not waited.passed:
+            wait(Waker(), [], 0.001)
+        listener.cut()
+        while listener in _listeners_running() and not waited.passed:
+            wait(Waker(), [], 0.001)
+        with contextlib.suppress(TransportError):
+            scheme.get_receiver().receive(timeout=0)  # the end of that store
+        scheme.get_receiver().register_worker_transport((store, 1))
+        del listener, earlier
+        while held() is not None and not waited.passed:
+            gc.collect()
+            wait(Waker(), [], 0.01)
+
+        assert held() is None
 
 
 def _listeners_running() -> set[_Listener]:

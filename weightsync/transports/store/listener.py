@@ -118,6 +118,8 @@ class _Listener:
         self._accept, self._leave = accept, leave
         self._other = _OtherProcess(self.where.key)
         self._over = threading.Event()
+        #: Whether its thread has ended, as it does without its store.
+        self.ended = False
         self._client: Client | None = None
         #: Wakes the thread when it is blocked on the other client.
         self._waking_client: Client | None = None
@@ -164,6 +166,7 @@ class _Listener:
             for opened in (self._client, self._waking_client):
                 if opened is not None:
                     opened.close()
+            self.ended = True
 
     def _look(self, client: Client) -> None:
         """Called with each heartbeat: log other listeners for this rank, or senders that wait for other models only."""
@@ -385,6 +388,11 @@ class ListenerHandle:
     #: The id of a prefixed store, else 0. A prefix cannot be read, so only the same object is the same place.
     prefixed: int
     listener: _Listener = field(compare=False)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it gives no further link: its store has ended."""
+        return self.listener.ended
 
     def __call__(self) -> None:
         """Accept no further link."""
