@@ -243,13 +243,14 @@ def _listed(pipes: Any) -> list[Any]:
 
 def _refuse_unusable(pipes: Sequence[Any]) -> None:
     """Refuse unusable pipes before a link is created over any of them, so that the good ones can be given again."""
-    connections = [connection_of(pipe) for pipe in pipes]
-    if len({id(connection) for connection in connections}) < len(connections):
-        raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe per worker.")
-    for index, connection in enumerate(connections):
+    connections = []
+    for index, pipe in enumerate(pipes):
         try:
-            Channel.of(connection)
+            connections.append(connection_of(pipe))
+            Channel.of(connections[-1])
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"pipes= has an entry that cannot be used, at index {index}. {error} Nothing has changed."
             ) from None
+    if len({id(connection) for connection in connections}) < len(connections):
+        raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe per worker.")
