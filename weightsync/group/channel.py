@@ -350,7 +350,9 @@ class WorkerEnd:
                     del self._outbox[: self._written()]
         except OSError as error:
             self._ended = True
-            raise SenderClosed("the trainer has closed its worker group, or is gone: the result is dropped.") from error
+            gone = "the trainer has closed its worker group, or is gone"
+            why = "this worker's function has returned" if self._sock.fileno() < 0 else gone
+            raise SenderClosed(f"{why}: the result is dropped.") from error
 
     def _written(self) -> int:
         with memoryview(self._outbox) as left:

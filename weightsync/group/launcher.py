@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from weightsync.engine.arguments import require_context, require_name, require_whole
+from weightsync.engine.arguments import require_context, require_count, require_name, require_whole
 from weightsync.errors import ConfigurationError
 from weightsync.group.function import require_make_model, require_run
 from weightsync.group.members import Rules, Running
@@ -98,8 +98,8 @@ class GroupArguments:
             )
 
     def least_one_worker(self) -> int:
-        """How many workers are to be started. Raises ConfigurationError: none."""
-        return least_one(self.num_workers, "num_workers")
+        """How many workers are to be started. Raises ConfigurationError: none, or more than there can be."""
+        return require_count(least_one(self.num_workers, "num_workers"))
 
     def refuse_others(self, *arguments: str) -> None:
         """Refuse arguments that mean nothing to workers of this kind. Raises ConfigurationError: one was given."""
