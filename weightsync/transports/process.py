@@ -215,7 +215,10 @@ class ProcessWatch:
 
     def _dies_within(self, milliseconds: int) -> bool:
         if not self.found_dead and self.fd >= 0:
-            self.found_dead = bool(self._poller.poll(milliseconds))
+            try:
+                self.found_dead = bool(self._poller.poll(milliseconds))
+            except RuntimeError:  # another thread is asking at this moment, and notes what it finds
+                return self.found_dead
         return self.found_dead
 
     @property
