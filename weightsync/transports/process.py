@@ -215,10 +215,7 @@ class ProcessWatch:
 
     def _dies_within(self, milliseconds: int) -> bool:
         if not self.found_dead and self.fd >= 0:
-            try:
-                self.found_dead = bool(self._poller.poll(milliseconds))
-            except RuntimeError:  # another thread is asking at this moment, and notes what it finds
-                return self.found_dead
+            self.found_dead = bool(self._poller.poll(milliseconds))
         return self.found_dead
 
     @property

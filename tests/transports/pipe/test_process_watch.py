@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,16 +93,6 @@ def test_another_process_may_be_about_to_die_and_this_one_is_not_waited_for(proc
 
     assert not watch.dies()
     assert asked == [milliseconds]
-
-
-def test_two_threads_may_ask_at_once() -> None:
-    watch = ProcessWatch(os.getppid(), 0)
-    with ThreadPoolExecutor(1) as beside:
-        waiting = beside.submit(watch.dies)  # for 100 ms
-        while not waiting.done():
-            assert not watch.dead
-        assert not waiting.result()
-    watch.close()
 
 
 def test_a_process_that_is_gone_is_dead():
