@@ -419,6 +419,12 @@ def reason_of(error: BaseException) -> str:
     return str(error) if isinstance(error, WeightSyncError) else with_type(error)
 
 
+def sentence(text: str) -> str:
+    """A text, which may be anyone's, as a sentence: with one full stop, or the ``?`` or ``!`` that it ends with."""
+    text = text.rstrip(" \n.,:;")
+    return text if text.endswith(("?", "!")) else f"{text}."
+
+
 def thread_not_started(name: str, error: RuntimeError) -> TransportError:
     """The error for a thread that the system does not start. ``error`` is what `Thread.start` raised."""
     return TransportError(f"The thread for {name} cannot be started: {error}.")

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import enum
-from typing import NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 from weightsync.errors import ConfigurationError
 
 
-class Option(enum.Enum):
+class _OptionType(enum.EnumMeta):
+    """The type of an option's class."""
+
+    def __call__(cls, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The member with this value. A value without a hash is none: `Enum` would compare it with ``==``.
+
+        A numpy array compares element by element, so that its comparison may raise, or find a member.
+        """
+        if type(value).__hash__ is None:
+            cls._missing_(value)  # type: ignore[attr-defined]
+        return super().__call__(value, *args, **kwargs)
+
+
+class Option(enum.Enum, metaclass=_OptionType):
     """An option: ``Kind(value)`` takes a member or its value, and raises ConfigurationError for anything else."""
 
     @classmethod
@@ -84,6 +98,20 @@ def switch(value: bool, argument: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{argument}={value!r} is not a bool: pass True or False. Nothing has changed.")
     return value
+
+
+def items_of(value: object) -> list[Any] | None:
+    """The items of a list or of any other iterable; None: the value has none, or is text.
+
+    An array or tensor without dimensions is `Iterable` by its type, but has none.
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        return None
+    try:
+        items = iter(value)
+    except TypeError:
+        return None
+    return list(items)
 
 
 _ARGUMENTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -134,8 +135,8 @@ class Settings:
             raise ConfigurationError("the bench needs at least 1 worker, 1 thread and 1 round.")
         if max(*self.workers, self.threads) > MOST:
             raise ConfigurationError(f"the bench takes at most {MOST} workers, and {MOST} threads.")
-        if not self.seconds > 0 or not self.noise_limit > 0:
-            raise ConfigurationError("the bench needs more than 0 seconds, and a noise limit above 0.")
+        if not self.seconds > 0 or not 0 < self.noise_limit < math.inf:
+            raise ConfigurationError("the bench needs more than 0 seconds, and a finite noise limit above 0.")
         for word in self.verify:
             _known(word, (DEFAULT_VERIFY, *(each.value for each in Verify)), "value of --verify")
 

@@ -50,7 +50,9 @@ def check(  # noqa: PLR0917
     coverage: Annotated[
         bool,
         typer.Option(
-            "--coverage", help="Run only the proofs, and fail if an action of the model is taken in none of them."
+            "--coverage",
+            help="Run only the proofs, and fail if an action of the model is taken in none of them. The quick proofs "
+            "do not take all: give --all too.",
         ),
     ] = False,
     report: Report = None,

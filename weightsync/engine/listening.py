@@ -10,6 +10,7 @@ from weakref import ref
 from weightsync.engine.copies import SchemeServices
 from weightsync.engine.driver import Shield
 from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.errors import sentence
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
 
@@ -107,7 +108,7 @@ class Listening:
         served = driver.data.served
         kept = f"keeps version {served[1]}" if served else "serves no version"
         raise driver.ended_as(
-            f"model {driver.model_id!r} has no sender any more: {driver.ended.rstrip('.')}. It {kept}. To receive from "
+            f"model {driver.model_id!r} has no sender any more: {sentence(driver.ended)} It {kept}. To receive from "
             "another sender, pass a new pipe to register_worker_transport(), or, over torch.distributed with another "
             "store, (store, rank). Over the same store, RPC and Ray there is nothing to do: the new sender makes a "
             "new link."

@@ -19,7 +19,7 @@ from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
 from weightsync.engine.serving_lock import PATIENCE, ServedModel, ServingBlock, ServingEntry
-from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
+from weightsync.errors import ConfigurationError, WeightSyncError, sentence, warn_renamed
 from weightsync.options import switch
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -230,11 +230,10 @@ class WeightReceiver(Participant):
 
     def _turned_down(self, pending: Pending) -> WeightSyncError:
         """The error for weights that were given by hand and are those of a version that was refused."""
-        reason = self.last_refusal.rstrip(".")
         return WeightSyncError(
             f"apply_weights(): these are the weights of version {pending.update.version} of {self._model_id!r}, which "
-            f"was refused: {reason}. The model keeps the weights that it had. Correct the cause, then have the trainer "
-            "send again."
+            f"was refused: {sentence(self.last_refusal)} The model keeps the weights that it had. Correct the cause, "
+            "then have the trainer send again."
         )
 
     def _write(self, target: Target, weights: Any, inplace: bool) -> None:

@@ -416,7 +416,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._layouts = {carried.digest: own if own is not None and own == carried else carried}
         layout = self._layouts.get(update.layout_digest)
         if layout is None or (layout.nbytes != update.nbytes and not _is_delta(update)):
-            raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
+            raise ProtocolError(
+                f"version {update.version} names a layout or a size that this link has not carried. Give each worker a "
+                "connection of its own: two that share one get some of the messages each."
+            )
         return layout
 
 

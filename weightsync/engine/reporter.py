@@ -17,7 +17,7 @@ from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import RefusedError, WorkerLostError
 from weightsync.options import WireDtype
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
-from weightsync.protocol.sender import LinkState, ended
+from weightsync.protocol.sender import Entry, LinkState, ended
 
 logger = logging.getLogger("weightsync")
 
@@ -41,6 +41,8 @@ class Reporter:
         #: What the workers were sent, where deltas may be sent.
         self._payloads: VersionPayloads | None = None
         self._dispatched = Stopwatch()
+        #: The workers as they were then: one that comes back has another link.
+        self._sent_to: Mapping[int, Entry] = {}
         #: For each worker, the newest versions that were superseded since it last had an outcome.
         self._superseded: dict[int, tuple[int, ...]] = {}
         driver.kept.append(self._superseded)
@@ -71,6 +73,7 @@ class Reporter:
         self._wire_dtype = packed.wire_dtype
         self._payloads = packed.payloads
         self._dispatched = since
+        self._sent_to = self._driver.data.workers
 
     def superseded(self, report: SyncReport) -> None:
         """Note that the version of ``report`` was abandoned in favour of the next one."""
@@ -238,13 +241,15 @@ class Reporter:
         return before
 
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
-        """Seconds from the dispatch until all targets that are not lost had connected."""
+        """Seconds from the dispatch until all targets had connected, of those that still have the link of then."""
         workers, hearing, longest = self._driver.data.workers, self._driver.hearing, 0.0
         known, since = hearing.first, self._dispatched.started
         for worker in outcomes:
             entry = workers.get(worker)
             if entry is not None and known.get(entry.link, since + 1) > since and entry.open:
-                longest = max(longest, hearing.connected_after(entry.link, self._dispatched))
+                then = self._sent_to.get(worker)
+                if then is not None and then.link == entry.link:
+                    longest = max(longest, hearing.connected_after(entry.link, self._dispatched))
         return longest
 
 

@@ -13,7 +13,7 @@ from weightsync.engine.copies import SchemeServices
 from weightsync.engine.driver import Shield, close
 from weightsync.engine.packer import Packer
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError, StateError, WorkerLostError
+from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError, StateError, WorkerLostError, sentence
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
@@ -143,9 +143,7 @@ class Workers:
 
     def _time_out(self, expected: list[int]) -> NoReturn:
         known = {worker: remark for worker in expected if (remark := self._driver.remark(worker))}
-        remarks = "".join(
-            f" Worker {worker}: {remark if remark.endswith('?') else remark + '.'}" for worker, remark in known.items()
-        )
+        remarks = "".join(f" Worker {worker}: {sentence(remark)}" for worker, remark in known.items())
         raise AckTimeoutError(
             f"workers {expected} of {self._driver.model_id!r} have not connected.{remarks} They may still be "
             "starting, or have no model of that name yet: look at their logs and wait again, or remove them with "
@@ -156,11 +154,11 @@ class Workers:
     def _require_all_up(self) -> None:
         lost, refused = self._reasons(LinkState.LOST), self._reasons(LinkState.REFUSED)
         ended = sorted({**lost, **refused}.items())
-        reasons = "; ".join(f"worker {worker}: {reason.rstrip('.')}" for worker, reason in ended)
+        reasons = sentence("; ".join(f"worker {worker}: {reason.rstrip('.')}" for worker, reason in ended))
         if lost:
-            raise WorkerLostError(f"{reasons}. add_worker() brings one back, remove_worker() removes it.", lost=lost)
+            raise WorkerLostError(f"{reasons} add_worker() brings one back, remove_worker() removes it.", lost=lost)
         if refused:
-            raise RefusedError(f"{reasons}. Give it the trainer's model and add_worker() it again.", refused=refused)
+            raise RefusedError(f"{reasons} Give it the trainer's model and add_worker() it again.", refused=refused)
 
     def _reasons(self, link_state: LinkState) -> dict[int, str]:
         return {worker: entry.reason for worker, entry in self._in(link_state).items()}

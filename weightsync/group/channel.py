@@ -367,7 +367,9 @@ class WorkerEnd:
                         self._outbox.popleft()
         except OSError as error:
             self._ended = True
-            raise SenderClosed("the trainer has closed its worker group, or is gone: the result is dropped.") from error
+            gone = "the trainer has closed its worker group, or is gone"
+            why = "this worker's function has returned" if self._sock.fileno() < 0 else gone
+            raise SenderClosed(f"{why}: the result is dropped.") from error
 
     def _listen(self, wait: int) -> None:
         """Read what the trainer says, and wait at most this many milliseconds for it."""

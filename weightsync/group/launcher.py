@@ -15,13 +15,13 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from weightsync.engine.arguments import require_context, require_name, require_whole
+from weightsync.engine.arguments import require_context, require_count, require_name, require_whole
 from weightsync.errors import ConfigurationError
 from weightsync.group.function import require_make_model, require_run
 from weightsync.group.members import Rules, Running
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
-from weightsync.options import OnStale
+from weightsync.options import OnStale, items_of
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.meta_device import is_on_meta
 from weightsync.weights.reading import merges_into_others
@@ -98,12 +98,12 @@ class GroupArguments:
             )
 
     def least_one_worker(self) -> int:
-        """How many workers are to be started. Raises ConfigurationError: none."""
-        return least_one(self.num_workers, "num_workers")
+        """How many workers are to be started. Raises ConfigurationError: none, or more than there can be."""
+        return require_count(least_one(self.num_workers, "num_workers"))
 
     def refuse_others(self, *arguments: str) -> None:
         """Refuse arguments that mean nothing to workers of this kind. Raises ConfigurationError: one was given."""
-        given = [argument for argument in arguments if vars(self)[argument]]
+        given = [argument for argument in arguments if not _says_nothing(vars(self)[argument])]
         if given:
             raise ConfigurationError(
                 f"{', '.join(given)}: the workers of this scheme= do not support it (see docs/group.md). Nothing was "
@@ -122,10 +122,16 @@ def least_one(value: object, argument: str) -> int:
 
 def names_of(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """The names of the weights that are sent, as a tuple; None: all. Raises ConfigurationError: they are not names."""
-    given: Any = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else names
-    if given is not None:
-        Selection(given)
-    return (given,) if isinstance(given, str) else given
+    if names is None:
+        return None
+    items = [names] if isinstance(names, str) else items_of(names)
+    Selection(names if items is None else items)
+    return None if items is None else tuple(items)
+
+
+def _says_nothing(value: object) -> bool:
+    """Whether an argument was left out, or given as what that means: no restarts, no options."""
+    return value is None or (isinstance(value, int | Mapping) and not value)
 
 
 def _is_number(value: object) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import Hook
-from weightsync.errors import SenderClosed, StaleWeightsError, TransportError
+from weightsync.errors import SenderClosed, StaleWeightsError, TransportError, sentence
 from weightsync.group.channel import Held, Released
 from weightsync.options import OnStale
 
@@ -212,7 +212,7 @@ def gone(receiver: WeightReceiver, error: TransportError, when: str) -> Transpor
     driver = receiver.driver
     if not driver.ended:
         return error
-    return driver.ended_as(f"the trainer was lost {when}: {driver.ended.rstrip('.')}.")
+    return driver.ended_as(f"the trainer was lost {when}: {sentence(driver.ended)}")
 
 
 class _Begins(Hook):

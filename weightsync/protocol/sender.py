@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
+from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, sentence
 from weightsync.protocol import machine
 from weightsync.protocol._tables import SENDER_ROWS, RefusalKind, SenderInput, State
 from weightsync.protocol.by_worker import drop, put
@@ -330,7 +330,7 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
     reasons = {worker: entry.reason for worker, entry in ended.items()}
     if all(entry.link_state is LinkState.REFUSED for entry in ended.values()):
         return RefusedError(
-            f"every target has refused the handshake: {_by_worker(reasons)}. Nothing was sent and no version was used. "
+            f"every target has refused the handshake: {_by_worker(reasons)} Nothing was sent and no version was used. "
             "Correct the workers' model or the trainer's, then add the workers again with add_worker().",
             None,
             reasons,
@@ -338,7 +338,7 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
     fences = [entry.fence for entry in ended.values()]
     usual = "add_worker() reconnects a worker on a new link, remove_worker() removes it."
     return WorkerLostError(
-        f"every target is lost already: {_by_worker(reasons)}. Nothing was sent and no version was used. "
+        f"every target is lost already: {_by_worker(reasons)} Nothing was sent and no version was used. "
         f"{advice_for_lost(usual, fences)}",
         None,
         reasons,
@@ -347,7 +347,7 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
 
 
 def _by_worker(reasons: Mapping[int, str]) -> str:
-    return "; ".join(f"worker {worker}: {reason.rstrip('.')}" for worker, reason in reasons.items())
+    return sentence("; ".join(f"worker {worker}: {reason.rstrip('.')}" for worker, reason in reasons.items()))
 
 
 class Step(machine.Step[SenderInput, SenderData, Effect], frozen=True):

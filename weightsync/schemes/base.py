@@ -33,6 +33,7 @@ from weightsync.schemes.peers.user_receiving import listen_by
 from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.receiver_side import ReceiverSide
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
+from weightsync.schemes.rendezvous import not_initialised
 from weightsync.schemes.sender_side import SenderSide
 from weightsync.schemes.sources import (
     SET_MODEL,
@@ -311,7 +312,7 @@ class WeightSyncScheme(Configured):
         """
         deadline = Deadline(timeout)
         side = self._next_side(worker_idx, weights)
-        with side.rendezvous.connecting():
+        with side.rendezvous.connecting(side.participant):
             if side is self._sender_side:
                 self._connect_sender(weights, deadline)
             else:
@@ -321,7 +322,7 @@ class WeightSyncScheme(Configured):
         """The side that a call of `connect` connects; if the object has both, the sender's comes first."""
         sending, receiving = self._sender_side, self._receiver_side
         if sending.sender is None and receiving.receiver is None:
-            raise StateError("scheme", "uninitialized", "connect", ["init_on_sender", "init_on_receiver"])
+            raise not_initialised("uninitialized", "connect", "init_on_sender", "init_on_receiver")
         if receiving.receiver is None and worker_idx is not None:
             raise ConfigurationError("connect() takes worker_idx= in a worker only: leave it out in the trainer.")
         if sending.sender is None:
@@ -408,7 +409,7 @@ class WeightSyncScheme(Configured):
                 nothing was changed.
             WeightSyncError: they are the pending version's weights, and that version was refused.
         """
-        self.get_receiver().apply_weights(weights, inplace=inplace)
+        self._receiver_side.require_receiver("apply_weights").apply_weights(weights, inplace=inplace)
 
     # --------------------------------------------------------------------------------------- what a send sends
 

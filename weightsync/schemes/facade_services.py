@@ -148,9 +148,7 @@ def connection_of(endpoint: Any) -> Any:
     Raises ConfigurationError: nothing was given.
     """
     if endpoint is None:
-        raise ConfigurationError(
-            "The worker was given no pipe: pass this side's end of multiprocessing.Pipe(). Nothing has changed."
-        )
+        raise ConfigurationError("The worker was given no pipe: pass this side's end of multiprocessing.Pipe().")
     if isinstance(endpoint, LinkTransport):
         return endpoint.pipe_end()
     pipe = optional(endpoint, "pipe")

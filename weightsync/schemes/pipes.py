@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,7 +14,7 @@ from weightsync.engine.copies import close_at_exit, pipes_travel
 from weightsync.engine.device_slots import open_slot
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
-from weightsync.options import Verify, WireDtype, switch
+from weightsync.options import Verify, WireDtype, items_of, switch
 from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
@@ -232,23 +232,25 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
 def _listed(pipes: Any) -> list[Any]:
     """The pipes, one for each worker. Raises ConfigurationError: this is not a list of them."""
-    if not isinstance(pipes, Iterable) or isinstance(pipes, str | bytes | Mapping):
+    given = None if isinstance(pipes, Mapping) else items_of(pipes)
+    if given is None:
         raise ConfigurationError(
             f"pipes= is {pipes!r}: give a list with the trainer's end of one multiprocessing.Pipe() per worker. "
             "Nothing has changed."
         )
-    return list(pipes)
+    return given
 
 
 def _refuse_unusable(pipes: Sequence[Any]) -> None:
     """Refuse unusable pipes before a link is created over any of them, so that the good ones can be given again."""
-    connections = [connection_of(pipe) for pipe in pipes]
-    if len({id(connection) for connection in connections}) < len(connections):
-        raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe per worker.")
-    for index, connection in enumerate(connections):
+    connections = []
+    for index, pipe in enumerate(pipes):
         try:
-            Channel.of(connection)
+            connections.append(connection_of(pipe))
+            Channel.of(connections[-1])
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"pipes= has an entry that cannot be used, at index {index}. {error} Nothing has changed."
             ) from None
+    if len({id(connection) for connection in connections}) < len(connections):
+        raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe per worker.")

@@ -11,12 +11,12 @@ from typing import Any
 from weightsync.clock import Deadline
 from weightsync.engine.background import Background, RelayCall
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.errors import AckTimeoutError, ConfigurationError, StateError, WeightSyncError
+from weightsync.errors import AckTimeoutError, ConfigurationError, WeightSyncError
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import await_own_workers
 from weightsync.schemes.relay import is_torchrls, relay_call
-from weightsync.schemes.rendezvous import Rendezvous, initialised_already
+from weightsync.schemes.rendezvous import Rendezvous, initialised_already, not_initialised
 from weightsync.weights.loader import Loader
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
@@ -41,7 +41,12 @@ class ReceiverSide:
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""
         if self.receiver is None:
-            raise StateError("scheme", "uninitialized on the worker", asked, ["init_on_worker", "init_on_receiver"])
+            raise not_initialised("uninitialized on the worker", asked, "init_on_worker", "init_on_receiver")
+        return self.receiver
+
+    @property
+    def participant(self) -> WeightReceiver | None:
+        """The receiver, if this side is initialised."""
         return self.receiver
 
     def connect(

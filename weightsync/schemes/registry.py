@@ -53,9 +53,10 @@ def scheme_of(backend: str) -> type[Any]:
     Raises:
         ConfigurationError: there is no such backend.
     """
-    if backend in _registered:
-        return _registered[backend]
-    name = _ALIASES.get(backend, backend)
+    name = backend if isinstance(backend, str) else ""
+    if name in _registered:
+        return _registered[name]
+    name = _ALIASES.get(name, name)
     if name in _registered:
         return _registered[name]
     if name not in _HOMES:

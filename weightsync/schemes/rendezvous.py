@@ -44,12 +44,14 @@ class Rendezvous:
         return self._state is ConnectState.NOT_CONNECTED
 
     @contextlib.contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Connect this side inside; if an exception leaves the block, it is not connected.
+    def connecting(self, participant: Participant | None) -> Iterator[None]:
+        """Connect this side, whose sender or receiver is given, inside; if an exception leaves, it is not connected.
 
-        Raises StateError: it has connected, or is connecting in another thread.
+        Raises StateError: it has connected, is connecting in another thread, or was closed since.
         """
         if self._state is not ConnectState.NOT_CONNECTED:
+            if participant is not None:
+                participant.require_open("connect")
             raise self._refused("connect", ["send", "receive", "shutdown"], _ONCE)
         self._state = ConnectState.CONNECTING
         try:
@@ -67,6 +69,19 @@ class Rendezvous:
 
     def _refused(self, asked: str, allowed: list[str], hint: str = "") -> StateError:
         return StateError(f"scheme ({self._side.value})", self._state.value, asked, allowed, hint)
+
+
+def not_initialised(state: str, asked: str, *allowed: str) -> StateError:
+    """The error of a scheme, or of one side of it, that was not initialised in this process.
+
+    Args:
+        state: in the words of messages.
+        asked: the method that was called.
+        allowed: the methods that initialise it.
+    """
+    first = " or ".join(f"{each}()" for each in allowed)
+    hint = f"Call {first} first, also on a copy of a scheme (pickled, copied or inherited by a forked process)."
+    return StateError("scheme", state, asked, allowed, hint)
 
 
 def initialised_already(participant: Participant, side: str, asked: str, allowed: str) -> StateError:

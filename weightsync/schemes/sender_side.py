@@ -14,13 +14,12 @@ from weightsync.clock import Deadline
 from weightsync.engine.arguments import expected_number, require_fence
 from weightsync.engine.sender import WeightSender
 from weightsync.engine.sequential import SequentialSends
-from weightsync.errors import StateError
 from weightsync.options import OnFailure, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, has_processes, refuse_out_of_reach
-from weightsync.schemes.rendezvous import Rendezvous, initialised_already
+from weightsync.schemes.rendezvous import Rendezvous, initialised_already, not_initialised
 from weightsync.schemes.sources import SET_MODEL, checked, processes_of, refuse_shards, registered
 from weightsync.schemes.worker_set import (
     Groups,
@@ -168,7 +167,12 @@ class SenderSide:
     def require_sender(self, asked: str) -> WeightSender:
         """The sender. Raises StateError: this side is not initialised."""
         if self.sender is None:
-            raise StateError("scheme", "uninitialized on the sender", asked, ["init_on_sender"])
+            raise not_initialised("uninitialized on the sender", asked, "init_on_sender")
+        return self.sender
+
+    @property
+    def participant(self) -> WeightSender | None:
+        """The sender, if this side is initialised."""
         return self.sender
 
     def set_model(self, model: Any) -> None:

@@ -29,6 +29,9 @@ class FakeClock(Clock):
     itself: the operating system, torch, Ray, the heartbeat and polling of distributed links, and how long one forward
     waits for another. A deadline that is still running when the block ends continues on the machine's clock, as far
     ahead as the fake clock was.
+
+    The end of a `WorkerGroup` waits by this clock too: a worker that does not return holds it until the clock has been
+    advanced by its timeout, from another thread. ``close(timeout=0)`` waits for no worker.
     """
 
     def __init__(self) -> None:

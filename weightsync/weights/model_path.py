@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from weightsync.errors import ConfigurationError, ModelPathError
+from weightsync.errors import ConfigurationError, ModelPathError, sentence
 
 _NAME = r"[^.\[\]\s]+"
 #: An integer, or a quoted key, which may contain anything but that quote and brackets.
@@ -50,7 +50,7 @@ def _step(parent: Any, part: str, path: str, before: str) -> Any:
         kind = type(parent).__name__
         message = (
             f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): "
-            f"{_text(error).rstrip('.')}. Set it before weights are sent, or give both sides the model_id that is the "
+            f"{sentence(_text(error))} Set it before weights are sent, or give both sides the model_id that is the "
             "model's path there."
         )
         raise ModelPathError(message, path, part) from error

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.options import items_of
 from weightsync.weights.extra_state import refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import extra_state_name, listed, quoted
 from weightsync.weights.reading import Weights, read_unchecked
@@ -25,8 +26,8 @@ class Selection:
     """
 
     def __init__(self, names: str | Iterable[str]) -> None:
-        given: Any = (names,) if isinstance(names, str) else names
-        if not isinstance(given, Iterable) or isinstance(given, bytes):
+        given = [names] if isinstance(names, str) else items_of(names)
+        if given is None:
             raise ConfigurationError(f"names= is {names!r}: give names of weights, or patterns such as '*.lora_?.*'.")
         self._patterns = tuple(given)
         if not self._patterns or not all(isinstance(each, str) and each for each in self._patterns):

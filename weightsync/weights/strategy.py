@@ -35,7 +35,7 @@ class WeightStrategy:
     __slots__ = ("extract_as",)
 
     def __init__(self, extract_as: str = "tensordict") -> None:
-        if extract_as not in FORMATS:
+        if not isinstance(extract_as, str | WeightStrategy) or extract_as not in FORMATS:
             raise ConfigurationError(f"There is no strategy {extract_as!r}: choose one of {', '.join(FORMATS)}.")
         self.extract_as = str(extract_as)
 

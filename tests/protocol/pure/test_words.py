@@ -74,6 +74,11 @@ def test_every_target_has_refused() -> None:
     assert (caught.value.report, caught.value.refused) == (None, {0: "no"})
 
 
+def test_the_reason_of_the_last_may_ask() -> None:
+    with pytest.raises(WorkerLostError, match=r"worker 0: crash\?; worker 1: why\? Nothing was sent"):
+        sender.step(State.READY, replace(DATA, workers={0: lost("crash?"), 1: lost("why?")}), sender.Send(None))
+
+
 def test_nobody_is_left() -> None:
     with pytest.raises(ConfigurationError) as caught:
         sender.step(State.READY, replace(DATA, workers={}, left={4: "done", 2: "enough"}), sender.Send(None))

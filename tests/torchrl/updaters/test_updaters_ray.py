@@ -429,6 +429,12 @@ def test_collectors_and_hooks_are_the_bases(pool: list[Any]) -> None:
     assert collector.version == 1
 
 
+def test_without_collectors_nothing_is_sent() -> None:
+    report = RayWeightUpdater(weights(), [])()
+
+    assert (dict(report.outcomes), report.version, report.ok) == ({}, None, True)
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
 

@@ -324,6 +324,8 @@ def test_what_does_not_fit_on_the_gpu_is_not_begun(monkeypatch: pytest.MonkeyPat
         (lambda: Settings(workers=(1, 10**9)), "at most 1000 workers"),
         (lambda: Settings(threads=10**5), "at most 1000 .* 1000 threads"),
         (lambda: Settings(seconds=float("nan")), "more than 0 seconds"),
+        (lambda: Settings(noise_limit=float("inf")), "a finite noise limit above 0"),
+        (lambda: Settings(noise_limit=float("nan")), "a finite noise limit above 0"),
         (lambda: Settings(payloads=()), "at least one payload"),
         (lambda: Settings(verify=("md5",)), "'md5' is not a value of --verify of the bench: choose from default, auto"),
     ],

@@ -479,7 +479,10 @@ def test_what_could_not_be_read_goes_with_the_error() -> None:
 def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None:
     for wrong in (update(1, with_layout=False), replace(update(1), nbytes=7)):
         worker = Worker()
-        error = "version 1 names a layout or a size that this link has not carried."
+        error = (
+            "version 1 names a layout or a size that this link has not carried. Give each worker a connection of its "
+            "own: two that share one get some of the messages each."
+        )
         assert str(raised_by(worker, 0, wrong)) == error
         assert worker.driver.ended == error
 

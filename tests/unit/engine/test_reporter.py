@@ -121,6 +121,25 @@ def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(cloc
     assert made.reporter.so_far(OutcomeKind.PENDING).connect_s == 0.0
 
 
+def test_a_worker_that_comes_back_during_its_update_delays_no_connecting(clock: FakeClock) -> None:
+    made = Reported(Scripted(), Scripted(), Scripted())
+    for worker in (0, 1, 2):
+        made.fleet.receives(worker, hello())
+    clock.advance(1.0)
+    made.sends()
+    made.fleet.receives(1, ack(1))
+    clock.advance(2.0)
+    for worker in (0, 1):  # one owed an answer, the other had answered
+        made.driver.join(worker, Scripted())
+    made.driver.remove(2, "not needed")
+    made.driver.join(2, Scripted())
+    clock.advance(4.0)
+    report = made.concluded(1)
+
+    assert [report[worker].kind for worker in (0, 1, 2)] == [OutcomeKind.LOST, OutcomeKind.APPLIED, OutcomeKind.LOST]
+    assert (report.connect_s, report.transfer_s) == (0.0, 6.0)
+
+
 def test_the_size_is_reported_though_the_version_is_due_to_nobody_any_more() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))

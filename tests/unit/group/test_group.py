@@ -552,6 +552,7 @@ def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
         (1, {"scheme": "ray"}, "ctx"),
         (1, {"scheme": "distributed"}, r"pass None here, and call run_worker\(run, model\)"),
         (None, {}, "num_workers= is None: give a whole number, 1 or more"),
+        (10**9, {}, "num_workers= is 1000000000: there are at most"),
         (1, {"scheme": "shm"}, "scheme= is 'shm': .*RayWeightSyncScheme or DistributedWeightSyncScheme, which"),
         (1, {"names": []}, "names="),
         (1, {"check_finite": "no"}, "check_finite"),

@@ -246,7 +246,7 @@ def test_the_versions_of_a_result_that_cannot_be_pickled_are_those_of_the_next_o
         worker.put(lambda: 0, versions)
     assert asked == []  # those who answer forget them
     worker.close()
-    with pytest.raises(SenderClosed):
+    with pytest.raises(SenderClosed, match=r"this worker.s function has returned: the result is dropped"):
         worker.put(0, versions)
     end.close()
 

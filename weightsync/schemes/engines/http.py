@@ -55,7 +55,7 @@ class HttpCalls:
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._url_parts = _parsed(url)
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", **_sendable(headers or {})}
+        self._headers = {"Content-Type": "application/json", **_sendable({} if headers is None else headers)}
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
@@ -185,6 +185,10 @@ def _has_usable_port(at: SplitResult) -> bool:
 
 def _sendable(headers: Mapping[str, str]) -> Mapping[str, str]:
     """Headers that http.client accepts: its error for any other would quote the value, which may be secret."""
+    if not isinstance(headers, Mapping):
+        raise ConfigurationError(
+            f"headers= is of type {type(headers).__name__}: give a dict of names and values, both str."
+        )
     for name, value in headers.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigurationError(f"headers= has {name!r}, which is not the name of an HTTP header.")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from weightsync.errors import ConfigurationError
+from weightsync.options import items_of
 from weightsync.schemes.engines.carrier import Carrier
 from weightsync.schemes.engines.client import Bucket
 from weightsync.schemes.engines.nccl import cuda_device
@@ -31,7 +32,7 @@ class VLLMIPCCarrier(Carrier):
     """
 
     def __init__(self, devices: Sequence[torch.device | str | int] | None = None) -> None:
-        wanted = [None] if devices is None else list(devices)
+        wanted: list[Any] = [None] if devices is None else items_of(devices) or []
         self._devices = [cuda_device(each, type(self).__name__) for each in wanted]
         others = [str(each) for each in self._devices if each.type != "cuda"]
         if others or not self._devices:

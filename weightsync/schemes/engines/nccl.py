@@ -28,9 +28,13 @@ def cuda_device(device: torch.device | str | int | None, what: str) -> torch.dev
     """The device that a carrier's tensors are on; None: the current CUDA device.
 
     Raises:
-        ConfigurationError: it is a CUDA device, and there is no CUDA.
+        ConfigurationError: it is no device, or it is a CUDA device, and there is no CUDA.
     """
-    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    given: Any = "cuda" if device is None else device
+    try:
+        wanted = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(f"{what}: {device!r} is no device: give 'cuda:0', for example.") from None
     if wanted.type != "cuda":
         return wanted
     if not torch.cuda.is_available():

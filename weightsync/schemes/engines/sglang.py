@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, EngineError
-from weightsync.options import Option
+from weightsync.options import Option, switch
 from weightsync.schemes.engines.carrier import Carrier, call_while_carrying, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
@@ -79,6 +79,8 @@ class SGLangEngine(Engine):
         if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
             raise ConfigurationError(f"tp_size= is {tp_size!r}: give the number of ranks as an int, 1 or more.")
         if carrier is not None:
+            if not isinstance(carrier, Carrier):
+                raise ConfigurationError(f"{carrier!r} is not a Carrier: give the object that moves its tensors.")
             refuse_async_carrier(carrier)
         require_names(name_map)
         require_bucket_bytes(bucket_bytes)
@@ -87,7 +89,7 @@ class SGLangEngine(Engine):
         self._joined = carrier is None
         self._tp_size = tp_size
         self._pause = None if pause is None else SGLangPause(pause)
-        self._flushes = flush_cache
+        self._flushes = switch(flush_cache, "flush_cache")
         self.name_map = name_map
         # The call has the tensors once for each rank.
         self.bucket_bytes = bucket_bytes if carrier is not None else max(bucket_bytes // tp_size, 1)

@@ -95,9 +95,9 @@ class RayTransport(_ActorFacade):
             raise ConfigurationError("remote_collector= and remote_actor= are two names for the one actor: give one.")
         given = (remote_actor, worker_idx, backend, connection_info_name, model_id)
         self.worker_idx = worker_idx
-        self.backend = Backend(backend or Backend.GLOO)
+        self.backend = Backend.GLOO if backend is None else Backend(backend)
         actor = remote_collector if remote_actor is None else remote_actor
-        super().__init__(actor, tensor_transport, Form.A if set(given) == {None} else Form.B, key)
+        super().__init__(actor, tensor_transport, Form.A if all(each is None for each in given) else Form.B, key)
 
     def _methods(self) -> Sequence[str]:
         return (CALL, POLICY_METHOD)

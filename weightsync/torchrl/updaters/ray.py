@@ -42,7 +42,8 @@ class RayWeightUpdater(WeightUpdaterBase):
 
     Args:
         policy_weights: the weights that a push without weights sends, as they are then.
-        remote_collectors: the actors' handles; a worker's id is its index.
+        remote_collectors: the actors' handles; a worker's id is its index. If there are none, a push sends nothing, and
+            returns a report without outcomes.
         max_interval: how many pushes skip a worker between two that reach it, even if it is named. A worker's first
             push, the push after a failed one, and the first push to an actor that replaces another are never skipped. A
             negative number counts as 0.

@@ -330,7 +330,7 @@ def group_of(endpoint: StoreEndpoint, rank: int, key: str) -> Group | NoGroup:
 
 def require_backend(name: str) -> None:
     """Raise ConfigurationError if that backend is not available here."""
-    if name not in ("gloo", "nccl"):
+    if not isinstance(name, str) or name not in ("gloo", "nccl"):
         raise ConfigurationError(f"backend is {name!r}: give 'gloo' or 'nccl'.")
     if name == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         raise ConfigurationError(

@@ -1,0 +1,123 @@
+"""An array given for an option is refused in plain words: numpy compares it with ``==`` element by element."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import weightsync
+from weightsync import (
+    Carrier,
+    ConfigurationError,
+    Loader,
+    MultiProcessWeightSyncScheme,
+    SGLangEngine,
+    Verify,
+    VLLMEngine,
+    WeightStrategy,
+    WeightSyncError,
+    WeightSyncScheme,
+    WorkerGroup,
+)
+
+ARRAYS = (
+    numpy.array([1, 2]),
+    numpy.array(["auto", "raise"]),
+    numpy.array([]),
+    numpy.array(["auto"]),
+    numpy.array("auto"),  # without dimensions
+    torch.tensor([1, 2]),
+)
+
+
+class Nothing(Carrier):
+    """Carries nothing."""
+
+    def update_info(self, bucket: Any) -> Mapping[str, Any]:
+        return {}
+
+
+#: What can be made, and the arguments that it must have.
+MADE: dict[Callable[..., Any], dict[str, Any]] = {
+    **{getattr(weightsync, name): {} for name in weightsync.__all__ if name.endswith("WeightSyncScheme")},
+    weightsync.RayModuleTransformScheme: {},
+    weightsync.VLLMIPCCarrier: {},
+    weightsync.VLLMNCCLCarrier: {"world_size": 2},
+    weightsync.SGLangNCCLCarrier: {"world_size": 2},
+    WorkerGroup: {"run": print, "model": nn.Linear(2, 2), "num_workers": 1},
+    VLLMEngine: {"engine": "http://localhost:1", "carrier": Nothing()},
+    SGLangEngine: {"url": "http://localhost:1"},
+    weightsync.RayTransport: {},
+    Loader: {"load": print},
+    WeightStrategy: {},
+    WeightSyncScheme.from_backend: {"backend": "process"},
+    weightsync.register_weight_sync_backend: {"backend": "one of my own"},
+}
+del MADE[WeightSyncScheme]
+
+
+def arguments_of(call: Callable[..., Any]) -> list[str]:
+    found = inspect.signature(call).parameters.values()
+    return [each.name for each in found if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
+
+
+def refuses_arrays(call: Callable[..., Any], argument: str) -> None:
+    """Give an argument each array: it may be taken, for names for example, or refused by an error of weightsync."""
+    for array in ARRAYS:
+        with contextlib.suppress(WeightSyncError):
+            call(**{argument: array})
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: made.__name__)
+def test_what_is_made_refuses_arrays(made: Callable[..., Any]) -> None:
+    for argument in arguments_of(made):
+        refuses_arrays(lambda **given: made(**{**MADE[made], **given}), argument)
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=repr)
+def test_an_array_is_no_option(array: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^verify=.* is unknown: choose one of 'auto', 'digest', 'layout'"):
+        Verify(array)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Any, Any]]:
+    ends = multiprocessing.Pipe()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("argument", ["pipes", "names", "num_workers", "expected_workers", "fence", "check_finite"])
+def test_the_trainers_side_refuses_arrays(argument: str, ends: tuple[Any, Any]) -> None:
+    def init(**given: Any) -> None:
+        with MultiProcessWeightSyncScheme() as scheme:
+            scheme.init_on_sender("policy", **{"pipes": [ends[0]], "model": nn.Linear(2, 2), **given})
+
+    refuses_arrays(init, argument)
+
+
+@pytest.mark.parametrize("argument", ["pipe", "names", "name_map", "bucket_bytes", "worker_idx", "loader"])
+def test_the_workers_side_refuses_arrays(argument: str, ends: tuple[Any, Any]) -> None:
+    def init(**given: Any) -> None:
+        with MultiProcessWeightSyncScheme() as scheme:
+            scheme.init_on_worker("policy", **{"pipe": ends[1], "model": nn.Linear(2, 2), **given})
+
+    refuses_arrays(init, argument)
+
+
+@pytest.mark.parametrize("call", ["send", "send_async", "wait_async", "await_workers"])
+def test_a_call_refuses_arrays(call: str, ends: tuple[Any, Any]) -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[ends[0]], model=nn.Linear(2, 2))
+        asked = getattr(scheme.get_sender(), call)
+        for argument in arguments_of(asked):
+            refuses_arrays(lambda **given: asked(**{"timeout": 0.0, **given}), argument)

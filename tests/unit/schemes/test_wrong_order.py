@@ -1,0 +1,56 @@
+"""Calls of a scheme in the wrong order: the error names the call that was made, and says what to do."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Pair
+from torch import nn
+
+from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, StateError, WeightSyncScheme
+
+
+@pytest.mark.parametrize(
+    ("asked", "call", "first"),
+    [
+        ("send", lambda scheme: scheme.send(), "init_on_sender()"),
+        ("get_sender", lambda scheme: scheme.get_sender(), "init_on_sender()"),
+        ("receive", lambda scheme: scheme.receive(), "init_on_worker() or init_on_receiver()"),
+        ("apply_weights", lambda scheme: scheme.apply_weights({}), "init_on_worker() or init_on_receiver()"),
+        ("connect", lambda scheme: scheme.connect(), "init_on_sender() or init_on_receiver()"),
+    ],
+)
+def test_a_copy_says_what_to_call_first(
+    asked: str, call: Callable[[WeightSyncScheme], Any], first: str, pair: Pair
+) -> None:
+    with pytest.raises(StateError) as refused:
+        call(copy.copy(pair.scheme))
+
+    assert str(refused.value).startswith(f"{asked}(): Call {first} first, also on a copy of a scheme (pickled, copied")
+
+
+def test_a_scheme_that_has_connected_and_was_closed_says_that_it_is_closed(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, scheme_class() as scheme, scheme_class() as worker:
+        scheme.init_on_sender("policy", pipes=[ours])
+        worker.init_on_worker("policy", pipe=theirs, model=nn.Linear(2, 2))
+        worker.get_receiver().receive(0.0)  # it answers the handshake
+        scheme.connect(timeout=PATIENCE)
+        scheme.close()
+
+        with pytest.raises(StateError, match=r"^connect\(\): this sender is closed for good\. Make a new scheme"):
+            scheme.connect()
+
+
+@pytest.mark.parametrize("entry", [None, 5, "a"])
+def test_an_entry_of_pipes_that_is_none_is_named_by_its_index(entry: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
+        with pytest.raises(ConfigurationError, match=r"^pipes= has an entry that cannot be used, at index 1\. "):
+            scheme.init_on_sender("policy", pipes=[ours, entry], model=nn.Linear(2, 2))
+
+        scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2))
