@@ -417,8 +417,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         layout = self._layouts.get(update.layout_digest)
         if layout is None or (layout.nbytes != update.nbytes and not _is_delta(update)):
             raise ProtocolError(
-                f"version {update.version} names a layout or a size that this link has not carried. Give each worker a "
-                "connection of its own: two that share one get some of the messages each."
+                f"version {update.version} names a layout or a size that this link has not carried. If two workers "
+                "share a connection, each gets only some of the messages: give each its own."
             )
         return layout
 

@@ -480,8 +480,8 @@ def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None
     for wrong in (update(1, with_layout=False), replace(update(1), nbytes=7)):
         worker = Worker()
         error = (
-            "version 1 names a layout or a size that this link has not carried. Give each worker a connection of its "
-            "own: two that share one get some of the messages each."
+            "version 1 names a layout or a size that this link has not carried. If two workers share a "
+            "connection, each gets only some of the messages: give each its own."
         )
         assert str(raised_by(worker, 0, wrong)) == error
         assert worker.driver.ended == error
