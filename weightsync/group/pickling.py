@@ -1,4 +1,4 @@
-"""Pickles of results: plain tensors are written as their own bytes."""
+"""Pickles of results: plain tensors are written as their own elements."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def pickled(value: Any) -> memoryview:
     into = io.BytesIO()
     _Pickler(into, _PROTOCOL).dump(value)
     return into.getbuffer()
+
+
+def unpickled(data: bytes | memoryview) -> Any:
+    """Unpickle a value. Raises whatever its own code does, but RuntimeError for StopIteration, which ends iterators."""
+    try:
+        return pickle.loads(data)
+    except StopIteration as error:
+        raise RuntimeError("a result raised StopIteration as it was unpickled. It is dropped.") from error
 
 
 class _Pickler(pickle.Pickler):

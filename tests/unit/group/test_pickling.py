@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from weightsync.group.pickling import pickled
+from weightsync.group.pickling import pickled, unpickled
 from weightsync.weights.tensors import DTYPES, bits_of
 
 
@@ -90,3 +91,15 @@ def test_attributes_and_identities_arrive() -> None:
 
     assert first is again
     assert found.origin == "here"
+
+
+class Empty:
+    """A value whose class looks for something where there is nothing."""
+
+    def __reduce__(self) -> Any:
+        return next, (iter(()),)
+
+
+def test_a_value_that_raises_stop_iteration_is_an_error_and_does_not_end_the_iteration_over_results() -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(iter(lambda: unpickled(pickle.dumps(Empty())), None))
