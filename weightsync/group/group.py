@@ -108,7 +108,7 @@ class WorkerGroup:
         self._scheme = self._launcher.scheme
         rules = replace(rules, remedy=self._launcher.remedy)
         members = {index: Member(index, rules, self._begin_life) for index in range(self._launcher.size)}
-        self._members = Members(members, self._feed)
+        self._members = Members(members, lambda: self.sender if self._scheme.initialized_on_sender else None)
         self._sending = Sending(self._scheme, self._members.announce)
         self._state = State.UNINITIALIZED
         self._calls = Calls()
@@ -188,8 +188,7 @@ class WorkerGroup:
         waits in `put`, or at a step, wakes at once. One whose function has not begun is killed at once.
 
         Args:
-            timeout: seconds within which the workers must return. Those that have not are killed, with all processes
-                that they have started.
+            timeout: seconds within which the workers must return. Then they, and what they started, are killed.
         """
         deadline = Deadline(timeout)
         with self._calls.closing:
@@ -239,7 +238,11 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException:  # such as KeyboardInterrupt, before the cleanup had begun
+            self.close(timeout=0)
+            raise
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -491,9 +494,6 @@ class WorkerGroup:
         """The workers that run: index to `multiprocessing` process, for Ray to actor handle, for ranks to rank."""
         lives = {index: member.running for index, member in self._members.by_index.items()}
         return {index: life.process.handle for index, life in lives.items() if life is not None}
-
-    def _feed(self) -> WeightSender | None:
-        return self.sender if self._scheme.initialized_on_sender else None
 
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:
