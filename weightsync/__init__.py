@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from weightsync.errors import WeightSyncError as WeightSyncError
     from weightsync.errors import WorkerFailedError as WorkerFailedError
     from weightsync.errors import WorkerLostError as WorkerLostError
+    from weightsync.group.channel import WorkerResult as WorkerResult
     from weightsync.group.group import WorkerGroup as WorkerGroup
-    from weightsync.group.group import WorkerResult as WorkerResult
     from weightsync.group.ranks import run_worker as run_worker
     from weightsync.group.worker import Worker as Worker
     from weightsync.options import OnFailure as OnFailure
@@ -145,7 +145,7 @@ _HOMES = {
     "StaleWeightsError": "errors",
     "WorkerFailedError": "errors",
     "WorkerGroup": "group.group",
-    "WorkerResult": "group.group",
+    "WorkerResult": "group.channel",
     "Worker": "group.worker",
     "run_worker": "group.ranks",
     "Layout": "weights.layout",

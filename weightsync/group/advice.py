@@ -32,6 +32,11 @@ ADVICE: Final[Mapping[OutcomeKind, str]] = {
     ),
 }
 
+#: Why a group is not pickled: a copy would have its workers, and close their descriptors.
+NO_COPY: Final = (
+    "a WorkerGroup can be neither pickled nor copied. If run= or make_model= is a method, its object may have the "
+    "group as an attribute: give a function, or have the object's __getstate__() leave the group out."
+)
 _SENDS: Final = ("send", "send_async")
 _ALLOWED: Final[Mapping[State, tuple[str, ...]]] = {
     State.UNINITIALIZED: ("start",),

@@ -66,6 +66,21 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """A result that a worker has put.
+
+    Attributes:
+        worker: the worker's index.
+        versions: the versions that the result was made with, oldest first; several if a new one went live in between.
+        value: the item that was passed to `Worker.put`.
+    """
+
+    worker: int
+    versions: tuple[int, ...]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A worker's last word: the exception that ended it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
@@ -14,7 +14,9 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.engine.driver import Shield
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
-from weightsync.group.advice import ADVICE, in_words_of_group, refusal, senders_refusal, too_late
+from weightsync.group.advice import ADVICE, NO_COPY, in_words_of_group, refusal, senders_refusal, too_late
+from weightsync.group.calls import Calls, ClosedMeanwhile, in_one_thread
+from weightsync.group.channel import WorkerResult
 from weightsync.group.launcher import AtExit, GroupArguments, Launched, names_of, rules_of, staleness_of
 from weightsync.group.launchers import launcher_for
 from weightsync.group.members import Member, Members, MemberState, Running
@@ -30,21 +32,6 @@ from weightsync.transports.process import forget_after_fork
 _LOST_SECONDS: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerResult:
-    """A result that a worker has put.
-
-    Attributes:
-        worker: the worker's index.
-        versions: the versions that the result was made with, oldest first; several if a new one went live in between.
-        value: the item that was passed to `Worker.put`.
-    """
-
-    worker: int
-    versions: tuple[int, ...]
-    value: Any
-
-
 class WorkerGroup:
     """Workers that act with copies of a model while the trainer trains it: processes, Ray actors, or other ranks.
 
@@ -53,7 +40,7 @@ class WorkerGroup:
     ``max_restarts``, ``ctx`` and ``actor_options`` are left out.
 
     A worker receives weights in the background, so that `send()` cannot deadlock with a full result channel. Use the
-    group in a ``with`` block, and from one thread.
+    group in a ``with`` block, and in one thread; `close` may be called in any.
 
     Args:
         run: ``run(worker)`` is called in each worker, with a `Worker`. The function and what it refers to must be
@@ -121,9 +108,10 @@ class WorkerGroup:
         self._scheme = self._launcher.scheme
         rules = replace(rules, remedy=self._launcher.remedy)
         members = {index: Member(index, rules, self._begin_life) for index in range(self._launcher.size)}
-        self._members = Members(members, self._feed)
+        self._members = Members(members, lambda: self.sender if self._scheme.initialized_on_sender else None)
         self._sending = Sending(self._scheme, self._members.announce)
         self._state = State.UNINITIALIZED
+        self._calls = Calls()
         self._at_exit = AtExit(self.close)
         #: The lives that the update in transit was sent to.
         self._sent_to: dict[int, Running | None] = {}
@@ -132,6 +120,7 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------------------- starting and ending
 
+    @in_one_thread("start")
     def start(self) -> None:
         """Start the workers, and send them the model's weights. Never waits; a ``with`` block begins with this.
 
@@ -152,6 +141,7 @@ class WorkerGroup:
         try:
             self._launcher.open()
             for member in self._members.by_index.values():
+                self._require(State.READY, "start")  # a signal handler, or another thread, may have closed it
                 member.start()
             given = self._launcher.init_arguments([launched for _, launched in sorted(self._first.items())])
             self._scheme.init_on_sender(self._model_id, model=self._model, **self._options, **given)
@@ -178,30 +168,35 @@ class WorkerGroup:
         launched.running.announce(self.version)
         return launched.running
 
+    @in_one_thread("stop")
     def stop(self) -> None:
         """Ask all workers to return: `Worker.stopped` is True from now on. Never waits; no worker is restarted now.
 
         `results` still yields the results that they put, and ends when all have returned.
 
         Raises:
-            StateError: the group is not started, or closed.
+            StateError: the group is not started, or closed, or another thread uses it.
         """
         self._require(State.READY, "stop")
         for member in self._members.by_index.values():
             member.stop()
 
     def close(self, timeout: float | Timeout | None = 10.0) -> None:
-        """End all workers, and release everything. Closing twice is allowed.
+        """End all workers, and release everything. Closing twice is allowed, and any thread may do it.
 
-        Results that were not taken are dropped. A worker that waits in `put`, or at a step, wakes at once. A worker
-        whose function has not begun is killed at once.
+        A call that another thread is in raises `StateError`. Results that were not taken are dropped. A worker that
+        waits in `put`, or at a step, wakes at once. One whose function has not begun is killed at once.
 
         Args:
-            timeout: seconds within which the workers must return. Those that have not are killed, with all processes
-                that they have started.
+            timeout: seconds within which the workers must return. Then they, and what they started, are killed.
         """
         deadline = Deadline(timeout)
-        self._state = State.CLOSED
+        with self._calls.closing:
+            self._state = State.CLOSED
+            self._calls.end_others()
+            self._end_workers(timeout, deadline)
+
+    def _end_workers(self, timeout: float | Timeout | None, deadline: Deadline) -> None:
         lives = [member.running for member in self._members.by_index.values() if member.running is not None]
         try:
             with Shield(lambda: None):  # what a handler raises waits: an interrupt leaves nothing behind
@@ -228,16 +223,13 @@ class WorkerGroup:
     def forget(self) -> None:
         """In a forked child: the workers are the parent's."""
         self._at_exit.cancel()
-        self._state = State.CLOSED
+        self._state, self._calls = State.CLOSED, Calls()
         for member in self._members.by_index.values():
             member.running = None
 
     def __reduce__(self) -> NoReturn:
         """Raises ConfigurationError: a copy would have this group's workers, and close their descriptors."""
-        raise ConfigurationError(
-            "a WorkerGroup can be neither pickled nor copied. If run= or make_model= is a method, its object may have "
-            "the group as an attribute: give a function, or have the object's __getstate__() leave the group out."
-        )
+        raise ConfigurationError(NO_COPY)
 
     def __enter__(self) -> Self:
         self.start()
@@ -246,10 +238,15 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException:  # such as KeyboardInterrupt, before the cleanup had begun
+            self.close(timeout=0)
+            raise
 
     # ------------------------------------------------------------------------------------------------- weights
 
+    @in_one_thread("send")
     def send(
         self,
         weights: Any = None,
@@ -284,6 +281,7 @@ class WorkerGroup:
         self._dispatch("send", weights, OnPending.SUPERSEDE, timeout)
         return self._judged(self._answers(deadline), failing)
 
+    @in_one_thread("send_async")
     def send_async(
         self,
         weights: Any = None,
@@ -307,6 +305,7 @@ class WorkerGroup:
         """
         return self._dispatch("send_async", weights, OnPending(on_pending), timeout)
 
+    @in_one_thread("wait_async")
     def wait_async(
         self,
         *,
@@ -320,7 +319,7 @@ class WorkerGroup:
             on_failure: as for `send`.
 
         Raises:
-            StateError: nothing is outstanding.
+            StateError: nothing is outstanding, or another thread uses the group.
             WorkerFailedError, AckTimeoutError, RefusedError, SyncError: as `send`.
         """
         failing = OnFailure(on_failure)
@@ -342,8 +341,7 @@ class WorkerGroup:
     def _answers(self, deadline: Deadline) -> SyncReport:
         """Wait for the answers to the last send. Meanwhile workers that hang are killed, and dead ones restarted."""
         while self.sender.owing and not deadline.passed:
-            self._members.wait(deadline)
-            self._members.pump()
+            self._see_to_workers(deadline)
             self.sender.progress()
             self._give_up_failed()
         try:
@@ -351,6 +349,13 @@ class WorkerGroup:
         except StateError as error:
             raise senders_refusal(error, self.sender, "wait_async") from None
         return in_words_of_group(report, self._members, self.sender)
+
+    def _see_to_workers(self, deadline: Deadline) -> None:
+        """Wait until something has happened to a worker, and see to it."""
+        self._members.wait(deadline)
+        if self._state is State.CLOSED:
+            raise ClosedMeanwhile
+        self._members.pump()
 
     def _give_up_failed(self) -> None:
         """Remove workers that have failed for good and owe an answer: a rank's link may be open, or not exist."""
@@ -383,8 +388,7 @@ class WorkerGroup:
         while not deadline.passed and any(
             member.state is MemberState.STARTING and not self._is_over(member.index) for member in members
         ):
-            self._members.wait(deadline)
-            self._members.pump()
+            self._see_to_workers(deadline)
 
     def _await_deaths(self, ended: list[int]) -> None:
         """Wait for workers whose link has ended: each dies soon, or is given up, unless it was restarted since."""
@@ -395,8 +399,7 @@ class WorkerGroup:
             if deadline.passed:
                 for member in left:
                     member.give_up("its link is lost")
-            self._members.wait(deadline)
-            self._members.pump()
+            self._see_to_workers(deadline)
         self._members.pump()
 
     # ------------------------------------------------------------------------------------------------- results
@@ -412,10 +415,11 @@ class WorkerGroup:
             WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had
                 arrived by then. The other workers keep running, and the iterator can go on.
             Exception: a result cannot be unpickled here. It is dropped, and the iterator can go on.
-            StateError: the group is not started, or closed.
+            StateError: the group is not started, or closed, or another thread uses it.
         """
         return iter(lambda: self._next(Deadline(timeout)), None)
 
+    @in_one_thread("results")
     def _next(self, deadline: Deadline) -> WorkerResult | None:
         """The next result; None: all workers are finished."""
         while True:
@@ -490,9 +494,6 @@ class WorkerGroup:
         """The workers that run: index to `multiprocessing` process, for Ray to actor handle, for ranks to rank."""
         lives = {index: member.running for index, member in self._members.by_index.items()}
         return {index: life.process.handle for index, life in lives.items() if life is not None}
-
-    def _feed(self) -> WeightSender | None:
-        return self.sender if self._scheme.initialized_on_sender else None
 
     def _require(self, state: State, asked: str) -> None:
         if self._state is not state:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import pickle
 import select
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -19,6 +18,7 @@ from weightsync.engine.driver import Shield
 from weightsync.engine.events import EventKind, SyncEvent, SyncRole
 from weightsync.errors import GIVE_RESTARTS, WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, TrainerEnd
+from weightsync.group.pickling import unpickled
 from weightsync.group.stack_dump import StackDump
 from weightsync.protocol.sender import Entry
 from weightsync.transports.base import SLICE, Link
@@ -369,7 +369,7 @@ class Members:
         """Take the first result, and unpickle it. An interrupt such as KeyboardInterrupt meanwhile leaves it there."""
         first = self.results[0]
         try:
-            value = pickle.loads(first.put.pickled)
+            value = unpickled(first.put.pickled)
         except Exception:
             self._take_off()  # what cannot be unpickled is not tried again
             raise

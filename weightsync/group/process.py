@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from weightsync.clock import Deadline
+from weightsync.engine.driver import Shield
 from weightsync.errors import GIVE_RESTARTS, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
@@ -173,11 +174,12 @@ class ProcessLauncher:
 
     def open(self) -> None:
         """Make the memory that announces versions: see `Launcher.open`."""
-        _require_descriptors(0, _TO_START)
-        try:
-            self._announced = Announced()
-        except OSError as error:
-            raise _not_started(0, error) from error
+        with Shield(lambda: None):  # what a handler raises leaves no descriptor open
+            _require_descriptors(0, _TO_START)
+            try:
+                self._announced = Announced()
+            except OSError as error:
+                raise _not_started(0, error) from error
 
     def init_arguments(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.init_arguments`."""

@@ -211,6 +211,11 @@ def fill_and_hang(worker: Worker) -> None:
         time.sleep(600)
 
 
+def put_nothing(worker: Worker) -> None:
+    while not worker.stopped:
+        time.sleep(0.01)
+
+
 def come_late(worker: Worker) -> None:
     """Never called: the group is closed before this rank joins it."""
     raise AssertionError(worker)

@@ -481,6 +481,21 @@ def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
         assert group.sender.state is State.CLOSED
 
 
+def test_g10_an_interrupt_before_the_cleanup_begins_leaves_no_worker_behind_a_with_block(make: Make) -> None:
+    with pytest.raises(KeyboardInterrupt), make(workers.act) as group:  # noqa: PT012 - at its end
+        (process,) = group.processes.values()
+        pid, end_others = process.pid, group._calls.end_others
+
+        def interrupted() -> None:
+            group._calls.end_others = end_others  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        group._calls.end_others = interrupted  # type: ignore[method-assign]
+
+    assert is_dead(pid)
+    assert not group.processes
+
+
 def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
     with make(workers.act) as group:
         next(group.results())

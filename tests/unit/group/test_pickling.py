@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from weightsync.group.pickling import pickled
+from weightsync.group.pickling import pickled, unpickled
 from weightsync.weights.tensors import DTYPES, bits_of
 
 
@@ -32,9 +33,30 @@ def test_tensors_of_every_dtype_arrive_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_view_is_sent_without_the_rest_of_its_storage() -> None:
-    rollout = torch.zeros(1 << 16)
+    rollout = torch.arange(float(1 << 16)).view(-1, 64)
+    views = [rollout[0], rollout[:, 0][:4], rollout[:2, ::16], rollout[0, :4].expand(2, 4)]
 
-    assert len(pickled({"steps": rollout[:4], "reward": rollout[7]})) < 1_000
+    found = pickle.loads(data := pickled(views))
+
+    assert len(data) < 2_000
+    assert all(map(torch.equal, found, views))
+    assert [each.stride() for each in found] == [each.clone().stride() for each in views]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+        torch.arange(24.0).view(2, 3, 4).transpose(1, 2)[1:],
+        torch.ones(2, requires_grad=True) * 3,
+        nn.Parameter(torch.arange(6.0).view(2, 3).t()),
+    ],
+    ids=["permuted", "slice-of-transposed", "computed", "parameter"],
+)
+def test_elements_are_written_as_they_lie_in_memory_with_strides_and_gradients(tensor: Tensor) -> None:
+    returned(tensor)
+
+    assert b"torch.storage" not in bytes(pickled(tensor))  # torch's own pickle
 
 
 def test_what_arrived_is_memory_of_its_own_that_can_be_written() -> None:
@@ -69,3 +91,15 @@ def test_attributes_and_identities_arrive() -> None:
 
     assert first is again
     assert found.origin == "here"
+
+
+class Empty:
+    """A value whose class looks for something where there is nothing."""
+
+    def __reduce__(self) -> Any:
+        return next, (iter(()),)
+
+
+def test_a_value_that_raises_stop_iteration_is_an_error_and_does_not_end_the_iteration_over_results() -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(iter(lambda: unpickled(pickle.dumps(Empty())), None))

@@ -157,6 +157,35 @@ def test_what_was_opened_for_a_worker_is_closed_if_the_descriptors_run_out_meanw
     assert opened_since(before) == {}
 
 
+@pytest.mark.untraced("counts descriptors, and a recording has one")
+def test_an_interrupt_while_a_group_looks_whether_descriptors_are_left_leaves_none_open(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def interrupted() -> tuple[int, int]:
+        monkeypatch.setattr(os, "pipe", pipe)
+        found = pipe()
+        signal.raise_signal(signal.SIGUSR1)
+        return found
+
+    with make(workers.act) as group:  # what is opened once for all
+        group.close(timeout=0)
+    gc.collect()
+    descriptors_before, pipe = descriptors(), os.pipe
+    monkeypatch.setattr(os, "pipe", interrupted)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make(workers.act).start()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    gc.collect()
+
+    assert opened_since(descriptors_before) == {}
+
+
 def test_a_process_that_cannot_be_watched_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
