@@ -45,6 +45,8 @@ NOBODY_NEW: Final = (
 
 #: The name of this transport in link identities, where there is a key.
 WAY: Final = "rpc"
+#: How many call servers a process keeps, not counting those that are in use.
+_IDLE_KEPT: Final = 256
 
 
 class Delivered(NamedTuple):
@@ -71,8 +73,19 @@ class _CallServers:
     def of(self, model_id: str) -> CallServer:
         """The call server of a model, made if it does not exist yet."""
         with self._lock:
-            made = CallServer(model_id, WAY, _own_name, self._unreachable)
-            return self._call_servers.setdefault(model_id, made)
+            server = self._call_servers.pop(model_id, None)
+            if server is None:
+                server = CallServer(model_id, WAY, _own_name, self._unreachable)
+                self._keep_few()
+            self._call_servers[model_id] = server  # last: the first ones are those that were not asked for the longest
+            return server
+
+    def _keep_few(self) -> None:
+        """Drop what is left of senders whose models nobody has received here: each may have had a name of its own."""
+        if len(self._call_servers) >= _IDLE_KEPT:
+            idle = [model_id for model_id, server in self._call_servers.items() if server.idle]
+            for model_id in idle[: -_IDLE_KEPT + 1]:
+                del self._call_servers[model_id]
 
     def listening(self) -> list[str]:
         """The models for which a receiver listens."""

@@ -22,7 +22,7 @@ from weightsync.transports.base import Waker, wait
 from weightsync.transports.calls.server import CallServer, Parcel, decoded
 from weightsync.transports.calls.server_link import MAX_AHEAD
 from weightsync.transports.process import own_identity
-from weightsync.transports.rpc import call_server_of
+from weightsync.transports.rpc import _CallServers, call_server_of
 
 
 def ack(version: int) -> Ack:
@@ -356,6 +356,25 @@ def test_a_malformed_call_that_waits_is_reported_to_its_caller_and_no_receiver_m
         call_server.submit(parcel(2))
     stop()
     links[0].close()
+
+
+def test_what_senders_of_models_that_nobody_received_leave_behind_does_not_grow() -> None:
+    """A worker may outlive thousands of trainers; it kept a call server for each model id that one had ever named."""
+    servers, bye = _CallServers(), Parcel("a", 1, codec.encode(Bye(model_id="m", incarnation=1)))
+    waiting, opened = servers.of("waiting"), servers.of("opened")
+    waiting.submit(parcel(0))
+    opened.open([].append)()
+
+    for number in range(400):
+        server = servers.of(f"run {number}")
+        call = server.submit(parcel(0))
+        server.hang_up(bye)
+        assert call.result(timeout=0) == []
+
+    assert (servers.of("waiting"), servers.of("opened")) == (waiting, opened)
+    assert servers.of("run 399") is server
+    assert len(servers._call_servers) == 256 + 2
+    waiting.hang_up(bye)
 
 
 def test_a_receiver_connects_past_a_malformed_call_that_has_waited_for_it() -> None:

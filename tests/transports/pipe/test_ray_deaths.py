@@ -220,6 +220,15 @@ def test_an_actor_that_could_not_be_started_is_lost() -> None:
         answers.result(timeout=0)
 
 
+def test_the_reason_of_a_dead_actor_is_one_line() -> None:
+    """A report has it for each actor that is lost, and so has each line that a program logs of it."""
+    died = "The actor died.\n\tclass_name: Rollout\n\tpid: 7\n\tip: 192.0.2.2\nIt was killed by `ray.kill`."
+
+    said = session.plain(died)
+
+    assert said == "The actor died (class_name: Rollout, pid: 7, ip: 192.0.2.2). It was killed by `ray.kill`."
+
+
 @pytest.mark.parametrize("call_client", [with_our_receiver, without])
 def test_the_weights_that_a_dead_actor_was_sent_are_freed_with_its_link(call_client: Callable[[Actor], Any]) -> None:
     """Not whenever Python next collects garbage: a program that makes little of it may run for hours until then."""

@@ -284,6 +284,12 @@ class CallServer:
         with self._lock:
             return self._accept is not None
 
+    @property
+    def idle(self) -> bool:
+        """Whether no receiver has ever listened, and no sender waits for one."""
+        with self._lock:
+            return self._gate is None and not self._sealed and all(link.is_closed for link in self._links.values())
+
     def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
         """Call ``accept`` with each sender's link, including those that have already arrived.
 

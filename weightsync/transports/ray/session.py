@@ -19,6 +19,8 @@ logger = logging.getLogger("weightsync")
 PERIOD: Final = 0.05
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+#: What Ray says of an actor that died, one indented line each: its class, id, pid and address.
+_FACTS = re.compile(r"\.((?:\n\t\w+: [^\n]*)+)\n")
 
 
 def require_ray(what: str) -> Any:
@@ -42,8 +44,12 @@ def is_ray_client() -> bool:
 
 
 def plain(text: str) -> str:
-    """Ray's message without terminal colours."""
-    return _COLOURS.sub("", text).strip()
+    """Ray's message without terminal colours; the facts of an actor that died are in brackets, on its first line."""
+    return _FACTS.sub(_in_brackets, _COLOURS.sub("", text).strip())
+
+
+def _in_brackets(facts: re.Match[str]) -> str:
+    return f" ({', '.join(line.strip() for line in facts[1].strip().splitlines())}). "
 
 
 def end_in_actor(error: BaseException) -> tuple[str, str] | None:

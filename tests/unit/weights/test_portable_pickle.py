@@ -1,0 +1,110 @@
+"""Weights as they travel to actors without a receiver: the bytes of each tensor, for a reader that has torch alone."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from weightsync.weights.portable_pickle import READABLE, portable
+
+FAR_APART = torch.arange(12.0).reshape(3, 4).t()
+TENSORS = {
+    **{str(dtype).removeprefix("torch."): torch.ones(2, 3).to(dtype) for dtype in sorted(READABLE, key=str)},
+    "float8": torch.ones(2, 3).to(torch.float8_e4m3fn),
+    "uint32": torch.ones(2, 3).to(torch.uint32),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 4),
+    "with gaps": FAR_APART,
+    "conjugated": torch.ones(3, dtype=torch.complex64).mul(1j).conj(),
+    "a parameter": nn.Parameter(torch.ones(2, 3)),
+    "with a gradient": torch.ones(2, 3, requires_grad=True),
+}
+
+
+def travelled(weights: Any) -> Any:
+    """What a reader gets, as by Ray: buffers come out of band, and cannot be written to."""
+    buffers: list[pickle.PickleBuffer] = []
+    written = pickle.dumps(portable(weights), protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(written, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_tensor_is_read_as_it_was_and_can_be_written_to(name: str) -> None:
+    given = TENSORS[name]
+
+    read = travelled({name: given})[name]
+
+    assert (type(read), read.dtype, read.shape, read.requires_grad) == (
+        type(given),
+        given.dtype,
+        given.shape,
+        given.requires_grad,
+    )
+    assert read.detach().tolist() == given.detach().tolist() if name != "float8" else read.float().eq(1).all()
+    read.detach().zero_()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_every_protocol_of_pickle_can_carry_weights(protocol: int) -> None:
+    read = pickle.loads(pickle.dumps(portable({"weight": torch.ones(3)}), protocol=protocol))
+
+    assert read["weight"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_trees_keep_their_types() -> None:
+    tree = TensorDict({"net": {"weight": torch.ones(2, 3)}, "bias": torch.zeros(3)}, batch_size=[])
+
+    read = travelled(tree)
+    ordered = travelled(OrderedDict(a=torch.ones(1), b={"c": torch.ones(2)}))
+
+    assert type(read) is TensorDict
+    assert (read == tree).all()
+    assert type(ordered) is OrderedDict
+    assert ordered["b"]["c"].tolist() == [1.0, 1.0]
+
+
+def test_tied_weights_stay_tied() -> None:
+    tied = torch.ones(3)
+
+    read = travelled({"a": tied, "b": tied})
+
+    assert read["a"] is read["b"]
+
+
+def test_no_storage_is_written_by_torch_and_no_view_brings_its_whole_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes a file for each storage, and one for each view of it: hundreds of tensors took it most of a push."""
+    flat = torch.arange(6400.0)
+    views = {str(number): flat[100 * number : 100 * number + 100] for number in range(64)}
+    monkeypatch.setattr(torch, "save", None)
+
+    written = pickle.dumps(portable(views), protocol=5)
+
+    assert len(written) < 2 * flat.nbytes
+    assert all(torch.equal(read, views[name]) for name, read in pickle.loads(written).items())
+
+
+class _Marked(Tensor):
+    """A tensor of a type of its own."""
+
+
+def test_what_is_more_than_its_bytes_is_left_to_torch() -> None:
+    named = torch.ones(2)
+    named.note = "kept"  # type: ignore[attr-defined]
+
+    read = travelled({"named": named, "plain": torch.ones(2)})
+
+    assert read["named"].note == "kept"
+    assert type(travelled({"marked": torch.ones(2).as_subclass(_Marked)})["marked"]) is _Marked
+
+
+def test_other_values_are_left_to_the_pickler_of_the_caller() -> None:
+    """Ray can pickle functions, and classes of a program's main module; `pickle` cannot."""
+    weights = {"weight": torch.ones(2), "schedule": lambda step: step}
+
+    assert portable(weights) is weights
