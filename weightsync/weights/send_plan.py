@@ -95,7 +95,8 @@ class SendPlan:
             among = {name: at for at, name in enumerate(self._names)}
             found = movable(self.sent, ordered(weights, self.sent), least=0)
             self._movable = {index: among[self.sent.names[index]] for index in found}
-        return dict(zip(self._movable, map(self._form.addresses.__getitem__, self._movable.values()), strict=True))
+        addresses = self._form.addresses
+        return {index: addresses[at] for index, at in self._movable.items()}
 
 
 def plan_for(weights: Weights, before: SendPlan | None, wire_dtype: WireDtype | None) -> SendPlan:
