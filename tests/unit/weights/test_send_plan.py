@@ -351,8 +351,8 @@ def test_weights_that_are_tied_and_untied_as_they_move_are_sent_as_they_are() ->
 
 
 def test_memory_of_small_tensors_is_kept_only_for_weights_that_are_copied_again() -> None:
-    packer = planned(Model())
-    moved_to = Model()
+    first, moved_to = Model(), Model()
+    packer = planned(first)
     kept: list[list[object]] = []
     for _ in range(3):
         sent(packer, moved_to)
