@@ -31,7 +31,7 @@ from weightsync.weights.layout import Layout
 from weightsync.weights.packing import pack, pack_digested
 from weightsync.weights.reading import Weights, is_module, read_weights, transient_buffers
 from weightsync.weights.selection import Selection
-from weightsync.weights.send_plan import SendPlan
+from weightsync.weights.send_plan import SendPlan, plan_for
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import fake_mode, refusing_fake_mode
 from weightsync.weights.threads import LEAST_PART
@@ -148,7 +148,7 @@ class Packer:
         """
         read, plan = self._read(weights), self._plan
         if plan is None or not plan.fits(read):
-            plan = self._plan = SendPlan(read, plan, self.wire_dtype)
+            plan = self._plan = plan_for(read, plan, self.wire_dtype)
         return plan.sent
 
     def reserve(self, readers: Readers | None = None) -> None:
@@ -194,7 +194,7 @@ class Packer:
         """
         read, plan = self._read(weights), self._plan
         if plan is None or not plan.fits(read):
-            plan = self._plan = SendPlan(read, plan, self.wire_dtype)
+            plan = self._plan = plan_for(read, plan, self.wire_dtype)
         layout = plan.sent
         extras = encode_extras(read.extras()) if read.slots else b""
         if len(plan.names) + len(extras) > MAX_NAMES_AND_EXTRAS_NBYTES:

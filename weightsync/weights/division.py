@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 from weightsync.weights.layout import Entry, Layout
@@ -37,7 +36,6 @@ class Step(NamedTuple):
     move: Move
 
 
-@lru_cache(maxsize=8)
 def steps_of(layout: Layout, movable: frozenset[int]) -> tuple[Step, ...]:
     """All entries, in the order of the buffer; `movable`: those whose bytes are moved."""
     steps: list[Step] = []

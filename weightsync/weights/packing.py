@@ -9,11 +9,11 @@ transferred once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import compress, repeat
 from operator import getitem, setitem
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from weightsync.weights.tensors import (
     count_writes,
     groups_of,
     lies_in_order,
+    memories_at,
     memory_at,
     on_cpu,
     shaped,
@@ -147,6 +148,50 @@ def movable(layout: Layout, tensors: Sequence[Tensor], least: int = LARGE) -> di
     }
 
 
+class _Joined(NamedTuple):
+    """Of a run of small tensors whose bytes are moved: those that are not empty."""
+
+    indices: Sequence[int]
+    #: Where in the run each lies, and its size in bytes.
+    slices: Sequence[slice]
+    sizes: Sequence[int]
+
+
+class _Outline(NamedTuple):
+    """How tensors are copied, wherever they are."""
+
+    #: The large tensors that only torch can copy: it uses its own threads.
+    alone: Sequence[Step]
+    #: All others.
+    steps: Sequence[Step]
+    #: The tensors whose bytes are moved.
+    moved: Sequence[int]
+    #: The runs of small tensors among them, by their first index.
+    joined: Mapping[int, _Joined]
+
+
+@lru_cache(maxsize=8)
+def _outline(layout: Layout, chosen: frozenset[int]) -> _Outline:
+    """How tensors of this layout are copied; `chosen`: those whose bytes are moved."""
+    steps = steps_of(layout, chosen)
+    alone = [step for step in steps if _is_alone(layout, step)]
+    others = [step for step in steps if not _is_alone(layout, step)]
+    joined = {step.first: _joined(layout, step) for step in steps if step.move is Move.JOINED}
+    return _Outline(alone, others, sorted(chosen), joined)
+
+
+def _is_alone(layout: Layout, step: Step) -> bool:
+    entry = layout.entries[step.first]
+    return step.move is Move.BY_TORCH and entry.nbytes >= LARGE and entry.dtype != "bool"
+
+
+def _joined(layout: Layout, step: Step) -> _Joined:
+    indices = [index for index in range(step.first, step.last) if layout.entries[index].nbytes]
+    entries = [layout.entries[index] for index in indices]
+    slices = [slice(each.offset - step.start, each.offset - step.start + each.nbytes) for each in entries]
+    return _Joined(indices, slices, [each.nbytes for each in entries])
+
+
 class Pieces:
     """Copies between tensors and flat buffers in the memory of this process.
 
@@ -158,18 +203,14 @@ class Pieces:
     """
 
     def __init__(self, layout: Layout, places: Mapping[int, int]) -> None:
-        chosen = frozenset(places)
         self._layout = layout
         self._move = mover(layout.nbytes)
         self._places = places
-        steps = steps_of(layout, chosen)
-        #: The large tensors that only torch can copy: it uses its own threads.
-        self._alone = [step for step in steps if self._is_alone(step)]
-        self._steps = [step for step in steps if not self._is_alone(step)]
-        #: The tensors whose bytes are moved.
-        self._moved = [index for index in range(len(layout.entries)) if index in chosen]
-        #: Of each run of small tensors: where in the run each lies, and its memory.
-        self._runs = {step.first: self._run(step) for step in steps if step.move is Move.JOINED}
+        self._alone, self._steps, self._moved, self._joined = _outline(layout, frozenset(places))
+        #: The memory of the tensors of each run of small ones, kept once it is copied for the second time.
+        self._memories: dict[int, Sequence[memoryview]] = {}
+        #: The first tensors of the runs that have been copied.
+        self._copied: set[int] = set()
 
     @cached_property
     def _whole(self) -> Divided:
@@ -206,10 +247,6 @@ class Pieces:
         _each(self._whole, partial(self._empty_part, tensors, base, wanted))
         count_writes([tensors[index] for index in self._moved if index in wanted])
 
-    def _is_alone(self, step: Step) -> bool:
-        entry = self._layout.entries[step.first]
-        return step.move is Move.BY_TORCH and entry.nbytes >= LARGE and entry.dtype != "bool"
-
     def _fill_part(
         self, tensors: list[Tensor], base: int, begin: Callable[[int], _Following] | None, start: int, end: int
     ) -> None:
@@ -231,16 +268,23 @@ class Pieces:
             elif cut.step.first in wanted:
                 self._move(cut.source, base + cut.start, cut.end - cut.start)
 
-    def _run(self, step: Step) -> tuple[list[slice], list[memoryview]]:
-        indices = range(step.first, step.last)
-        entries = self._layout.entries[step.first : step.last]
-        places = [slice(each.offset - step.start, each.offset - step.start + each.nbytes) for each in entries]
-        return places, [memory_at(self._places[i], each.nbytes) for i, each in zip(indices, entries, strict=True)]
+    def _memories_of(self, first: int) -> Iterable[memoryview]:
+        """The memory of the small tensors of a run: views that are made during its first copy, and kept in the second.
+
+        To keep those of weights that are elsewhere at each send would take as long as to copy the weights.
+        """
+        indices, _, sizes = self._joined[first]
+        found: Iterable[memoryview] = memories_at([self._places[index] for index in indices], sizes)
+        if first in self._copied:
+            found = self._memories[first] = list(found)
+        self._copied.add(first)
+        return found
 
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
         if step.move is Move.JOINED:
             run = memory_at(base + step.start, step.end - step.start)
-            deque(map(_put, repeat(run), *self._runs[step.first]), maxlen=0)
+            memories = self._memories.get(step.first) or self._memories_of(step.first)
+            deque(map(_put, repeat(run), self._joined[step.first].slices, memories), maxlen=0)
             return
         into = kept_views(self._layout, base)[step.first : step.last]
         _copy(self._layout, step.first, into, tensors[step.first : step.last])
@@ -248,9 +292,10 @@ class Pieces:
     def _empty_run(self, tensors: list[Tensor], base: int, wanted: frozenset[int], step: Step) -> None:
         if step.move is Move.JOINED:
             run = memory_at(base + step.start, step.end - step.start)
-            places, memories = self._runs[step.first]
-            chosen = list(map(wanted.__contains__, range(step.first, step.last)))
-            sources = map(_get, repeat(run), compress(places, chosen))
+            indices, slices, _ = self._joined[step.first]
+            memories = self._memories.get(step.first) or self._memories_of(step.first)
+            chosen = list(map(wanted.__contains__, indices))
+            sources = map(_get, repeat(run), compress(slices, chosen))
             deque(map(_put, compress(memories, chosen), repeat(slice(None)), sources), maxlen=0)
             return
         found = kept_views(self._layout, base)

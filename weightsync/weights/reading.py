@@ -283,10 +283,10 @@ def _read_mapping(source: Mapping[Any, Any], prefix: str, into: Weights) -> None
         if not isinstance(name, str):
             where = f" below '{prefix[:-1]}'" if prefix else ""
             raise ConfigurationError(f"The key {name!r}{where} of the weights is not a str: give each tensor a name.")
-        if is_extra_state(name):
+        if name.endswith(EXTRA_STATE) and is_extra_state(name):
             # A read-only mapping, without __setitem__, can be read; setting its extra state raises.
             _add_slot(into, prefix + name, ExtraSlot(partial(source.__getitem__, name), partial(_put, source, name)))
-        elif isinstance(value, Tensor):
+        elif type(value) in PLAIN or isinstance(value, Tensor):
             _add_tensor(into, prefix + name, value)
         elif isinstance(value, TensorDictBase):
             _read_tensordict(value, f"{prefix}{name}.", into)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from operator import attrgetter
+from operator import add, attrgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeGuard
 
@@ -63,7 +64,7 @@ def refusing_fake_mode() -> ConfigurationError:
 
 
 class Form:
-    """Identifies plain tensors by dtypes, shapes, strides and addresses, without a reference to any of them.
+    """Identifies plain tensors by dtypes, shapes, strides, devices and addresses, without a reference to any of them.
 
     Args:
         tensors: in any order, which counts.
@@ -78,7 +79,8 @@ class Form:
             past_modes if PLAIN.issuperset(map(type, tensors)) else contextlib.nullcontext
         )
         with self.reading():
-            self._addresses = list(map(Tensor.data_ptr, tensors))
+            #: Where the tensors are, in their order.
+            self.addresses: list[int] = list(map(Tensor.data_ptr, tensors))
             self._traits = _traits(tensors)
         self._guard(tensors)
 
@@ -86,7 +88,7 @@ class Form:
         """Whether these tensors, in the same order, have the same form."""
         try:
             with self.reading():
-                if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+                if list(map(Tensor.data_ptr, tensors)) != self.addresses:
                     return False
                 distinct, twins = _distinct(tensors) if self._twins else (tensors, self._twins)
                 if self._guards is not None and twins == self._twins and self._guards.check(*distinct):
@@ -97,6 +99,18 @@ class Form:
         if fits and self._guards is not None:  # other tensors need a gradient by now, or this is another mode
             self._guard(tensors)
         return fits
+
+    def moved(self, tensors: Collection[Tensor]) -> Form | None:
+        """The same form where these tensors are, whose `fits` compares the rest; None: they cannot have it."""
+        moved = copy.copy(self)
+        try:
+            with self.reading():
+                moved.addresses = list(map(Tensor.data_ptr, tensors))
+                nested = any(map(_IS_NESTED, tensors))  # the guards end the process at one of these
+        except RuntimeError:  # one of them is sparse by now
+            return None
+        # One that is not empty, and has no address, has no memory.
+        return None if nested or moved.addresses.count(0) != self.addresses.count(0) else moved
 
     def _guard(self, tensors: Collection[Tensor]) -> None:
         distinct, self._twins = _distinct(tensors)
@@ -135,6 +149,7 @@ def _traits(tensors: Collection[Tensor]) -> tuple[object, ...]:
     return (
         dtypes,
         list(map(_SHAPE, tensors)),
+        list(map(_DEVICE, tensors)),
         list(map(Tensor.stride, tensors)),
         list(map(Tensor.is_neg, tensors)),
         _COMPLEX.isdisjoint(dtypes) or list(map(Tensor.is_conj, tensors)),
@@ -142,7 +157,8 @@ def _traits(tensors: Collection[Tensor]) -> tuple[object, ...]:
 
 
 _COMPLEX = frozenset(dtype for dtype in DTYPE_NAMES if dtype.is_complex)
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_DTYPE, _SHAPE, _DEVICE = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_IS_NESTED = attrgetter("is_nested")
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
@@ -318,6 +334,18 @@ def memory_at(address: int, nbytes: int) -> memoryview:
     """The bytes at `address`, valid only while the caller holds that memory, and writable if it is."""
     found: memoryview = _VIEW(address, nbytes, _WRITABLE) if nbytes else memoryview(bytearray())
     return found
+
+
+def memories_at(addresses: Sequence[int], sizes: Sequence[int]) -> Iterator[memoryview]:
+    """The bytes at each of these addresses, made one by one as the iterator advances: see `memory_at`.
+
+    Args:
+        sizes: how many bytes of each; none is 0.
+    """
+    low = min(addresses)
+    around = memory_at(low, max(map(add, addresses, sizes)) - low)  # what lies between them is never read
+    starts = [address - low for address in addresses]
+    return map(around.__getitem__, map(slice, starts, map(add, starts, sizes)))
 
 
 def address_of(view: memoryview) -> int:

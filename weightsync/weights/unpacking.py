@@ -15,7 +15,7 @@ from weightsync.weights.extra_state import decode_extras
 from weightsync.weights.layout import Entry, Layout, extra_state_name, is_extra_state
 from weightsync.weights.packing import views
 from weightsync.weights.strategy import WeightStrategy
-from weightsync.weights.tensors import DTYPES, address_of, borrowed, on_cpu, shaped
+from weightsync.weights.tensors import DTYPES, PLAIN, address_of, borrowed, on_cpu, shaped
 
 #: A parameter that ``update_policy_weights_`` has in all of TorchRL's collectors.
 _OF_COLLECTORS: Final = "worker_ids"
@@ -55,7 +55,8 @@ def form_of(weights: object) -> WeightsForm:
         return WeightsForm.TENSORDICT
     if not isinstance(weights, Mapping):
         return WeightsForm.FLAT
-    inner = (value for name, value in weights.items() if not is_extra_state(str(name)))
+    odd = (item for item in weights.items() if type(item[1]) not in PLAIN)
+    inner = (value for name, value in odd if not is_extra_state(str(name)))
     return WeightsForm.NESTED if any(isinstance(v, Mapping | TensorDictBase) for v in inner) else WeightsForm.FLAT
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -85,6 +86,41 @@ def test_what_is_another_by_now_does_not_fit(change: Callable[[list[Tensor]], No
     change(tensors)
 
     assert not form.fits(tensors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [reshaped, transposed, cast, negated, conjugated, freed, made_sparse, one_less, one_more],
+    ids=lambda each: each.__name__,
+)
+def test_what_has_moved_and_changed_does_not_fit_the_moved_form(change: Callable[[list[Tensor]], None]) -> None:
+    form = Form(some())
+    tensors = some()
+    change(tensors)
+    moved = form.moved(tensors)
+
+    assert moved is None or not moved.fits(tensors)
+
+
+def test_a_form_that_moves_fits_only_where_it_is_then() -> None:
+    first, second = some(), some()
+    form = Form(first)
+    moved = form.moved(second)
+
+    assert moved is not None
+    assert (form.fits(first), form.fits(second)) == (True, False)
+    assert (moved.fits(first), moved.fits(second)) == (False, True)
+
+
+def test_a_form_does_not_move_to_a_tensor_without_memory_or_sizes() -> None:
+    form = Form([torch.ones(2, 2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, since such tensors are new
+        nested = torch.nested.nested_tensor([torch.ones(2)] * 2)
+
+    assert form.moved([nested]) is None  # torch's guards would end the process
+    assert form.moved([torch._efficientzerotensor(2, 2)]) is None
+    assert form.moved([torch.ones(2, 2, device="meta")]) is None
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from operator import is_
 
 import pytest
 import torch
@@ -12,12 +15,13 @@ from torch import Tensor, nn
 
 from weightsync import LayoutError
 from weightsync.engine.packer import Packer
-from weightsync.weights import packing, send_plan
+from weightsync.options import WireDtype
+from weightsync.weights import send_plan
 from weightsync.weights.packing import Move, views
 from weightsync.weights.reading import Weights, layout_of, read_weights
 from weightsync.weights.send_plan import SendPlan
 from weightsync.weights.target import Target
-from weightsync.weights.tensors import Form, borrowed
+from weightsync.weights.tensors import Form, bits_of, owning
 from weightsync.weights.threads import LEAST
 
 
@@ -34,11 +38,11 @@ class Model(nn.Module):
         self.register_buffer("none", torch.empty(0, 2))
 
 
-def sent(packer: Packer, model: nn.Module) -> dict[str, Tensor]:
+def sent(packer: Packer, model: nn.Module | dict[str, Tensor]) -> dict[str, Tensor]:
     """What a worker would get."""
     packed = packer.pack(model)
     try:
-        flat = borrowed(packing.address_of(packed.buffer.view), packed.layout.nbytes).clone()
+        flat = owning(memoryview(bytearray(packed.buffer.view[: packed.layout.nbytes])))
     finally:
         packer.handed_over(packed)
     found = zip(packed.layout.entries, views(packed.layout, flat), strict=True)
@@ -166,7 +170,7 @@ def test_small_tensors_are_joined_once_they_have_stayed_where_they_were() -> Non
     pieces = packer._plan._pieces  # type: ignore[union-attr]
     moves = [step.move for step in pieces._steps]
 
-    assert sorted(len(memories) for _, memories in pieces._runs.values()) == [1, 9]
+    assert sorted(map(len, pieces._memories.values())) == [1, 8]  # those that are not empty
     assert moves.count(Move.JOINED) == 2  # of float32 and of int64
     assert moves.count(Move.BYTES) == 1
     assert moves.count(Move.BY_TORCH) == 1  # of bool
@@ -207,6 +211,159 @@ def test_a_copy_is_planned_again_for_another_number_of_threads(monkeypatch: pyte
             assert pieces._whole.threads == used
 
 
+def copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights in other memory, with other values."""
+    with torch.no_grad():
+        return {
+            name: each.clone().logical_not_() if each.dtype is torch.bool else each + 1
+            for name, each in weights.items()
+        }
+
+
+def outcome(packer: Packer, weights: dict[str, Tensor]) -> object:
+    """What a worker would get of each, or why nothing is sent."""
+    try:
+        found = sent(packer, weights)
+    except LayoutError as error:
+        return str(error)
+    return {name: (each.dtype, each.shape, bits_of(each).numpy().tobytes()) for name, each in found.items()}
+
+
+def as_the_first(weights: dict[str, Tensor], wire_dtype: WireDtype | None = None) -> object:
+    """The outcome of a sender that has sent nothing before."""
+    packer = Packer(wire_dtype=wire_dtype)
+    try:
+        return outcome(packer, weights)
+    finally:
+        packer.close()
+
+
+def shrunk(nbytes: int) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.untyped_storage().resize_(nbytes)
+        return tensor
+
+    return change
+
+
+def in_inference_mode(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def as_nested(tensor: Tensor) -> Tensor:
+    """Its rows, as a nested tensor."""
+    rows, columns = tensor.shape
+    sizes, strides = torch.full((rows, 1), columns), torch.ones((rows, 1), dtype=torch.int64)
+    return torch._nested_view_from_buffer(tensor.flatten(), sizes, strides, torch.arange(rows) * columns)
+
+
+class Odd(Tensor):
+    """A type of tensor that is copied as it says."""
+
+
+#: What one tensor becomes, in other memory. Its name, and for some of them its shape and dtype too, are as before.
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "only other memory": lambda tensor: tensor,
+    "a parameter": lambda tensor: nn.Parameter(tensor, requires_grad=tensor.is_floating_point()),
+    "of another type": lambda tensor: tensor.as_subclass(Odd),
+    "of another shape": lambda tensor: tensor.view(-1, 1),
+    "transposed": lambda tensor: tensor.t().contiguous().t(),
+    "with gaps": lambda tensor: torch.stack([tensor, tensor], dim=-1)[..., 1],
+    "at an offset": lambda tensor: torch.cat([tensor, tensor])[len(tensor) :],
+    "of equal elements": lambda tensor: tensor[:1, :1].expand(tensor.shape),
+    "of another dtype": lambda tensor: tensor.view(torch.int32 if tensor.itemsize == 4 else torch.bool),
+    "of a wider dtype": lambda tensor: tensor.double(),
+    "lazily negated": lambda tensor: tensor if tensor.dtype is torch.bool else torch._neg_view(tensor),
+    "lazily conjugated": torch.conj,
+    "made in inference mode": in_inference_mode,
+    "freed": shrunk(0),
+    "shrunk": shrunk(7),
+    "sparse": lambda tensor: torch.sparse_coo_tensor(
+        torch.empty((2, 0), dtype=torch.int64), torch.empty(0, dtype=tensor.dtype), tensor.shape
+    ),
+    "nested": as_nested,
+    "on the meta device": lambda tensor: tensor.to("meta"),
+    "quantised": lambda tensor: torch._empty_affine_quantized(tensor.shape, scale=1, zero_point=0, dtype=torch.quint8),
+}
+
+
+@pytest.mark.parametrize("name", ["small", "large", "flags", "complex"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_weights_that_move_and_change_at_once_are_sent_as_if_they_were_the_first(
+    change: Callable[[Tensor], Tensor], name: str
+) -> None:
+    first = {
+        "small": torch.randn(3, 3),
+        "flags": torch.tensor([[True, False], [False, True]]),
+        "large": torch.randn(100, 100),
+        "complex": torch.randn(2, 2, dtype=torch.complex64),
+        "none": torch.empty(0, 2),
+        "other": torch.randn(5),
+    }
+    packer, second = Packer(), copies(first)
+    changed = copies(second)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about what is new or old there
+        changed[name] = change(changed[name])
+    expected = [as_the_first(weights) for weights in (first, second, changed)]
+    for at in (0, 1, 1, 2, 2, 1, 2, 0):
+        assert outcome(packer, (first, second, changed)[at]) == expected[at]
+    packer.close()
+
+
+def test_weights_that_move_before_each_send_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: Counter[str] = Counter()
+
+    def counts(name: str) -> None:
+        call = getattr(send_plan, name)
+        monkeypatch.setattr(send_plan, name, lambda *given, **named: (called.update([name]), call(*given, **named))[1])
+
+    counts("layout_of")
+    counts("movable")
+    weights = [{name: each.detach() for name, each in Model().state_dict().items()} for _ in range(5)]
+    packer = Packer()
+    plans = set()
+    for each in [*weights, *weights]:
+        sent(packer, each)
+        plans.add(packer._plan)
+
+    assert called == {"layout_of": 1, "movable": 1}
+    assert len(plans) == 10
+    assert outcome(packer, weights[0]) == as_the_first(weights[0])
+
+
+def test_weights_that_are_cast_are_sent_as_they_are_wherever_they_are() -> None:
+    packer = Packer(wire_dtype=WireDtype.BFLOAT16)
+    weights = {name: each.detach() for name, each in Model().state_dict().items()}
+    for _ in range(4):
+        assert outcome(packer, weights) == as_the_first(weights, WireDtype.BFLOAT16)
+        weights = copies(weights)
+
+
+def test_weights_that_are_tied_and_untied_as_they_move_are_sent_as_they_are() -> None:
+    packer = Packer()
+    for tied in (False, False, True, True, False):
+        one, two = torch.randn(3), torch.randn(3)
+        weights = {"one": one, "two": one if tied else two}
+        for _ in range(2):
+            assert outcome(packer, weights) == as_the_first(weights)
+
+
+def test_memory_of_small_tensors_is_kept_only_for_weights_that_are_copied_again() -> None:
+    first, moved_to = Model(), Model()
+    packer = planned(first)
+    kept: list[list[object]] = []
+    for _ in range(3):
+        sent(packer, moved_to)
+        assert packer._plan is not None
+        assert packer._plan._pieces is not None
+        kept.append(list(packer._plan._pieces._memories.values()))
+
+    assert list(map(len, kept)) == [0, 2, 2]  # runs of float32 and of int64
+    assert all(map(is_, kept[1], kept[2]))
+
+
 def test_a_plan_keeps_the_layout_of_the_one_before() -> None:
     before = SendPlan(read_weights(Model()), None, None)
 
@@ -214,9 +371,6 @@ def test_a_plan_keeps_the_layout_of_the_one_before() -> None:
 
 
 def test_tensors_that_have_no_place_in_memory_are_said_to_be_nowhere() -> None:
-    class Odd(Tensor):
-        pass
-
     for tensor in (torch.ones(2, device="meta"), torch.ones(2).as_subclass(Odd)):
         assert send_plan._place_of(Weights({"a": tensor}, {})) is None
     assert send_plan._place_of(Weights({"a": torch.ones(2)}, {})) == torch.device("cpu")

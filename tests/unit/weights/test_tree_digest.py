@@ -145,6 +145,23 @@ def test_small_tensors_are_copied_out_as_planned_whether_autograd_counts_their_v
         assert tensor.is_inference() or (tensor._version > 0) == (index in chosen)
 
 
+def test_the_memory_of_small_tensors_is_kept_from_the_second_copy_out_on() -> None:
+    source, into = [torch.randn(5), torch.randn(3)], [torch.zeros(5), torch.zeros(3)]
+    weights = read_weights({"a": source[0], "b": source[1]})
+    layout = layout_of(weights)
+    payload = memoryview(bytearray(layout.nbytes))
+    pack(weights, layout, payload)
+    pieces, kept = Pieces(layout, movable(layout, into, least=0)), []
+    for _ in range(3):
+        into[0].zero_()
+        scatter(layout, into, [0, 1], address_of(payload), pieces)
+        kept.append(list(pieces._memories.values()))
+        assert all(map(torch.equal, into, source))
+
+    assert list(map(len, kept)) == [0, 1, 1]
+    assert kept[1][0] is kept[2][0]
+
+
 def test_the_others_versions_are_counted_where_torch_refuses_a_tensor_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
