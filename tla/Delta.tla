@@ -80,6 +80,9 @@ Whole(v) == [v |-> v, base |-> 0, from |-> 0]
 Against(v, base) == [v |-> v, base |-> base, from |-> IF Follows("SnapshotKept") THEN base ELSE v]
 Answer(v, kind, content) == [v |-> v, kind |-> kind, content |-> content]
 
+\* The versions that these messages answer.
+Answered(messages) == {messages[i].v : i \in {j \in DOMAIN messages : messages[j].kind # "NO_BASE"}}
+
 \* What is left once the i-th message was taken.
 Without(messages, i) ==
   [n \in 1..(Len(messages) - 1) |-> IF n < i THEN messages[n] ELSE messages[n + 1]]
@@ -160,7 +163,7 @@ Accept(m) ==
   /\ pending' = [v |-> m.v, content |-> Result(m)]
   /\ held' = IF m.base = 0 THEN held ELSE Nothing
   /\ up' = up \o Superseded(m.v)
-  /\ owing' = (owing \ {a.v : a \in {Superseded(m.v)[i] : i \in DOMAIN Superseded(m.v)}}) \cup {m.v}
+  /\ owing' = (owing \ Answered(up')) \cup {m.v}
   /\ awaiting_full' = 0
   /\ UNCHANGED <<served, decided, lost, unfit>>
 
@@ -183,7 +186,7 @@ Receive(i) ==
 
 Decide(kind) ==
   LET answer == Answer(pending.v, kind, pending.content) IN
-  decided' = answer /\ up' = Append(up, answer) /\ pending' = Nothing /\ owing' = owing \ {pending.v}
+  decided' = answer /\ up' = Append(up, answer) /\ pending' = Nothing /\ owing' = owing \ Answered(up')
 
 Apply ==
   /\ pending.v # 0
