@@ -233,7 +233,7 @@ Bounded == Len(down) <= 4 /\ Len(up) <= 4
 AckedMeansServed ==
   /\ served.content = served.v
   /\ \A i \in 1..Len(up) : up[i].kind = "APPLIED" => up[i].content = up[i].v
-  /\ \A v \in Versions : outcome[v] = "APPLIED" => served.v = 0 \/ v <= served.v \/ link > 1
+  /\ \A v \in Versions : outcome[v] = "APPLIED" => v <= served.v \/ link > 1
 
 \* A delta is applied to its base, and to nothing else, unless the base was overwritten; then the digest tells.
 OnlyToItsBase == pending.content = pending.v \/ May("damage")
