@@ -36,7 +36,8 @@ AllRules == {
   "ResentWhole",      \* NO_BASE is followed by the whole weights
   "OnlyTheNewest",    \* unless a newer version was sent since
   "OnceForADelta",    \* and only once for each delta
-  "OvertakenIsAnswered" \* a delta without its base is superseded by a newer version, as any update is
+  "OvertakenIsAnswered", \* a delta without its base is superseded by a newer version, as any update is
+  "AcceptedEndsWaiting" \* a version that is accepted no longer waits for its whole weights
 }
 ASSUME Careless \subseteq AllRules /\ Features \subseteq {"lose", "damage", "unfit", "abandon"}
 
@@ -164,7 +165,7 @@ Accept(m) ==
   /\ held' = IF m.base = 0 THEN held ELSE Nothing
   /\ up' = up \o Superseded(m.v)
   /\ owing' = (owing \ Answered(up')) \cup {m.v}
-  /\ awaiting_full' = 0
+  /\ awaiting_full' = IF Follows("AcceptedEndsWaiting") THEN 0 ELSE awaiting_full
   /\ UNCHANGED <<served, decided, lost, unfit>>
 
 \* ReceiverDriver._waits_for_whole.
@@ -252,6 +253,9 @@ InOrder == Duplicates \/ \A i, j \in 1..Len(down) : i < j => down[i].v <= down[j
 
 \* G4
 ServingIsMonotone == [][served'.v >= served.v \/ link' # link]_vars
+
+\* G6: what is answered SUPERSEDED or REFUSED is not served.
+RefusalKeepsServing == \A i \in 1..Len(up) : up[i].kind \in {"SUPERSEDED", "REFUSED"} => up[i].v # served.v
 
 \* G10: what is owed is answered.
 EverySendEnds == owed ~> ~owed
