@@ -187,7 +187,10 @@ Receive(i) ==
 
 Decide(kind) ==
   LET answer == Answer(pending.v, kind, pending.content) IN
-  decided' = answer /\ up' = Append(up, answer) /\ pending' = Nothing /\ owing' = owing \ Answered(up')
+  /\ decided' = answer
+  /\ up' = Append(up, answer)
+  /\ pending' = Nothing
+  /\ owing' = owing \ Answered(up')
 
 Apply ==
   /\ pending.v # 0
