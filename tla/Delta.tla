@@ -36,7 +36,8 @@ AllRules == {
   "ResentWhole",      \* NO_BASE is followed by the whole weights
   "OnlyTheNewest",    \* unless a newer version was sent since
   "OnceForADelta",    \* and only once for each delta
-  "OvertakenIsAnswered" \* a delta without its base is superseded by a newer version, as any update is
+  "OvertakenIsAnswered", \* a delta without its base is superseded by a newer version, as any update is
+  "AcceptedEndsWaiting" \* a version that is accepted no longer waits for its whole weights
 }
 ASSUME Careless \subseteq AllRules /\ Features \subseteq {"lose", "damage", "unfit", "abandon"}
 
@@ -79,6 +80,9 @@ Init ==
 Whole(v) == [v |-> v, base |-> 0, from |-> 0]
 Against(v, base) == [v |-> v, base |-> base, from |-> IF Follows("SnapshotKept") THEN base ELSE v]
 Answer(v, kind, content) == [v |-> v, kind |-> kind, content |-> content]
+
+\* The versions that these messages answer.
+Answered(messages) == {messages[i].v : i \in {j \in DOMAIN messages : messages[j].kind # "NO_BASE"}}
 
 \* What is left once the i-th message was taken.
 Without(messages, i) ==
@@ -160,8 +164,8 @@ Accept(m) ==
   /\ pending' = [v |-> m.v, content |-> Result(m)]
   /\ held' = IF m.base = 0 THEN held ELSE Nothing
   /\ up' = up \o Superseded(m.v)
-  /\ owing' = (owing \ {a.v : a \in {Superseded(m.v)[i] : i \in DOMAIN Superseded(m.v)}}) \cup {m.v}
-  /\ awaiting_full' = 0
+  /\ owing' = (owing \ Answered(up')) \cup {m.v}
+  /\ awaiting_full' = IF Follows("AcceptedEndsWaiting") THEN 0 ELSE awaiting_full
   /\ UNCHANGED <<served, decided, lost, unfit>>
 
 \* ReceiverDriver._waits_for_whole.
@@ -183,7 +187,10 @@ Receive(i) ==
 
 Decide(kind) ==
   LET answer == Answer(pending.v, kind, pending.content) IN
-  decided' = answer /\ up' = Append(up, answer) /\ pending' = Nothing /\ owing' = owing \ {pending.v}
+  /\ decided' = answer
+  /\ up' = Append(up, answer)
+  /\ pending' = Nothing
+  /\ owing' = owing \ Answered(up')
 
 Apply ==
   /\ pending.v # 0
@@ -230,7 +237,7 @@ Bounded == Len(down) <= 4 /\ Len(up) <= 4
 AckedMeansServed ==
   /\ served.content = served.v
   /\ \A i \in 1..Len(up) : up[i].kind = "APPLIED" => up[i].content = up[i].v
-  /\ \A v \in Versions : outcome[v] = "APPLIED" => served.v = 0 \/ v <= served.v \/ link > 1
+  /\ \A v \in Versions : outcome[v] = "APPLIED" => v <= served.v \/ link > 1
 
 \* A delta is applied to its base, and to nothing else, unless the base was overwritten; then the digest tells.
 OnlyToItsBase == pending.content = pending.v \/ May("damage")
@@ -249,6 +256,9 @@ InOrder == Duplicates \/ \A i, j \in 1..Len(down) : i < j => down[i].v <= down[j
 
 \* G4
 ServingIsMonotone == [][served'.v >= served.v \/ link' # link]_vars
+
+\* G6: what is answered SUPERSEDED or REFUSED is not served.
+RefusalKeepsServing == \A i \in 1..Len(up) : up[i].kind \in {"SUPERSEDED", "REFUSED"} => up[i].v # served.v
 
 \* G10: what is owed is answered.
 EverySendEnds == owed ~> ~owed

@@ -30,6 +30,7 @@ AllRules == {
   "SnapshotFirst",     \* the trainer's weights change once that kernel has read them
   "ReadsEndFirst",     \* a worker swaps, and so acks, once its kernels have ended
   "SwapEndsFirst",     \* it launches the next forward once what it copied out is whole
+  "OlderStayPinned",   \* a version stays pinned when a newer one is sent, until that is acked
   "LostAreRetired"     \* the slots of a worker that is lost, and lives, are never written again
 }
 ASSUME Careless \subseteq AllRules
@@ -106,7 +107,7 @@ Dispatch ==
   /\ copying = Idle \/ ~Follows("CopyEndsFirst")
   /\ sending' = 0
   /\ messages' = messages \cup {<<w, version>> : w \in Workers \ lost}
-  /\ pins' = pins \cup {<<w, version>> : w \in Workers \ lost}
+  /\ pins' = (IF Follows("OlderStayPinned") THEN pins ELSE {}) \cup {<<w, version>> : w \in Workers \ lost}
   /\ owed' = Workers \ lost
   /\ UNCHANGED <<weights, version, put, copying, content, place, retired, acks, lost, workers>>
 

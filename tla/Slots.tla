@@ -39,6 +39,7 @@ SlotRules == {
   "LostAreRetired",  \* the slots of a lost worker are never packed again, unless it is known to be dead
   "NewerUnpins",     \* an ack unpins the versions below the one that it names, and not that version itself
   "OnlyTheRefused",  \* a refusal unpins the version that it names, and no other
+  "JoinersPin",      \* what a joiner is sent is pinned like any update
   "DueIsKept"        \* a version that a joiner may still need is not packed over
 }
 ASSUME Careless \subseteq SlotRules
@@ -110,7 +111,9 @@ Send(s) ==
 \* The version due to a joiner follows its Hello, in the slot that already holds it.
 Lay(s, w) ==
   /\ Join(s, w)
-  /\ pins' = pins \cup {Shown(s, w, m.k, m.v, place[s][m.p]) : m \in {n \in messages' \ messages : n.v # 0}}
+  /\ pins' = IF Follows("JoinersPin")
+             THEN pins \cup {Shown(s, w, m.k, m.v, place[s][m.p]) : m \in {n \in messages' \ messages : n.v # 0}}
+             ELSE pins
   /\ UNCHANGED <<content, place, packing, acked, retired, dead, seen>>
 
 Call(s) ==

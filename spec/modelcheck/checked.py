@@ -13,7 +13,7 @@ from weightsync.model.manifest import COUNTS, MANIFEST, Configuration, Manifest,
 from weightsync.model.output import Counts
 
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
-OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
+OF_THE_PROTOCOL = ("MC", "MCHunt", "MCGivenUp", "MCInductive")
 #: Have no protocol in them: the steps of the promise, what waits in a sender, kernels, a worker group's results and
 #: steps, a loader, deltas, a fan-out, and the exchange of challenges.
 _WITHOUT_IT = ("MCPromise", "Backlog", "Kernels", "Group", "Loader", "Delta", "Parts", "Fanout", "Challenge")
