@@ -58,7 +58,7 @@ def fail(error: BaseException) -> object:
     raise error
 
 
-def test_a_second_thread_is_refused_while_one_is_in_a_method_and_disturbs_it_not() -> None:
+def test_a_second_thread_is_refused_while_one_is_in_a_method_and_does_not_disturb_it() -> None:
     group = Group()
     busy = Busy(group)
 
