@@ -338,6 +338,7 @@ def test_weights_that_are_cast_are_sent_as_they_are_wherever_they_are() -> None:
     weights = {name: each.detach() for name, each in Model().state_dict().items()}
     for _ in range(4):
         assert outcome(packer, weights) == as_the_first(weights, WireDtype.BFLOAT16)
+        assert torch.float32 not in {each.dtype for each in sent(packer, weights).values()}
         weights = copies(weights)
 
 
