@@ -188,7 +188,7 @@ class WorkerGroup:
         waits in `put`, or at a step, wakes at once. One whose function has not begun is killed at once.
 
         Args:
-            timeout: seconds within which the workers must return. Then they, and what they started, are killed.
+            timeout: seconds within which the workers must return. Others are killed, with whatever they started.
         """
         deadline = Deadline(timeout)
         with self._calls.closing:

@@ -13,6 +13,8 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
+from weightsync.weights.tensors import is_lazily_changed
+
 #: The dtypes that torch can read from its own pickles. For the others (8-bit floats, wide unsigned integers, complex32)
 #: torch writes pickles that it cannot read, as of torch 2.15.
 READABLE: Final = frozenset(
@@ -97,7 +99,7 @@ def _is_flat_bytes(tensor: Tensor) -> bool:
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+        and not (tensor.requires_grad or is_lazily_changed(tensor) or vars(tensor))
         and tensor.is_contiguous()
         and tensor.numel() > 0
     )
