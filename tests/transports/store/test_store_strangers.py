@@ -18,6 +18,7 @@ from fleet import PATIENCE, constants, small
 from store_fleet import StorePair, reach
 
 from weightsync import DistributedWeightSyncScheme, TransportError, WeightReceiver, WorkerLostError
+from weightsync.engine.listening import Listening
 from weightsync.protocol.report import OutcomeKind
 from weightsync.transports.store import announcing, blocking_threads, heartbeat, link_threads, listener
 from weightsync.transports.store import store as stores
@@ -423,6 +424,52 @@ def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
     with serving(pair.receiver) as loop:
         for _ in range(3):
             pair.sender.add_worker(0, (pair.store, 1))
+            assert pair.sender.send(timeout=PATIENCE).ok
+        assert loop.raised == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"WEIGHTSYNC_KEY": "a key of sixteen characters or more"}], ids=len)
+def test_a_goodbye_waits_until_the_receiver_has_the_new_link_that_was_announced_before(
+    store: Any, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str]
+) -> None:
+    for name, key in keys.items():
+        monkeypatch.setenv(name, key)
+    accept = Listening.accept
+
+    def accepts_late(listening: Listening, link: Any) -> None:
+        time.sleep(0.2)  # so that a goodbye that waits for nobody comes first
+        accept(listening, link)
+
+    with contextlib.closing(StorePair(store)) as pair:
+        assert pair.sync().ok
+        monkeypatch.setattr(Listening, "accept", accepts_late)
+        with serving(pair.receiver) as loop:
+            pair.sender.add_worker(0, (pair.store, 1))
+            assert pair.sender.send(timeout=PATIENCE).ok
+        assert loop.raised == []
+
+
+def test_a_handshake_that_arrives_after_that_of_a_newer_link_of_the_same_sender_replaces_nothing(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, claimed, greeted = Client.claim, [], threading.Event()
+
+    def claims_the_first_last(client: Client, key: str, *rest: Any) -> str:
+        if "/announced/" in key:
+            claimed.append(key)
+            if len(claimed) == 1:
+                assert greeted.wait(PATIENCE)
+        return claim(client, key, *rest)
+
+    monkeypatch.setattr(Client, "claim", claims_the_first_last)
+    with contextlib.closing(StorePair(store)) as pair:
+        until(lambda: len(claimed) == 1)
+        with serving(pair.receiver) as loop:
+            pair.sender.add_worker(0, (pair.store, 1))
+            assert pair.sender.send(timeout=PATIENCE).ok
+            greeted.set()
+            driver = pair.receiver._driver
+            until(lambda: driver._last_link == 2 and len(driver.links()) == 1)
             assert pair.sender.send(timeout=PATIENCE).ok
         assert loop.raised == []
 

@@ -129,6 +129,8 @@ class _Listener:
         self._remark = heartbeat.Remark()
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
+        #: Links whose senders have proved it, and that the receiver does not have yet.
+        self._admitted: set[StoreLink] = set()
         self._heartbeat_member = heartbeat.join(endpoint.store, heartbeat.Callbacks(self._lose, self._lose, self._look))
         forget_after_fork(self)
         try:
@@ -220,9 +222,14 @@ class _Listener:
             link.close()
 
     def _let_in(self, link: StoreLink) -> None:
+        # Added here before it leaves the other set: until the receiver has it, this listener is behind.
+        self._admitted.add(link)
         self._unproven.discard(link)
-        link.when_refused(partial(self._await_successor, link))
-        self._accept(link)
+        try:
+            link.when_refused(partial(self._await_successor, link))
+            self._accept(link)
+        finally:
+            self._admitted.discard(link)
 
     def _await_successor(self, link: StoreLink, why: str) -> None:
         """A handshake was refused. Its sender may already have replaced the link and announced another.
@@ -251,8 +258,9 @@ class _Listener:
             pause.wait(_LOOK_SECONDS)
 
     def is_behind(self, client: Client) -> bool:
-        """Whether a link was announced that was not processed yet."""
-        return not self._over.is_set() and (bool(self._unproven) or client.present(self._next_key))
+        """Whether a link was announced that the receiver does not have yet."""
+        waiting = bool(self._unproven) or bool(self._admitted)
+        return not self._over.is_set() and (waiting or client.present(self._next_key))
 
     def _lose(self, _: str) -> None:
         self.cut()
