@@ -57,7 +57,7 @@ AllRules == {
   "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
   "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
   "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused",
-  "HandInvalidates", "OverwrittenIsForgotten", "DeferredIsForgotten", "DeferredWaits"
+  "HandInvalidates", "OverwrittenIsForgotten", "DeferredIsForgotten", "DeferredWaits", "NewestLinkStays"
 }
 
 ASSUME Features \subseteq AllFeatures
@@ -461,6 +461,9 @@ Overwritten(w) ==
   /\ \/ rdata[w].answer = "ACK" /\ Rule("OverwrittenIsForgotten")
      \/ rdata[w].answer = "DEFERRED" /\ Rule("DeferredIsForgotten")
 
+\* The current link is a newer one of the same sender: its Hello was read before. Only the end of this link is noticed.
+Replaced(w, s, k) == Rule("NewestLinkStays") /\ Link(w)[1] = s /\ k < Link(w)[2]
+
 Rejection(w, s, k, kind) == Word(s, w, k, <<sdata[s].incarnation, 0, 0>>, kind, rdata[w].fence)
 
 HelloArrived(w, s, k) ==
@@ -468,7 +471,7 @@ HelloArrived(w, s, k) ==
       input == NameHello(w, s, k)
       incarnation == sdata[s].incarnation
       old == <<Link(w)[1], w, Link(w)[2]>> IN
-  /\ m \in messages /\ ReceiverMay(rstate[w], input)
+  /\ m \in messages /\ ~Replaced(w, s, k) /\ ReceiverMay(rstate[w], input)
   /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
   /\ CASE input = "REJECTED" ->
             /\ messages' = MessagesBut(w, s, k)
@@ -492,7 +495,7 @@ HelloArrived(w, s, k) ==
 Misfit(w, s, k) ==
   LET m == Message(s, w, k, 0, 0)
       kind == IF sdata[s].incarnation < rdata[w].fence THEN "FENCED" ELSE "REFUSED" IN
-  /\ m \in messages /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
+  /\ m \in messages /\ ~Replaced(w, s, k) /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
   /\ messages' = MessagesBut(w, s, k)
   /\ answers' = Posted(answers, Rejection(w, s, k, kind))
@@ -1028,15 +1031,15 @@ NetworkKeepsItsWord ==
             \E m \in answers : /\ sdata[m.s].incarnation = m.inc /\ Open(n.s, n.w, n.k)
                                /\ [m EXCEPT !.s = n.s] = n /\ (Duplicates \/ m \notin answers')]_vars
 
-\* The far end of an open link is closed by its worker's close, break, crash or takeover, by a rejected handshake, or
-\* where links break.
+\* The far end of an open link is closed by its worker's close, break or crash, by another sender's takeover, by a
+\* rejected handshake, or where links break.
 FarEndsCloseForAReason ==
   [][\A s \in Senders, w \in Workers :
        LET k == sdata[s].members[w].link old == rdata[w] new == rdata'[w] IN
        Open(s, w, k) /\ Open(s, w, k)' /\ ~gone[s][w] /\ gone'[s][w] =>
          \/ May("break") \/ rstate'[w] = Final
          \/ old # NewReceiver /\ new = NewReceiver
-         \/ old.link = <<s, k>> /\ new.link # old.link /\ new.link # NoLink
+         \/ old.link = <<s, k>> /\ new.link[1] \notin {s, 0}
          \/ \E m \in answers' : OverLink(m) = <<s, w, k>> /\ m.v = 0 /\ m.kind \in {"FENCED", "REFUSED", "FAILED"}]_vars
 
 \* Each live target owes an answer to a dispatch over its link; the others are LOST; reachable ones have it in transit.

@@ -104,7 +104,8 @@ class ReceiverInput(Enum):
     REJECTED = "REJECTED"
     #: A handshake not below the fence. On a new link, the old link closes and a pending update is dropped; on the same
     #: link, from a newer sender, a pending update is answered STALE. The version served stays; one that other weights
-    #: have replaced is forgotten.
+    #: have replaced is forgotten. A handshake that comes late, over a link that its sender has replaced by the current
+    #: one, is not read: its link has ended.
     TAKEOVER = "TAKEOVER"
     #: A newer version has arrived completely.
     UPDATE = "UPDATE"

@@ -158,6 +158,7 @@ class ReceiverOracle:
         self.data = receiving.ReceiverData()
         self.sent: dict[int, list[SentMessage]] = defaultdict(list)
         self.open: set[int] = set()
+        self._hellos: dict[int | None, Hello] = {}
 
     def take(self, event: receiving.Event) -> None:
         """Take an event."""
@@ -207,7 +208,10 @@ class ReceiverOracle:
         if link not in self.open:
             return
         match message:
+            case Hello() if self._was_replaced(link, message):
+                self.take(receiving.LinkDown(link))
             case Hello():
+                self._hellos[link] = message
                 self.take(receiving.HelloArrived(link, message.incarnation))
             case Update():
                 self.take(receiving.UpdateArrived(link, message.incarnation, message.version))
@@ -215,6 +219,11 @@ class ReceiverOracle:
                 self.take(receiving.Goodbye(link, message.incarnation))
             case _:
                 pass
+
+    def _was_replaced(self, link: int, hello: Hello) -> bool:
+        current = self._hellos.get(self.data.link)
+        newer = current is not None and current.incarnation == hello.incarnation and 0 < hello.link < current.link
+        return newer and link != self.data.link
 
     def ended(self, link: int, failure: str = "dead") -> None:
         """The link is dead, or its sender has said goodbye."""

@@ -108,7 +108,7 @@ def network_keeps_its_word(bounds: Bounds, step: Step) -> bool:
 
 
 def far_ends_close_for_a_reason(bounds: Bounds, step: Step) -> bool:
-    """The far end of an open link closes with its worker, by a takeover or a rejection, or because the link breaks."""
+    """The far end of an open link closes with its worker, by another sender, by a rejection, or as the link breaks."""
     return "break" in bounds.features or all(
         not _far_end_closes(step, s, w) or _has_reason(step, s, w) for s, w in _pairs(bounds)
     )
@@ -126,7 +126,7 @@ def _has_reason(step: Step, s: int, w: int) -> bool:
     if step.new.rstate[w - 1] == _CLOSED or (before != NEW_RECEIVER and after == NEW_RECEIVER):
         return True
     rejected = any(_link(m) == (s, w, k) and m.v == 0 and m.kind in _LAST_WORDS - {"BYE"} for m in step.new.answers)
-    return rejected or (before.link == (s, k) and after.link not in (before.link, NO_LINK))
+    return rejected or (before.link == (s, k) and after.link != NO_LINK and after.link[0] != s)
 
 
 def _heard(bounds: Bounds, step: Step, m: Word, alone: bool) -> bool:
