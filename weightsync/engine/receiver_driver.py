@@ -302,7 +302,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         try:
             for received in read(link):
                 message = received.message
-                aside = message.base if isinstance(message, Update) else isinstance(message, Part | Hello)
+                aside = message.base if isinstance(message, Update) else isinstance(message, Part)
                 if aside and self._aside(number, link, received):
                     continue
                 if number in self._links:
@@ -328,28 +328,12 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._finish()
 
     def _aside(self, number: int, link: Link, received: Received) -> bool:
-        """Whether a message is not for the machine: a part, a delta whose base is not held, a handshake come late."""
-        match message := received.message:
-            case Part():
-                self._parts.arrived(message, received)
-                return True
-            case Hello():
-                return self._was_replaced(number, message)
-            case _:
-                return isinstance(message, Update) and self._waits_for_whole(number, link, message)
-
-    def _was_replaced(self, number: int, hello: Hello) -> bool:
-        """Whether a handshake comes over a link that its sender has replaced by the current one; that link is over.
-
-        Messages over two links may arrive in any order. The sender closed its end before it made the newer link.
-        """
-        current = self.greeting
-        if current is None or self.data.link in {None, number} or hello.incarnation != current.incarnation:
-            return False
-        if not 0 < hello.link < current.link:
-            return False
-        self.take(pure.LinkDown(number))
-        return True
+        """Whether a message is not for the machine: a part of a payload, or a delta whose base is not held."""
+        message = received.message
+        if isinstance(message, Part):
+            self._parts.arrived(message, received)
+            return True
+        return isinstance(message, Update) and self._waits_for_whole(number, link, message)
 
     def _waits_for_whole(self, number: int, link: Link, update: Update) -> bool:
         """Whether an update is the delta of a version that is wanted, against a base that is not held.
@@ -388,8 +372,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         message = received.message
         match message:
             case Hello():
-                step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
-                if step.input is not ReceiverInput.REJECTED:
+                event = pure.HelloArrived(number, message.incarnation, self._misfit(message), message.link)
+                if self.take(event).input not in _UNGREETED:
                     self.greeting = message
                 if number in self._links:
                     # After the handshake: a sender that cannot be watched learns why its link ends.
@@ -472,6 +456,8 @@ def _overtakes(update: Update, waiting: Update) -> bool:
 #: The incarnation that a last message over a link without a handshake names: no sender has said who it is.
 _NOBODY = 0
 _CLOSED = "the receiver was closed"
+#: A handshake was refused, or came too late.
+_UNGREETED = frozenset({ReceiverInput.REJECTED, None})
 _WANTED = frozenset({ReceiverInput.UPDATE, ReceiverInput.NEWER})
 _ANSWERED = pure.Answered()
 

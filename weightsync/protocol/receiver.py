@@ -32,6 +32,8 @@ class ReceiverData(Struct, frozen=True):
 
     #: The current link, over which the last handshake was completed; None without one.
     link: int | None = None
+    #: The number that its sender gave it; 0: unknown, or there is no current link.
+    senders_number: int = 0
     #: The highest incarnation a handshake was completed with; kept across links.
     fence: int = 0
     #: The newest key applied or refused, and the answer to it; kept across links.
@@ -49,6 +51,8 @@ class HelloArrived(Struct, frozen=True):
     link: int
     incarnation: int
     misfit: str = ""
+    #: The number that the sender has given the link: each of its links has a higher one. 0: not sent.
+    senders_number: int = 0
 
 
 class UpdateArrived(Struct, frozen=True):
@@ -202,14 +206,15 @@ class Step(machine.Step[ReceiverInput, ReceiverData, Effect], frozen=True):
 def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
     """Name the event's input in this state.
 
-    Returns None for the end of a link that is not the current one, for the goodbye of a sender that is not the current
-    one, and for `SendAck` if no answer is deferred.
+    Returns None for the end of a link that is not the current one, for a handshake over a link that its sender has
+    replaced by the current one, for the goodbye of a sender that is not the current one, and for `SendAck` if no answer
+    is deferred.
 
     Raises ProtocolError: an update over a link without a handshake.
     """
     match event:
         case HelloArrived():
-            return _name_hello(state, data, event)
+            return None if _was_replaced(data, event) else _name_hello(state, data, event)
         case UpdateArrived():
             return _name_update(state, data, event)
         case LinkDown(link=link):
@@ -241,6 +246,15 @@ _OWN = {
 
 def _is_current(data: ReceiverData, event: Goodbye) -> bool:
     return (event.link, event.incarnation) == (data.link, data.fence)
+
+
+def _was_replaced(data: ReceiverData, event: HelloArrived) -> bool:
+    """Whether the sender has made the current link after that of the handshake. It closed the older one before.
+
+    Messages over two links arrive in any order.
+    """
+    beside = data.link not in {None, event.link} and event.incarnation == data.fence
+    return beside and 0 < event.senders_number < data.senders_number
 
 
 def _name_hello(state: State, data: ReceiverData, event: HelloArrived) -> ReceiverInput:
@@ -295,20 +309,24 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
         case Applied() | Defer() | SendAck() | Refused():
             return _decide(data, event)
         case Broken(reason, trace):
-            return replace(data, link=None, pending=None, served=None), _fail(data, data.link, reason, trace)
+            return _unlinked(replace(data, served=None)), _fail(data, data.link, reason, trace)
         case LinkDown(link, failure):
             ended = _fail(data, link, failure, "") if failure else (CloseLink(link),)
-            return replace(data, link=None, pending=None), ended
+            return _unlinked(data), ended
         case Goodbye(link):
-            return replace(data, link=None, pending=None), (CloseLink(link),)
+            return _unlinked(data), (CloseLink(link),)
         case Close():
-            return replace(data, link=None, pending=None), () if data.link is None else (Leave(data.link),)
+            return _unlinked(data), () if data.link is None else (Leave(data.link),)
         case Fail(reason, trace):
-            return replace(data, link=None, pending=None), _fail(data, data.link, reason, trace)
+            return _unlinked(data), _fail(data, data.link, reason, trace)
         case Invalidate():
             return replace(data, served=None), ()
         case Answered():
             return data, ()
+
+
+def _unlinked(data: ReceiverData) -> ReceiverData:
+    return replace(data, link=None, senders_number=0, pending=None)
 
 
 def _beside(data: ReceiverData, event: Event) -> tuple[Effect, ...]:
@@ -316,7 +334,7 @@ def _beside(data: ReceiverData, event: Event) -> tuple[Effect, ...]:
     match event:
         case LinkDown(link, failure) if failure:
             return _fail(data, link, failure, "")
-        case LinkDown(link):
+        case LinkDown(link) | HelloArrived(link):
             return (CloseLink(link),)
         case Goodbye(link) if link != data.link:
             return (CloseLink(link),)
@@ -331,7 +349,8 @@ def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tup
         case ReceiverInput.DUPLICATE:
             return data, ()
         case _:
-            after = replace(_without_overwritten(data), link=event.link, fence=event.incarnation, pending=None)
+            now = {"link": event.link, "senders_number": event.senders_number, "fence": event.incarnation}
+            after = replace(_without_overwritten(data), **now, pending=None)
             return after, (*_taken_over(data, event), Greet(event.link))
 
 

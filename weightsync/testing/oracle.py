@@ -158,7 +158,6 @@ class ReceiverOracle:
         self.data = receiving.ReceiverData()
         self.sent: dict[int, list[SentMessage]] = defaultdict(list)
         self.open: set[int] = set()
-        self._hellos: dict[int | None, Hello] = {}
 
     def take(self, event: receiving.Event) -> None:
         """Take an event."""
@@ -208,22 +207,14 @@ class ReceiverOracle:
         if link not in self.open:
             return
         match message:
-            case Hello() if self._was_replaced(link, message):
-                self.take(receiving.LinkDown(link))
             case Hello():
-                self._hellos[link] = message
-                self.take(receiving.HelloArrived(link, message.incarnation))
+                self.take(receiving.HelloArrived(link, message.incarnation, senders_number=message.link))
             case Update():
                 self.take(receiving.UpdateArrived(link, message.incarnation, message.version))
             case Bye():
                 self.take(receiving.Goodbye(link, message.incarnation))
             case _:
                 pass
-
-    def _was_replaced(self, link: int, hello: Hello) -> bool:
-        current = self._hellos.get(self.data.link)
-        newer = current is not None and current.incarnation == hello.incarnation and 0 < hello.link < current.link
-        return newer and link != self.data.link
 
     def ended(self, link: int, failure: str = "dead") -> None:
         """The link is dead, or its sender has said goodbye."""

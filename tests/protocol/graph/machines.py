@@ -45,7 +45,7 @@ def forget() -> None:
     """Ask the shipped code anew: it may be another one now."""
     Interned.known.clear()
     ROWS_TAKEN.clear()
-    for remembered in (_took, _heard, named_down):
+    for remembered in (_took, _heard, named):
         remembered.cache_clear()
 
 
@@ -150,8 +150,8 @@ def _heard(worker: Worker, event: receiving.Event) -> tuple[Worker, receiving.St
 
 
 @cache
-def named_down(worker: Worker, event: receiving.LinkDown) -> bool:
-    """Whether the shipped code calls it LINK_DOWN; else it is LATE."""
+def named(worker: Worker, event: receiving.LinkDown | receiving.HelloArrived) -> bool:
+    """Whether the shipped code has an input for it; else its link ends beside the current one."""
     return receiving.name(worker.state, worker.data, event) is not None
 
 
@@ -207,4 +207,4 @@ def word_of(world: World, link: int, w: int, answer: Ack | Refusal, worker: Work
     return Word(s, w, k, answer.incarnation, answer.version, worker.decided_p, kind, fence)
 
 
-__all__ = ["RefusedError", "did", "executed", "forget", "heard", "named_down", "took", "word_of"]
+__all__ = ["RefusedError", "did", "executed", "forget", "heard", "named", "took", "word_of"]

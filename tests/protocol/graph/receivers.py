@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from machines import heard, named_down, word_of
+from machines import heard, named, word_of
 from modelcheck.second.words import Message
 from network import (
     Worker,
@@ -54,6 +54,8 @@ def _reads(world: World, w: int) -> Iterator[Attempt]:
             continue
         place = (w, m.s, m.k)
         if m.v == 0:
+            if not named(world.worker(w), _greeting(world, m, "")):  # its link has ended: see `_downs`
+                continue
             yield (Action.HELLO_ARRIVED, *place), lambda m=m: _hello(world, m, "")
             if "misfit" in world.bounds.features and link != (m.s, m.k):
                 yield (Action.MISFIT, *place), lambda m=m: _hello(world, m, "another layout")
@@ -94,15 +96,19 @@ def _downs(world: World, w: int) -> Iterator[Attempt]:
             yield (Action.LINK_FAILED, w, s, k), lambda s=s, k=k: _link_down(world, w, s, k, "no memory")
 
 
+def _greeting(world: World, m: Message, misfit: str) -> receiving.HelloArrived:
+    incarnation = world.trainer(m.s).data.incarnation
+    return receiving.HelloArrived(number(world.bounds, m.s, m.k), incarnation, misfit, m.k)
+
+
 def _hello(world: World, m: Message, misfit: str) -> World:
     world = taken(world, m)
-    incarnation = world.trainer(m.s).data.incarnation
-    before = world.worker(m.w)
-    world = heard(world, m.w, receiving.HelloArrived(number(world.bounds, m.s, m.k), incarnation, misfit))
+    before, event = world.worker(m.w), _greeting(world, m, misfit)
+    world = heard(world, m.w, event)
     worker = world.worker(m.w)
     if worker.data.link is not None and (worker.data.link, worker.data.fence) != (before.data.link, before.data.fence):
         decided = worker.decided_p if worker.data.decided else 0
-        met = max(worker.met, incarnation)
+        met = max(worker.met, event.incarnation)
         world = world.with_worker(m.w, replace(worker, met=met, pending_p=0, decided_p=decided))
     return world
 
@@ -119,7 +125,7 @@ def _update(world: World, m: Message) -> World:
 
 def _link_down(world: World, w: int, s: int, k: int, failure: str = "") -> World:
     event = receiving.LinkDown(number(world.bounds, s, k), failure)
-    if named_down(world.worker(w), event):
+    if named(world.worker(w), event):
         world = heard(world, w, event)
         world = world.with_worker(w, replace(world.worker(w), pending_p=0))
     # Never ours, or replaced: only what was on it is lost.

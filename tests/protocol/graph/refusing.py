@@ -79,6 +79,7 @@ def receiver_events(bounds: Bounds) -> list[receiving.Event]:
     links = [number(bounds, s, k) for s, k in product(bounds.all_senders, range(1, bounds.max_link + 2))]
     incarnations = range(1, bounds.max_clock + bounds.senders + 2)
     versions = range(1, bounds.max_version + 2)
+    numbers = range(bounds.max_link + 1)
     refusal = Refusal(model_id=MODEL, incarnation=1, version=1, kind=RefusalKind.REFUSED, fence=1)
     return [
         receiving.Applied(Ack(model_id=MODEL, incarnation=1, version=1)),
@@ -93,7 +94,7 @@ def receiver_events(bounds: Bounds) -> list[receiving.Event]:
         *map(receiving.LinkDown, links),
         *(receiving.Goodbye(k, i) for k, i in product(links, incarnations)),
         *(receiving.LinkDown(k, "no memory") for k in links),
-        *(receiving.HelloArrived(k, i, misfit) for k, i, misfit in product(links, incarnations, ("", "another"))),
+        *(receiving.HelloArrived(*of) for of in product(links, incarnations, ("", "another"), numbers)),
         *(receiving.UpdateArrived(k, i, v) for k, i, v in product(links, incarnations, versions)),
     ]
 
@@ -183,7 +184,9 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
             taken = _R.SEND_ACK
         case receiving.Answered() if isinstance(data.answer, receiving.Deferred):
             return StateError
-        case receiving.HelloArrived():
+        case receiving.HelloArrived(link, incarnation, _, number):
+            if data.link not in (link, None) and incarnation == data.fence and number in range(1, data.senders_number):
+                return None
             taken = _hello(state, data, event)
         case receiving.UpdateArrived(link, incarnation, version):
             linked = state not in (State.UNINITIALIZED, State.CLOSED)
@@ -196,14 +199,14 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
 
 
 def closed_beside(data: receiving.ReceiverData, event: receiving.Event) -> tuple[receiving.Effect, ...]:
-    """What follows where an end is LATE: the link closes, and hears what failed; another's goodbye ends nothing."""
+    """What follows beside the current link: a link closes, and hears what failed; a goodbye ends no other."""
     if isinstance(event, receiving.SendAck):
         return ()
-    assert isinstance(event, receiving.LinkDown | receiving.Goodbye)
+    assert isinstance(event, receiving.LinkDown | receiving.Goodbye | receiving.HelloArrived)
     closing = receiving.CloseLink(event.link)
     if isinstance(event, receiving.Goodbye):
         return () if event.link == data.link else (closing,)
-    if not event.failure:
+    if isinstance(event, receiving.HelloArrived) or not event.failure:
         return (closing,)
     return receiving.Disown(event.link, data.fence, RefusalKind.FAILED, event.failure), closing
 

@@ -159,6 +159,47 @@ def test_a_sender_that_comes_on_a_new_link_is_not_fenced_over_its_old_one(receiv
     assert receiver.take(pure.HelloArrived(2, 5)).effects == (pure.CloseLink(1), pure.Greet(2))
 
 
+NEWEST = replace(pure.ReceiverData(), link=2, fence=5, senders_number=3)
+
+
+@pytest.mark.parametrize("misfit", ["", "shape differs"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_handshake_over_a_link_that_its_sender_has_replaced_ends_that_link_alone(number: int, misfit: str) -> None:
+    step = pure.step(State.READY, NEWEST, pure.HelloArrived(1, 5, misfit, number))
+
+    assert (step.input, step.to, step.data) == (None, State.READY, NEWEST)
+    assert step.effects == (pure.CloseLink(1),)
+
+
+@pytest.mark.parametrize(("incarnation", "number"), [(5, 0), (5, 3), (5, 4), (6, 1)])
+def test_any_other_handshake_over_another_link_takes_over(incarnation: int, number: int) -> None:
+    step = pure.step(State.READY, NEWEST, pure.HelloArrived(1, incarnation, "", number))
+
+    assert step.input is ReceiverInput.TAKEOVER
+    assert step.data == replace(NEWEST, link=1, fence=incarnation, senders_number=number)
+
+
+def test_a_sender_without_numbers_takes_over_from_itself() -> None:
+    unnumbered = replace(NEWEST, senders_number=0)
+    assert pure.step(State.READY, unnumbered, pure.HelloArrived(1, 5, "", 2)).input is ReceiverInput.TAKEOVER
+
+
+def test_a_handshake_once_more_over_the_current_link_keeps_its_number() -> None:
+    step = pure.step(State.READY, NEWEST, pure.HelloArrived(2, 5, "", 1))
+    assert (step.input, step.data) == (ReceiverInput.DUPLICATE, NEWEST)
+
+
+@pytest.mark.parametrize("ends", [pure.LinkDown(2), pure.Goodbye(2, 5), pure.Broken(), pure.Close(), pure.Fail("out")])
+def test_after_the_current_links_end_any_link_of_its_sender_is_taken(ends: pure.Event) -> None:
+    state = State.PENDING_ASYNC if ends == pure.Broken() else State.READY
+    step = pure.step(state, NEWEST, ends)
+
+    assert (step.data.link, step.data.senders_number) == (None, 0)
+    if step.to is State.UNINITIALIZED:
+        again = pure.step(step.to, step.data, pure.HelloArrived(1, 5, "", 1))
+        assert (again.input, again.data.senders_number) == (ReceiverInput.CONNECT, 1)
+
+
 @pytest.mark.parametrize(
     ("event", "to"),
     [
