@@ -11,7 +11,7 @@ from weakref import ref
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.protocol.messages import Hello
+from weightsync.protocol.messages import Bye, Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, UntrustedCall
 from weightsync.transports.calls.same_host import REACHES, reaches
@@ -144,6 +144,10 @@ class CallServer:
         if brought is not None and parcel.place is not None:
             brought = link.located(brought, parcel.place)
         try:
+            if gate is not None and _is_goodbye(brought):
+                # Proven with it: their sender may ask for none of them again, and the goodbye is read after them.
+                for kept in gate.forget(parcel.link):
+                    link.bring(kept.number, opened(kept))
             answer = link.bring(parcel.number, brought)
             if self._key is None and _is_within_reach(brought):
                 return changed(answer, lambda frames: [*frames, REACHES])
@@ -223,7 +227,7 @@ class CallServer:
             self._forget(parcel.link)
             return
         admitted = parcel if gate is None else gate.admit(parcel)
-        if gate is not None and isinstance(admitted, Parcel | HeldCall):
+        if gate is not None and isinstance(admitted, HeldCall):
             gate.forget(parcel.link)
         if isinstance(admitted, Parcel):
             self._end(admitted, gate)
@@ -329,6 +333,10 @@ class CallServer:
     def _shut(self) -> None:
         with self._lock:
             self._listener = _nobody
+
+
+def _is_goodbye(brought: Received | ProtocolError | None) -> bool:
+    return isinstance(brought, Received) and isinstance(brought.message, Bye)
 
 
 def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
