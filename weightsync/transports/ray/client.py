@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -359,12 +359,15 @@ class PlainActorCallClient(_RayCallClient):
 
     Args:
         caches: have the sender's object, which presents weights as the method takes them.
+        worker: identifies the actor and the model: calls over former links end first. None: there are none.
     """
 
-    def __init__(self, call: Callable[[Any], Any], peer: str, caches: ObjectCaches) -> None:
+    def __init__(
+        self, call: Callable[[Any], Any], peer: str, caches: ObjectCaches, worker: Hashable | None = None
+    ) -> None:
         super().__init__(peer, caches)
         self._call = call
-        self._in_turn = CallsInTurn(peer)
+        self._in_turn = CallsInTurn(peer, worker)
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
