@@ -303,6 +303,34 @@ def test_a_handshake_waits_while_the_actors_queue_is_full_and_versions_never_ove
     link.close()
 
 
+@pytest.mark.parametrize("use", ["start", "close"])
+def test_a_handshake_may_be_made_between_two_steps_of_another_thread(watch: ActorWatch, use: str) -> None:
+    class Client(module.ActorCallClient):
+        """Makes its handshake once the test's thread has seen that it waits."""
+
+        @property
+        def _held(self) -> Any:
+            held, self.__dict__["_held"] = self.__dict__["_held"], None
+            return held
+
+        @_held.setter
+        def _held(self, held: Any) -> None:
+            self.__dict__["_held"] = held
+
+    actor = Actor()
+    actor.full = True
+    client = Client(actor, "m", "worker 0", Row())  # type: ignore[arg-type]
+    client.__dict__["_held"] = None
+    handshake = client.start(Hello(model_id="m", incarnation=1), None)
+    if use == "start":
+        assert isinstance(client.start(UPDATE, None).result(timeout=0)[0], Refusal)
+    else:
+        client.close()
+        with pytest.raises(TransportError, match="more than 2 tasks are queued"):
+            handshake.result(timeout=0)
+    watch.later.clear()
+
+
 def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch) -> None:
     actor = Actor()
     actor.full = True
@@ -369,6 +397,43 @@ def test_nor_is_it_asked_again(watch: ActorWatch, full: bool) -> None:
     assert not watch.watched
     assert len(actor.calls) == calls
     assert not buffer.pinned
+
+
+def test_an_actor_that_is_not_asked_again_costs_no_weights_although_nothing_else_is_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watch's thread has ended when Ray says that it is restarting the actor."""
+    real = session.ActorWatch()
+    monkeypatch.setattr(module, "ACTOR_WATCH", real)
+    monkeypatch.setattr(session, "require_ray", lambda _: SimpleNamespace(is_initialized=lambda: True))
+    actor, buffer = Actor(), Buffer(3)
+    link = asking(actor)
+    link.send(UPDATE, buffer)
+    thread = real._thread
+    link.close()
+    assert thread is not None
+    thread.join(60.0)
+
+    actor.calls[0].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+
+    thread = real._thread
+    assert thread is not None
+    thread.join(60.0)
+    assert not buffer.pinned
+    assert len(actor.calls) == 1
+
+
+def test_an_actor_that_could_not_even_be_asked_answers_nothing_that_follows() -> None:
+    """A goodbye would wait for the answer for good, and those of older links for this one's."""
+
+    def ask() -> Future[Any]:
+        raise TransportError("no call was accepted")
+
+    actor = Actor()
+    client = AskingClient("m", ask, with_our_receiver(actor), without(actor))
+    for message in (Hello(model_id="m", incarnation=1), Bye(model_id="m", incarnation=1)):
+        with pytest.raises(TransportError, match="no call was accepted"):
+            client.start(message, None)
 
 
 def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
@@ -492,6 +557,23 @@ def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: boo
         assert link.receive() == []
     assert len(actor.calls) == (2 if met else 3)
     link.close()
+
+
+def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watch: ActorWatch) -> None:
+    """For a minute it would have held the actor's event loop, which waits a moment for the handshake each time."""
+    actor = Actor()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    link.send(Bye(model_id="m", incarnation=1))
+    handshake, goodbye = actor.calls
+    handshake.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+    link.close()
+    watch.later.pop()()
+
+    goodbye.set_result([UNKNOWN + b"the actor was restarted"])
+
+    assert len(actor.calls) == 2
+    assert not watch.later
 
 
 def sent_behind_a_handshake() -> tuple[Actor, Buffer, CallLink]:

@@ -53,8 +53,17 @@ class AskingClient(SharesMemory):
             self._waiting.append((message, payload, answers))
             if not self._asked:
                 self._asked = True
-                self._ask().add_done_callback(self._found)
+                self._begin_to_ask()
         return answers
+
+    def _begin_to_ask(self) -> None:
+        try:
+            asked = self._ask()
+        except TransportError as failure:
+            self._failure = failure  # nobody will answer the messages that follow either
+            self._waiting.clear()
+            raise
+        asked.add_done_callback(self._found)
 
     def _found(self, found: Future[Sequence[str]]) -> None:
         with self._lock:

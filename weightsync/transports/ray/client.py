@@ -240,8 +240,9 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             lambda: self._call_again(number),
         )
         try:
-            if self._held is not None:  # it would overtake the handshake
-                raise self._held.with_traceback(None)
+            held = self._held  # read once: the thread that makes the handshake may reset it
+            if held is not None:  # it would overtake the handshake
+                raise held.with_traceback(None)
             answers = self._begin_call(call)
         except _TooManyCalls as error:
             if not isinstance(message, Hello):
@@ -309,8 +310,9 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         """Begin no further calls: see `CallClient.close`."""
         super().close()
         self._shared.close()
-        if self._held is not None and self._handshake is not None:
-            settle(self._handshake, error=self._held)
+        held = self._held
+        if held is not None and self._handshake is not None:
+            settle(self._handshake, error=held)
 
     def _carried(self, update: Update, payload: Buffer | None) -> tuple[Update, Any]:
         """What the call carries: the payload's place, the payload itself, or a reference to it in the object store."""
@@ -329,8 +331,10 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             frames = self._shared.without_mark(over.result())
             mark = frames[0][: len(EARLY)] if isinstance(frames, list) and frames else b""
             if mark in _NOT_ANSWERED:
-                # Once the actor has answered the handshake, only a restart can make it forget the link.
-                error_type = TransportError if met and mark == UNKNOWN else _NOT_ANSWERED[mark]
+                # Once the actor has answered the handshake, only a restart can make it forget the link. A failed
+                # handshake is not repeated.
+                gone = met or (self._handshake is not None and _has_failed(self._handshake))
+                error_type = TransportError if gone and mark == UNKNOWN else _NOT_ANSWERED[mark]
                 raise error_type(f"{self._peer} ended its link: {frames[0][len(EARLY) :].decode()}")
             messages = self._seal.brought(frames)
             self._shared.heard(messages)
@@ -405,6 +409,10 @@ class PlainActorCallClient(_RayCallClient):
         if isinstance(error, _exceptions().ObjectLostError) and self._cached is not None:
             self._cached.forget(update.version)
         return [refusal(update, *ended)]
+
+
+def _has_failed(call: Answers) -> bool:
+    return call.done() and call.exception() is not None
 
 
 def lost_call(peer: str, error: BaseException) -> TransportError:
