@@ -25,6 +25,7 @@ from weightsync.protocol.messages import Bye, Hello
 from weightsync.transports import rpc as module
 from weightsync.transports.base import Link
 from weightsync.transports.calls import server as module_of_servers
+from weightsync.transports.calls.gates import CallAuthenticator
 from weightsync.transports.calls.server import CallRefused, CallServer, Parcel
 from weightsync.transports.sealing import Challenged, EnvelopeKind, Identity, KeyedSeal, NoSeal
 
@@ -294,6 +295,29 @@ def test_a_goodbye_is_read_after_calls_that_its_sender_proves_only_with_it(
     opened.submit(Parcel(LINK.name, 0, seal.again(0)))
     assert link.receive() == []
     assert "turned away" not in caplog.text
+
+
+def test_a_last_call_is_not_lost_whose_senders_proof_comes_in_another_thread_meanwhile(
+    call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, links = call_server
+    seal, forget = KeyedSeal(KEY, LINK, "the worker"), CallAuthenticator.forget
+    challenge = opened.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0)
+    goodbye = Bye(model_id="policy", incarnation=1)
+    last = Parcel(LINK.name, 1, seal.frame(1, goodbye, None))
+    with pytest.raises(Challenged):
+        seal.brought(challenge)
+
+    def forget_late(gate: CallAuthenticator, link: str) -> Any:
+        monkeypatch.setattr(CallAuthenticator, "forget", forget)
+        opened.submit(Parcel(LINK.name, 0, seal.again(0)))
+        return forget(gate, link)
+
+    monkeypatch.setattr(CallAuthenticator, "forget", forget_late)
+    opened.hang_up(last)
+
+    [link] = links
+    assert [received.message for received in link.receive()] == [hello(), goodbye]
 
 
 def test_calls_that_are_recorded_and_made_again_bring_nothing(call_server: tuple[CallServer, list[Any]]) -> None:

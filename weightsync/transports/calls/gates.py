@@ -121,7 +121,11 @@ class CallAuthenticator:
             self._sessions.pop(link, None)
 
     def forget(self, link: str) -> list[Parcel]:
-        """Keep the calls of a link that its sender has closed no longer; returns them, the oldest first."""
+        """Keep the calls of a link that its sender has closed no longer.
+
+        Returns:
+            Those calls, the oldest first, if their sender has proved itself; else none: they count for nothing.
+        """
         with self._lock:
             session = self._sessions.get(link)
         return [] if session is None else session.forget()
@@ -181,10 +185,12 @@ class _Session:
             self._kept.pop(number, None)
 
     def forget(self) -> list[Parcel]:
-        """Keep no calls any longer; returns them. A proof that comes for one of them later brings nothing."""
+        """Keep no calls any longer; returns them if their sender has proved itself.
+
+        A proof that comes for one of those later brings nothing.
+        """
         with self._lock:
-            kept = [self._kept[number] for number in sorted(self._kept)]
-            if self._seal.proven:
-                self._asked_again.update(self._kept)
+            kept = [self._kept[number] for number in sorted(self._kept)] if self._seal.proven else []
+            self._asked_again.update(parcel.number for parcel in kept)
             self._kept.clear()
             return kept

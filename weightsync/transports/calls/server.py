@@ -227,10 +227,12 @@ class CallServer:
             self._forget(parcel.link)
             return
         admitted = parcel if gate is None else gate.admit(parcel)
-        if gate is not None and isinstance(admitted, HeldCall):
-            gate.forget(parcel.link)
         if isinstance(admitted, Parcel):
             self._end(admitted, gate)
+        elif gate is not None and isinstance(admitted, HeldCall):
+            # None, unless a proof has just come in another thread. The goodbye, which was kept too, is the last.
+            for kept in gate.forget(parcel.link):
+                self._end(kept, gate)
 
     def _forget(self, name: str) -> None:
         """End the calls of a link that has not been opened yet."""
