@@ -33,6 +33,7 @@ from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink, ClosedByPeer
+from weightsync.transports.calls.server import Parcel
 from weightsync.transports.calls.waiting import AskingClient
 from weightsync.transports.calls.without_receiver import ack
 from weightsync.transports.ray import client as module
@@ -765,3 +766,34 @@ def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_
     finally:
         scheme.close()
         ray_server._servers.pop("late")
+
+
+def test_an_answer_that_another_thread_gives_meanwhile_goes_home_with_one_call_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under a key, a repeated answer ends the link."""
+
+    class AnsweredMeanwhile(Future[list[bytes]]):
+        """Answered in another thread right after this one has looked."""
+
+        def done(self) -> bool:
+            if super().done():
+                return True
+            self.set_result([b"a handshake's answer"])
+            return False
+
+    actor_server, later = ray_server.ActorServer("m"), Future[list[bytes]]()
+    answers = iter([AnsweredMeanwhile(), later])
+
+    def no_model_yet(*_: Any) -> None:
+        if not later.done():
+            raise ConfigurationError("there is no model yet")
+
+    monkeypatch.setattr(actor_server._call_server, "submit", lambda _: next(answers))
+    monkeypatch.setattr(actor_server, "_decide", no_model_yet)
+    hello = Parcel("a link", 0, encode(Hello(model_id="m", incarnation=1)))
+    first = actor_server.call(hello, ())
+    later.set_result([b"an update's answer"])
+    second = actor_server.call(hello, ())
+
+    assert [*first, *second] == [b"a handshake's answer", b"an update's answer"]
