@@ -28,7 +28,7 @@ from weightsync import (
     WeightSyncActor,
 )
 from weightsync.protocol.codec import encode
-from weightsync.protocol.messages import Bye, Hello, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
@@ -575,6 +575,29 @@ def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watc
 
     assert len(actor.calls) == 2
     assert not watch.later
+
+
+def test_a_call_that_waits_for_a_lost_one_is_repeated_with_word_of_that() -> None:
+    """It would have been repeated for a minute, since only calls that were begun later said so."""
+
+    class Recording(Actor):
+        lost: list[Any]
+
+        def remote(self, *arguments: Any) -> Actor:
+            self.lost = [*vars(self).get("lost", []), arguments[-1]]
+            return super().remote()
+
+    actor, buffer = Recording(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    for version in (1, 2):
+        link.send(replace(UPDATE, version=version), buffer)
+    actor.calls[0].set_exception(ray.exceptions.ObjectLostError("00", "an address", "a call site"))
+    actor.calls[1].set_result([EARLY + b"earlier calls have not arrived"])
+
+    assert actor.lost == [(), (), (0,)]
+    actor.calls[2].set_result([encode(ack(replace(UPDATE, version=2)))])
+    assert [type(received.message) for received in link.receive()] == [Refusal, Ack]
+    link.close()
 
 
 def sent_behind_a_handshake() -> tuple[Actor, Buffer, CallLink]:

@@ -233,9 +233,9 @@ class ActorCallClient(_RayCallClient, SharesMemory):
                 self._unsent_layout = message.layout
                 return self._full(message, error)
         lost, number, met = tuple(self._lost), self._next, self._handshake is not None and self._handshake.done()
-        arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
+        arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried
         call = _Call(
-            lambda: self._first_call(arguments),
+            lambda: self._first_call(arguments, lost),
             lambda over: self._answers_of(message, number, met, over),
             lambda: self._call_again(number),
         )
@@ -290,10 +290,11 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         lost = lost_call(self._peer, error)
         raise _Restarting(None, lost) if isinstance(error, _exceptions().ActorUnavailableError) else lost
 
-    def _first_call(self, arguments: tuple[Any, ...]) -> Any:
+    def _first_call(self, arguments: tuple[Any, ...], lost: tuple[int, ...]) -> Any:
         if self._held is not None:
             self._require_open()
-        ref = self._call.remote(*arguments)
+        # If it is repeated, it may be waiting for a call that was lost after it was begun.
+        ref = self._call.remote(*arguments, tuple(sorted({*lost, *self._lost})))
         self._held = None
         return ref
 
