@@ -77,6 +77,9 @@ class CallServer:
         self._sealed: list[tuple[Parcel, Future[Frames]]] = []
         self._lock = threading.Lock()
         self._links: dict[str, CallServerLink] = {}
+        #: The names of those that were found closed, in the order in which they were: the last ones may still have
+        #: something to say to their senders.
+        self._found_closed: dict[str, None] = {}
         self._unmet: list[CallServerLink] = []
         #: Links that the receiver is being given. Their other calls wait, or the receiver would not know the link.
         self._being_accepted: set[CallServerLink] = set()
@@ -181,12 +184,12 @@ class CallServer:
                 self._accepted.notify_all()
 
     def _new_link(self, name: str) -> CallServerLink:
-        closed = [each for each, link in self._links.items() if link.is_closed]
-        for each in closed[:-_REMEMBERED]:
-            del self._links[each]
+        self._found_closed.update((each, None) for each, link in self._links.items() if link.is_closed)
+        for each in list(self._found_closed)[:-_REMEMBERED]:
+            del self._links[each], self._found_closed[each]
             if self._gate is not None:
                 self._gate.drop(each)
-        count = len(self._links) - len(closed[-_REMEMBERED:])
+        count = len(self._links) - len(self._found_closed)
         if count >= MAX_LINKS:
             raise TransportError(
                 f"{count} senders of model {self.model_id!r} have links here, which is the limit, and another called."
