@@ -94,7 +94,7 @@ def test_g2_a_payload_goes_as_the_link_promised_although_an_answer_comes_in_betw
     assert ends.shared.place(UPDATE, ends.buffer) == (UPDATE, None)
 
 
-def test_g2_a_payload_goes_as_the_link_promised_although_the_next_is_packed_meanwhile(ends: Ends) -> None:
+def test_a_payload_goes_as_the_link_promised_although_the_next_is_packed_meanwhile(ends: Ends) -> None:
     """Another thread of the trainer packs it, and asks for it between the two steps of this one's send."""
     following = Buffer(NBYTES, Storage.SEGMENTS)
     assert ends.shared.shares(ends.buffer)
