@@ -595,7 +595,7 @@ class WeightSyncScheme(Configured):
                 f"{type(self).__name__} makes no links: give it a TransportBackend, have create_transport() return "
                 "one, or override create_link() to return a Link of your own."
             )
-        return user_link(transport, peer)
+        return user_link(transport, model_id, peer)
 
     def _transport_for(self, endpoint: Any) -> LinkTransport | BareTransport | None:
         """The transport that reaches an endpoint, TorchRL's or the user's own, or None."""

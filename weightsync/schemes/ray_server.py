@@ -157,8 +157,10 @@ class ActorServer:
             # handshake is then answered with the first weights.
             if parcel.number:
                 return self._rejected(parcel, error)
-            # Another call may have had the receiver answer it meanwhile.
-            self._unanswered[parcel.link] = [answer for answer in answers if not answer.done()]
+            # Another call may have the receiver answer at any moment: each answer is returned now or later, not twice.
+            unanswered = [answer for answer in answers if not answer.done()]
+            self._unanswered[parcel.link] = unanswered
+            answers = [answer for answer in answers if answer not in unanswered]
         return [frame for answer in answers if answer.done() for frame in answer.result()]
 
     def _rejected(self, parcel: Parcel, error: WeightSyncError) -> Frames:

@@ -53,3 +53,32 @@ def test_a_call_that_does_not_return_is_not_waited_for() -> None:
     assert own.threads[0].is_alive()
     own.goes_on.set()
     own.threads[0].join(PATIENCE)
+
+
+def test_a_worker_that_is_added_again_gets_one_call_at_a_time_and_the_newest_version_last() -> None:
+    class Slow(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.brought: list[float] = []
+
+        def send_weights(self, model_id: str, weights: Any) -> None:
+            super().send_weights(model_id, weights)
+            self.brought.append(float(weights["weight"][0]))
+
+    own = Slow()
+    with MultiProcessWeightSyncScheme().create_sender() as sender:
+        sender.register_worker(0, own)
+        for version in (1.0, 2.0):
+            with pytest.raises(AckTimeoutError):
+                sender.send({"weight": torch.full((2,), version)}, timeout=0.1, on_pending="supersede")
+        sender.abandon()
+        sender.register_worker(0, own)
+        with pytest.raises(AckTimeoutError):
+            sender.send({"weight": torch.full((2,), 3.0)}, timeout=0.1)
+        assert len(own.threads) == 1, "a call was begun beside one that has not returned"
+        own.goes_on.set()
+        assert sender.wait_async(timeout=PATIENCE).ok
+
+    assert own.brought == [1.0, 2.0, 3.0]
+    for thread in own.threads:
+        thread.join(PATIENCE)

@@ -188,7 +188,7 @@ class Deaf:
 
 def users_own(model_id: str) -> Ends:
     """What `WeightSender` creates over a user's own transport."""
-    return Ends(user_link(Deaf(), "the worker"), lambda accept: lambda: None)
+    return Ends(user_link(Deaf(), "policy", "the worker"), lambda accept: lambda: None)
 
 
 def wrapped(connect: Factory, delivery: Delivery, seed: int, **faults: float) -> Factory:

@@ -20,6 +20,7 @@ from missing import installed
 from torch import nn
 
 from weightsync import (
+    AckTimeoutError,
     ConfigurationError,
     EngineWeightSyncScheme,
     Evidence,
@@ -29,6 +30,7 @@ from weightsync import (
     WorkerLostError,
 )
 from weightsync.clock import Deadline
+from weightsync.schemes.engines import client
 from weightsync.schemes.engines.carrier import call_while_carrying
 from weightsync.schemes.engines.client import Engine, bucketed
 
@@ -479,6 +481,41 @@ def test_an_adapter_with_the_four_methods_and_nothing_else_is_loaded() -> None:
     with scheme_with(engine, small(1.0)) as scheme:
         assert scheme.get_sender().send(timeout=PATIENCE).ok
     assert set(engine.loaded) == small(1.0).state_dict().keys()
+
+
+class Unstoppable(Minimal):
+    """Its first call ends only when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def load(self, buckets: Any, version: str) -> None:
+        first, number = not self.loaded, version.partition(".")[2]
+        self.loaded.append(number)
+        if first:
+            self.let_go.wait(PATIENCE)
+        super().load(buckets, version)
+
+
+def test_a_version_that_waited_behind_a_call_that_could_not_be_ended_is_not_loaded_after_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "PATIENCE", 0.1)
+    engine = Unstoppable()
+    with scheme_with(engine, small(1.0)) as scheme:
+        sender = scheme.get_sender()
+        for _ in range(2):
+            with pytest.raises(AckTimeoutError):
+                sender.send(timeout=0.1, on_pending="supersede")
+        thread = sender._driver.by_worker()[0]._call_client._thread._thread
+        sender.abandon()
+        sender.add_worker(0, engine)
+        assert sender.send(timeout=PATIENCE).ok
+        engine.let_go.set()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert [name for name in engine.loaded if name.isdigit()] == ["1", "2", "3"]
 
 
 class AsyncOwn(Own):

@@ -15,15 +15,17 @@ from weightsync import (
     AuthenticationError,
     OutcomeKind,
     RPCWeightSyncScheme,
+    SenderClosed,
     WeightSender,
     WorkerLostError,
 )
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
-from weightsync.protocol.messages import Hello
+from weightsync.protocol.messages import Bye, Hello
 from weightsync.transports import rpc as module
 from weightsync.transports.base import Link
 from weightsync.transports.calls import server as module_of_servers
+from weightsync.transports.calls.gates import CallAuthenticator
 from weightsync.transports.calls.server import CallRefused, CallServer, Parcel
 from weightsync.transports.sealing import Challenged, EnvelopeKind, Identity, KeyedSeal, NoSeal
 
@@ -59,15 +61,31 @@ class Calls:
         monkeypatch.setattr(module, "_call_servers", module._CallServers())
         monkeypatch.setattr(module.torch_rpc.api, "_get_current_rpc_agent", lambda: None)
 
+        #: While set, what calls return is held back here.
+        self.held: list[Callable[[], None]] | None = None
+
     def _call(self, worker: Any, function: Any, *, args: tuple[Any, ...], timeout: float) -> Any:
         del worker, timeout
         self.made.append((args[1], args[3]))
         found = function(*self.change(args))
-        if isinstance(found, torch.futures.Future):
-            return found
         over: torch.futures.Future[Any] = torch.futures.Future()
-        over.set_result(found)
+        if isinstance(found, torch.futures.Future):
+            found.add_done_callback(lambda inner: self._return(over, inner.value()))
+        else:
+            self._return(over, found)
         return over
+
+    def _return(self, over: torch.futures.Future[Any], found: Any) -> None:
+        if self.held is None:
+            over.set_result(found)
+        else:
+            self.held.append(lambda: over.set_result(found))
+
+    def let_go(self) -> None:
+        """Return what was held back."""
+        held, self.held = self.held or [], None
+        for each in held:
+            each()
 
 
 @pytest.fixture
@@ -128,6 +146,23 @@ def test_a_worker_that_is_called_over_a_replaced_link_first_answers_over_the_new
 
         assert receiver.receive(timeout=PATIENCE) is (make is small)
         assert sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is kind
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_link_that_was_replaced_before_its_worker_had_proof_is_no_link_of_that_worker_any_more(
+    calls: Calls, key: str | None
+) -> None:
+    """Its goodbye came alone and waited for its handshake: the worker kept the link, and waited for a gone trainer."""
+    with worker(key, small()) as receiver:
+        with trainer(key, small()) as sender:
+            calls.held = []
+            for _ in range(2):
+                sender.add_worker(0, "worker")
+            calls.let_go()
+            assert sync(sender, receiver, filled(small(), 1.0)).ok
+        with pytest.raises(SenderClosed):
+            receiver.receive(timeout=PATIENCE)
+        assert receiver.links() == []
 
 
 def test_a_transport_has_the_key_of_the_scheme_that_made_it(calls: Calls) -> None:
@@ -241,6 +276,48 @@ def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(call_server: t
     assert seal.brought(answer.result(timeout=0)) == [hello()]
     with pytest.raises(AuthenticationError, match="was repeated"):
         seal.brought(answer.result(timeout=0))
+
+
+@pytest.mark.parametrize("how", [CallServer.submit, CallServer.hang_up])
+def test_a_goodbye_is_read_after_calls_that_its_sender_proves_only_with_it(
+    call_server: tuple[CallServer, list[Any]], caplog: pytest.LogCaptureFixture, how: Callable[..., Any]
+) -> None:
+    """The link is closed when the challenge comes, so they are not repeated; or the goodbye overtakes that."""
+    opened, links = call_server
+    seal = KeyedSeal(KEY, LINK, "the worker")
+    with pytest.raises(Challenged):
+        seal.brought(opened.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0))
+    goodbye = Bye(model_id="policy", incarnation=1)
+    how(opened, Parcel(LINK.name, 1, seal.frame(1, goodbye, None)))
+
+    [link] = links
+    assert [received.message for received in link.receive()] == [hello(), goodbye]
+    opened.submit(Parcel(LINK.name, 0, seal.again(0)))
+    assert link.receive() == []
+    assert "turned away" not in caplog.text
+
+
+def test_a_last_call_is_not_lost_whose_senders_proof_comes_in_another_thread_meanwhile(
+    call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, links = call_server
+    seal, forget = KeyedSeal(KEY, LINK, "the worker"), CallAuthenticator.forget
+    challenge = opened.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0)
+    goodbye = Bye(model_id="policy", incarnation=1)
+    last = Parcel(LINK.name, 1, seal.frame(1, goodbye, None))
+    with pytest.raises(Challenged):
+        seal.brought(challenge)
+
+    def forget_late(gate: CallAuthenticator, link: str) -> Any:
+        monkeypatch.setattr(CallAuthenticator, "forget", forget)
+        opened.submit(Parcel(LINK.name, 0, seal.again(0)))
+        return forget(gate, link)
+
+    monkeypatch.setattr(CallAuthenticator, "forget", forget_late)
+    opened.hang_up(last)
+
+    [link] = links
+    assert [received.message for received in link.receive()] == [hello(), goodbye]
 
 
 def test_calls_that_are_recorded_and_made_again_bring_nothing(call_server: tuple[CallServer, list[Any]]) -> None:

@@ -176,6 +176,24 @@ def test_a_goodbye_that_no_call_took_home_answers_the_next(opened: Any) -> None:
         call_server.submit(parcel(2))
 
 
+def test_the_last_words_of_an_old_link_are_kept_although_many_younger_ones_have_ended_before_it(opened: Any) -> None:
+    """As those of a trainer that is taken over from, where a former one has tried to come back again and again."""
+    call_server, links = opened
+    answer = call_server.submit(parcel(0))
+    links[0].send(ack(1))
+    assert answers(answer) == [ack(1)]
+    for number in range(100):
+        call_server.submit(parcel(0, link=f"younger {number}"))
+        links[-1].close()
+    bye = Bye(model_id="m", incarnation=1)
+    links[0].send(bye)
+    links[0].close()
+    call_server.submit(parcel(0, link="b"))
+
+    assert answers(call_server.submit(parcel(1))) == [bye]
+    assert len(call_server._links) == 64 + 1
+
+
 def test_a_released_call_goes_home_with_what_there_is_to_say(opened: Any) -> None:
     call_server, links = opened
     call = call_server.submit(parcel(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -258,6 +259,21 @@ def test_a_worker_that_is_added_again_meets_its_new_link_before_the_goodbye_of_t
     for answered in (0, 3):
         clients[answered].calls[0].set_result([hello])
     assert succession._unmet._by_worker == {}
+
+
+def test_a_link_that_was_dropped_before_its_handshake_keeps_no_goodbye_back() -> None:
+    """As that of a copy of a sender that nobody used: the worker would wait for the closed sender for good."""
+    call_client = CallClient()
+    link = CallLink(call_client, "worker 4", worker="dropped")
+    hello, bye = Hello(model_id="m", incarnation=1), Bye(model_id="m", incarnation=1)
+    link.send(hello)
+    unused = CallLink(CallClient(), "worker 4", worker="dropped")
+    del unused
+    gc.collect()
+    link.send(bye)
+
+    assert call_client.messages == [hello, bye]
+    link.close()
 
 
 def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_buffer():

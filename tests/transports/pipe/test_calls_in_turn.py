@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from fleet import constants, filled, small
 
-from weightsync import TransportError
+from weightsync import RPCWeightSyncScheme, TransportError
+from weightsync.schemes.peers import collectors
+from weightsync.transports import rpc
 from weightsync.transports.calls.waiting import CallsInTurn
 
 
@@ -63,3 +69,81 @@ def test_nor_is_a_call_that_comes_after_the_close() -> None:
 
     with pytest.raises(TransportError, match="link to worker 0 is closed"):
         in_turn.begin(_answered)
+
+
+@pytest.mark.parametrize("end", [lambda call: call.set_result([]), lambda call: call.set_exception(TransportError(""))])
+def test_a_call_waits_for_that_of_a_former_link_to_the_same_worker(end: Any) -> None:
+    """In an async or threaded worker that one could still write the older version over the newer one."""
+    former, others, newer, newest = (CallsInTurn("worker 0", worker) for worker in "wvww")
+    slow, last = Future[Any](), Future[Any]()
+    former.begin(lambda: slow)
+    former.close()
+    replaced = newer.begin(_refused)
+    newer.close()
+    answers = newest.begin(lambda: last)
+    following = newest.begin(_answered)
+    assert others.begin(_answered).done(), "another worker's"
+    with pytest.raises(TransportError, match="link to worker 0 is closed"):
+        replaced.result(timeout=0)
+
+    end(slow)
+    assert [answers.done(), following.done()] == [False, False]
+    last.set_result(["applied"])
+    assert (answers.result(timeout=0), following.result(timeout=0)) == (["applied"], [])
+
+
+def test_a_call_that_waited_for_a_former_link_is_waited_for_by_the_next_one() -> None:
+    former, newer, newest = (CallsInTurn("worker 0", "w") for _ in range(3))
+    slow, begun = Future[Any](), []
+    former.begin(lambda: slow)
+
+    def begin_another() -> Future[Any]:
+        newer.close()
+        newest.begin(lambda: begun.append("after it") or _answered())
+        assert not begun
+        return _answered()
+
+    newer.begin(begin_another)
+    slow.set_result([])
+    assert begun == ["after it"]
+
+
+def test_a_slow_call_of_a_replaced_link_does_not_leave_a_collector_with_an_older_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, calls = small(), list[Callable[[], None]]()
+
+    class Plain:
+        """A collector without our receiver."""
+
+        @staticmethod
+        def update_policy_weights_(_: Any, weights: Any) -> None:
+            model.load_state_dict(weights)
+
+    def call(worker: Any, function: Any, *, args: tuple[Any, ...], timeout: float) -> Any:
+        del worker, timeout
+        over: torch.futures.Future[Any] = torch.futures.Future()
+        if function is rpc._listening:
+            over.set_result([])
+        else:
+            calls.append(lambda: over.set_result(function(*args)))
+        return over
+
+    monkeypatch.setattr(rpc.rpc, "rpc_async", call)
+    monkeypatch.setattr(rpc, "require_rpc", lambda peer: None)
+    monkeypatch.setattr(collectors, "worker_named", lambda worker, peer: SimpleNamespace(name=worker))
+    endpoint = "worker", SimpleNamespace(owner=lambda: "worker"), Plain
+    with RPCWeightSyncScheme() as scheme, scheme.create_sender() as sender:
+        sender.add_worker(0, endpoint)
+        sender.connect()
+        sender.send_async(filled(small(), 1.0))
+        sender.abandon()
+        sender.add_worker(0, endpoint)
+        sender.send_async(filled(small(), 2.0))
+        (slow,) = calls
+        calls.clear()
+        slow()
+        while calls:
+            calls.pop(0)()
+        assert sender.wait_async(timeout=30).ok
+    assert constants(model) == {2.0}

@@ -28,11 +28,12 @@ from weightsync import (
     WeightSyncActor,
 )
 from weightsync.protocol.codec import encode
-from weightsync.protocol.messages import Bye, Hello, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink, ClosedByPeer
+from weightsync.transports.calls.server import Parcel
 from weightsync.transports.calls.waiting import AskingClient
 from weightsync.transports.calls.without_receiver import ack
 from weightsync.transports.ray import client as module
@@ -303,6 +304,34 @@ def test_a_handshake_waits_while_the_actors_queue_is_full_and_versions_never_ove
     link.close()
 
 
+@pytest.mark.parametrize("use", ["start", "close"])
+def test_a_handshake_may_be_made_between_two_steps_of_another_thread(watch: ActorWatch, use: str) -> None:
+    class Client(module.ActorCallClient):
+        """Makes its handshake once the test's thread has seen that it waits."""
+
+        @property
+        def _held(self) -> Any:
+            held, self.__dict__["_held"] = self.__dict__["_held"], None
+            return held
+
+        @_held.setter
+        def _held(self, held: Any) -> None:
+            self.__dict__["_held"] = held
+
+    actor = Actor()
+    actor.full = True
+    client = Client(actor, "m", "worker 0", Row())  # type: ignore[arg-type]
+    client.__dict__["_held"] = None
+    handshake = client.start(Hello(model_id="m", incarnation=1), None)
+    if use == "start":
+        assert isinstance(client.start(UPDATE, None).result(timeout=0)[0], Refusal)
+    else:
+        client.close()
+        with pytest.raises(TransportError, match="more than 2 tasks are queued"):
+            handshake.result(timeout=0)
+    watch.later.clear()
+
+
 def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch) -> None:
     actor = Actor()
     actor.full = True
@@ -369,6 +398,43 @@ def test_nor_is_it_asked_again(watch: ActorWatch, full: bool) -> None:
     assert not watch.watched
     assert len(actor.calls) == calls
     assert not buffer.pinned
+
+
+def test_an_actor_that_is_not_asked_again_costs_no_weights_although_nothing_else_is_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watch's thread has ended when Ray says that it is restarting the actor."""
+    real = session.ActorWatch()
+    monkeypatch.setattr(module, "ACTOR_WATCH", real)
+    monkeypatch.setattr(session, "require_ray", lambda _: SimpleNamespace(is_initialized=lambda: True))
+    actor, buffer = Actor(), Buffer(3)
+    link = asking(actor)
+    link.send(UPDATE, buffer)
+    thread = real._thread
+    link.close()
+    assert thread is not None
+    thread.join(60.0)
+
+    actor.calls[0].set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+
+    thread = real._thread
+    assert thread is not None
+    thread.join(60.0)
+    assert not buffer.pinned
+    assert len(actor.calls) == 1
+
+
+def test_an_actor_that_could_not_even_be_asked_answers_nothing_that_follows() -> None:
+    """A goodbye would wait for the answer for good, and those of older links for this one's."""
+
+    def ask() -> Future[Any]:
+        raise TransportError("no call was accepted")
+
+    actor = Actor()
+    client = AskingClient("m", ask, with_our_receiver(actor), without(actor))
+    for message in (Hello(model_id="m", incarnation=1), Bye(model_id="m", incarnation=1)):
+        with pytest.raises(TransportError, match="no call was accepted"):
+            client.start(message, None)
 
 
 def test_a_handshake_is_repeated_while_ray_restarts_the_actor(watch: ActorWatch) -> None:
@@ -491,6 +557,46 @@ def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: boo
     else:
         assert link.receive() == []
     assert len(actor.calls) == (2 if met else 3)
+    link.close()
+
+
+def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watch: ActorWatch) -> None:
+    """For a minute it would have held the actor's event loop, which waits a moment for the handshake each time."""
+    actor = Actor()
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    link.send(Hello(model_id="m", incarnation=1))
+    link.send(Bye(model_id="m", incarnation=1))
+    handshake, goodbye = actor.calls
+    handshake.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
+    link.close()
+    watch.later.pop()()
+
+    goodbye.set_result([UNKNOWN + b"the actor was restarted"])
+
+    assert len(actor.calls) == 2
+    assert not watch.later
+
+
+def test_a_call_that_waits_for_a_lost_one_is_repeated_with_word_of_that() -> None:
+    """It would have been repeated for a minute, since only calls that were begun later said so."""
+
+    class Recording(Actor):
+        lost: list[Any]
+
+        def remote(self, *arguments: Any) -> Actor:
+            self.lost = [*vars(self).get("lost", []), arguments[-1]]
+            return super().remote()
+
+    actor, buffer = Recording(), Buffer(3)
+    link = CallLink(with_our_receiver(actor), "worker 0")
+    for version in (1, 2):
+        link.send(replace(UPDATE, version=version), buffer)
+    actor.calls[0].set_exception(ray.exceptions.ObjectLostError("00", "an address", "a call site"))
+    actor.calls[1].set_result([EARLY + b"earlier calls have not arrived"])
+
+    assert actor.lost == [(), (), (0,)]
+    actor.calls[2].set_result([encode(ack(replace(UPDATE, version=2)))])
+    assert [type(received.message) for received in link.receive()] == [Refusal, Ack]
     link.close()
 
 
@@ -683,3 +789,34 @@ def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_
     finally:
         scheme.close()
         ray_server._servers.pop("late")
+
+
+def test_an_answer_that_another_thread_gives_meanwhile_goes_home_with_one_call_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under a key, a repeated answer ends the link."""
+
+    class AnsweredMeanwhile(Future[list[bytes]]):
+        """Answered in another thread right after this one has looked."""
+
+        def done(self) -> bool:
+            if super().done():
+                return True
+            self.set_result([b"a handshake's answer"])
+            return False
+
+    actor_server, later = ray_server.ActorServer("m"), Future[list[bytes]]()
+    answers = iter([AnsweredMeanwhile(), later])
+
+    def no_model_yet(*_: Any) -> None:
+        if not later.done():
+            raise ConfigurationError("there is no model yet")
+
+    monkeypatch.setattr(actor_server._call_server, "submit", lambda _: next(answers))
+    monkeypatch.setattr(actor_server, "_decide", no_model_yet)
+    hello = Parcel("a link", 0, encode(Hello(model_id="m", incarnation=1)))
+    first = actor_server.call(hello, ())
+    later.set_result([b"an update's answer"])
+    second = actor_server.call(hello, ())
+
+    assert [*first, *second] == [b"a handshake's answer", b"an update's answer"]

@@ -94,6 +94,30 @@ def test_g2_a_payload_goes_as_the_link_promised_although_an_answer_comes_in_betw
     assert ends.shared.place(UPDATE, ends.buffer) == (UPDATE, None)
 
 
+def test_a_payload_goes_as_the_link_promised_although_the_next_is_packed_meanwhile(ends: Ends) -> None:
+    """Another thread of the trainer packs it, and asks for it between the two steps of this one's send."""
+    following = Buffer(NBYTES, Storage.SEGMENTS)
+    assert ends.shared.shares(ends.buffer)
+    assert ends.shared.shares(following)
+    assert ends.shared.place(UPDATE, ends.buffer)[1] is not None
+    assert ends.shared.place(UPDATE, following)[1] is not None
+
+
+def test_what_a_link_promised_of_a_payload_that_it_was_not_sent_does_not_hold_for_the_next_in_that_buffer(
+    ends: Ends,
+) -> None:
+    """It went to other workers only."""
+    assert ends.shared.shares(ends.buffer)
+    ends.hear(Refusal(model_id="m", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no room"))
+    ends.buffer.unseal()
+    assert ends.shared.place(UPDATE, ends.buffer) == (UPDATE, None)
+    ends.hear(Ack(model_id="m", incarnation=1, version=1))
+    assert ends.shared.shares(ends.buffer)
+    ends.buffer.unseal()
+    ends.hear(Refusal(model_id="m", incarnation=1, version=2, kind=RefusalKind.REFUSED, reason="no room"))
+    assert not ends.shared.shares(ends.buffer)
+
+
 def test_g3_a_mapped_payload_is_the_trainers_memory_and_what_a_worker_writes_is_its_own(ends: Ends) -> None:
     place = ends.place()
     assert place is not None

@@ -134,6 +134,9 @@ class EngineClient:
     def _feed(self, update: Update, layout: Layout, view: memoryview, answers: Answers) -> None:
         """Runs in the thread."""
         stopwatch, engine = Stopwatch(), self._engine
+        if engine._client is not self:  # closed since: a newer link may have loaded a newer version
+            answers.set_exception(TransportError(f"The link to {self._peer} is closed."))
+            return
         try:
             if layout.extras:
                 raise LayoutError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
@@ -81,7 +81,9 @@ def link_to(
     if collector.rref is None and collector.kind is None:
         return CallLink(ours, peer, lambda: ours.remark, (WAY, model_id, str(worker.name)))
     kind = CollectorClass(collector)
-    plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form)
+    # By its id: a reference has no other identity, and lives as long as a call over a former link.
+    called = WAY, model_id, id(collector.rref)
+    plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form, called)
     asking = AskingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
     return CallLink(asking, peer, worker=(WAY, model_id, str(worker.name)))
 
@@ -190,6 +192,7 @@ class CollectorCallClient:
 
     Args:
         form: returns the form that the method takes; None: the form in which the weights were given.
+        called: identifies the collector and the model: calls over former links end first. None: there are none.
     """
 
     def __init__(
@@ -198,12 +201,13 @@ class CollectorCallClient:
         peer: str,
         presenter: SharedPresenter,
         form: Callable[[], WeightsForm | None],
+        called: Hashable | None = None,
     ) -> None:
         self._call = call
         self._form = form
         self._peer = peer
         self._presenter = presenter
-        self._in_turn = CallsInTurn(peer)
+        self._in_turn = CallsInTurn(peer, called)
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""

@@ -102,16 +102,16 @@ class ActorLinks:
             return _linked(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
         _refuse_ray_client(handle, peer)
         without = NoCallClient(_no_method(actor, methods, peer))
-        plain = without if name == RUN else self._plain_client(name, method, peer)
+        plain = without if name == RUN else self._plain_client(name, method, peer, worker)
         if handle is None:
             return _linked(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
         asking = AskingClient(model_id, lambda: ours.ask_models(handle), ours, plain)
         return _linked(asking, peer, worker)
 
-    def _plain_client(self, name: str, method: Any, peer: str) -> PlainActorCallClient:
+    def _plain_client(self, name: str, method: Any, peer: str, worker: Hashable | None) -> PlainActorCallClient:
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
-        return PlainActorCallClient(_calling(name, method), peer, self._plain[form])
+        return PlainActorCallClient(_calling(name, method), peer, self._plain[form], worker)
 
 
 def _linked(client: CallClient, peer: str, worker: Hashable | None = None) -> Link:

@@ -22,24 +22,25 @@ from weightsync.schemes.peers.base import (
 )
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
+from weightsync.transports.calls.waiting import CallsInTurn
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
 from weightsync.weights.loader import is_unawaited
 
 
-def user_link(transport: BareTransport, peer: str) -> BlockingLink:
+def user_link(transport: BareTransport, model_id: str, peer: str) -> BlockingLink:
     """A link over a user's own transport. Raises ConfigurationError: its ``evidence`` is none, or it is ``async``."""
-    return BlockingLink(UserTransportClient(transport, peer), peer)
+    return BlockingLink(UserTransportClient(transport, model_id, peer), peer)
 
 
 class UserTransportClient:
-    """Calls ``transport.send_weights`` in a daemon thread, one call after the other.
+    """Calls ``transport.send_weights`` in a daemon thread, one call after the other, also after those of a former link.
 
     A call that never returns blocks neither `close` nor the end of the process: its thread remains, as a daemon, until
     the call returns or the process ends. If the link was closed, its result is dropped. As long as a call has not
     returned, the worker owes an answer, later versions wait behind it, and a send ends by its deadline.
     """
 
-    def __init__(self, transport: BareTransport, peer: str) -> None:
+    def __init__(self, transport: BareTransport, model_id: str, peer: str) -> None:
         refuse_coroutines(transport, ("send_weights", "check_connection"), PLAIN_METHODS)
         self._transport = transport
         self._peer = peer
@@ -47,11 +48,17 @@ class UserTransportClient:
         self._send = sending_call(transport)
         self._presenter = Presenter()
         self._thread = JobThread(f"weightsync transport to {peer}")
+        # By its id: a transport need not be hashable, and lives as long as a call of a former link.
+        self._in_turn = CallsInTurn(peer, ("transport", id(transport), model_id, peer))
         self._last: Answers = Future()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call; a handshake is answered here, since users' transports have none."""
-        return start_call(message, self._peer, lambda update: self._call(update, payload_of(update, payload)))
+
+        def begin(update: Update) -> Answers:
+            return self._in_turn.begin(lambda: self._call(update, payload_of(update, payload)))
+
+        return start_call(message, self._peer, begin)
 
     def _call(self, update: Update, view: memoryview) -> Answers:
         answers = self._last = Future()
@@ -64,6 +71,7 @@ class UserTransportClient:
 
         A daemon thread that frees tensors while the interpreter ends would crash the process.
         """
+        self._in_turn.close()
         thread = self._thread.end()
         if thread is not None and self._last.done():
             thread.join()

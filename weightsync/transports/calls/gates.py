@@ -120,12 +120,15 @@ class CallAuthenticator:
         with self._lock:
             self._sessions.pop(link, None)
 
-    def forget(self, link: str) -> None:
-        """Drop the calls that were kept for a link that its sender has closed."""
+    def forget(self, link: str) -> list[Parcel]:
+        """Keep the calls of a link that its sender has closed no longer.
+
+        Returns:
+            Those calls, the oldest first, if their sender has proved itself; else none: they count for nothing.
+        """
         with self._lock:
             session = self._sessions.get(link)
-        if session is not None:
-            session.forget()
+        return [] if session is None else session.forget()
 
 
 class _Session:
@@ -181,7 +184,13 @@ class _Session:
         with self._lock:
             self._kept.pop(number, None)
 
-    def forget(self) -> None:
-        """Drop all kept calls."""
+    def forget(self) -> list[Parcel]:
+        """Keep no calls any longer; returns them if their sender has proved itself.
+
+        A proof that comes for one of those later brings nothing.
+        """
         with self._lock:
+            kept = [self._kept[number] for number in sorted(self._kept)] if self._seal.proven else []
+            self._asked_again.update(parcel.number for parcel in kept)
             self._kept.clear()
+            return kept

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
@@ -93,24 +94,29 @@ class SharedPayloads:
         self._pins = Pins()
         self._reached = False
         self._shares = False
-        #: The payload that is to be sent next, and whether the worker maps it.
-        self._decided: tuple[Buffer, bool] | None = None
+        #: Of payloads that are to be sent: the seal that each gets, and whether the worker maps it. One thread may pack
+        #: the next version while another sends the one before.
+        self._decided: WeakKeyDictionary[Buffer, tuple[bytes, bool]] = WeakKeyDictionary()
 
     def shares(self, payload: Buffer) -> bool:
-        """Whether the worker maps a payload. The answer stays the same until `place` is called."""
+        """Whether the worker maps a payload. The answer stays the same until `place` is called with it."""
+        if payload.segment is None:
+            return False
         with self._lock:
-            if self._decided is None or self._decided[0] is not payload:
-                self._decided = payload, self._shares and payload.segment is not None
-            return self._decided[1]
+            seal, decided = payload.segment.next_seal, self._decided.get(payload)
+            if decided is None or decided[0] != seal:
+                decided = self._decided[payload] = seal, self._shares
+            return decided[1]
 
     def place(self, update: Update, payload: Buffer | None) -> tuple[Update, SegmentPlace | None]:
         """The update with its slot, and the place of its payload, which is pinned from now on.
 
         The update unchanged and None if `shares` did not promise that the worker maps it: the call must carry it.
         """
+        if payload is None or payload.segment is None:
+            return update, None
         with self._lock:
-            decided, self._decided = self._decided, None
-            if payload is None or payload.segment is None or decided != (payload, True):
+            if self._decided.pop(payload, None) != (payload.segment.next_seal, True):
                 return update, None
             self._pins.hold(update, payload)
             return replace(update, slot=payload.segment.ref), SegmentPlace.of(payload.segment)
@@ -137,7 +143,7 @@ class SharedPayloads:
         """The worker can no longer be asked: memory that it may be reading is never written again."""
         with self._lock:
             self._shares = self._reached = False
-            self._decided = None
+            self._decided.clear()
             self._pins.retire()
 
 

@@ -11,7 +11,7 @@ from weakref import ref
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.protocol.messages import Hello
+from weightsync.protocol.messages import Bye, Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.gates import CallAuthenticator, HeldCall, UntrustedCall
 from weightsync.transports.calls.same_host import REACHES, reaches
@@ -77,6 +77,9 @@ class CallServer:
         self._sealed: list[tuple[Parcel, Future[Frames]]] = []
         self._lock = threading.Lock()
         self._links: dict[str, CallServerLink] = {}
+        #: The names of those that were found closed, in the order in which they were: the last ones may still have
+        #: something to say to their senders.
+        self._found_closed: dict[str, None] = {}
         self._unmet: list[CallServerLink] = []
         #: Links that the receiver is being given. Their other calls wait, or the receiver would not know the link.
         self._being_accepted: set[CallServerLink] = set()
@@ -144,6 +147,10 @@ class CallServer:
         if brought is not None and parcel.place is not None:
             brought = link.located(brought, parcel.place)
         try:
+            if gate is not None and _is_goodbye(brought):
+                # Proven with it: their sender may ask for none of them again, and the goodbye is read after them.
+                for kept in gate.forget(parcel.link):
+                    link.bring(kept.number, opened(kept))
             answer = link.bring(parcel.number, brought)
             if self._key is None and _is_within_reach(brought):
                 return changed(answer, lambda frames: [*frames, REACHES])
@@ -177,12 +184,12 @@ class CallServer:
                 self._accepted.notify_all()
 
     def _new_link(self, name: str) -> CallServerLink:
-        closed = [each for each, link in self._links.items() if link.is_closed]
-        for each in closed[:-_REMEMBERED]:
-            del self._links[each]
+        self._found_closed.update((each, None) for each, link in self._links.items() if link.is_closed)
+        for each in list(self._found_closed)[:-_REMEMBERED]:
+            del self._links[each], self._found_closed[each]
             if self._gate is not None:
                 self._gate.drop(each)
-        count = len(self._links) - len(closed[-_REMEMBERED:])
+        count = len(self._links) - len(self._found_closed)
         if count >= MAX_LINKS:
             raise TransportError(
                 f"{count} senders of model {self.model_id!r} have links here, which is the limit, and another called."
@@ -223,10 +230,12 @@ class CallServer:
             self._forget(parcel.link)
             return
         admitted = parcel if gate is None else gate.admit(parcel)
-        if gate is not None and isinstance(admitted, Parcel | HeldCall):
-            gate.forget(parcel.link)
         if isinstance(admitted, Parcel):
             self._end(admitted, gate)
+        elif gate is not None and isinstance(admitted, HeldCall):
+            # None, unless a proof has just come in another thread. The goodbye, which was kept too, is the last.
+            for kept in gate.forget(parcel.link):
+                self._end(kept, gate)
 
     def _forget(self, name: str) -> None:
         """End the calls of a link that has not been opened yet."""
@@ -329,6 +338,10 @@ class CallServer:
     def _shut(self) -> None:
         with self._lock:
             self._listener = _nobody
+
+
+def _is_goodbye(brought: Received | ProtocolError | None) -> bool:
+    return isinstance(brought, Received) and isinstance(brought.message, Bye)
 
 
 def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:

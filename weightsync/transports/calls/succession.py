@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Final
+from weakref import WeakValueDictionary
 
 from weightsync.transports.process import PerProcess
 
@@ -18,29 +19,33 @@ Met = Future[None]
 
 
 class _Unmet(PerProcess):
-    """The links on which no answer has come yet, by worker, in the order in which they were created."""
+    """The links on which no answer has come yet, by worker, in the order in which they were created.
+
+    A link that was dropped before it carried a call is none of them: no handshake will ever go over it.
+    """
 
     def _begin(self) -> None:
         self._numbers = itertools.count()
-        self._by_worker: dict[Hashable, dict[int, Met]] = {}
+        self._by_worker: dict[Hashable, WeakValueDictionary[int, Met]] = {}
 
     def add(self, worker: Hashable, met: Met) -> int:
         """Add a link; returns its number."""
         with self._lock:
             number = next(self._numbers)
-            self._by_worker.setdefault(worker, {})[number] = met
+            self._by_worker.setdefault(worker, WeakValueDictionary())[number] = met
             return number
 
     def after(self, worker: Hashable, number: int) -> list[Met]:
         """Those of a worker that were created after a link."""
         with self._lock:
-            return [met for other, met in self._by_worker.get(worker, {}).items() if other > number]
+            links = self._by_worker.get(worker)
+            return [] if links is None else [met for other, met in links.items() if other > number]
 
     def drop(self, worker: Hashable, number: int) -> Met | None:
         """Take a link out; None if that was done before."""
         with self._lock:
-            links = self._by_worker.get(worker, {})
-            met = links.pop(number, None)
+            links = self._by_worker.get(worker)
+            met = None if links is None else links.pop(number, None)
             if not links:
                 self._by_worker.pop(worker, None)
             return met
@@ -58,7 +63,8 @@ class LinkPosition:
 
     def __init__(self, worker: Hashable | None) -> None:
         self._worker = worker
-        self._number = -1 if worker is None else _unmet.add(worker, Met())
+        self._met = Met()
+        self._number = -1 if worker is None else _unmet.add(worker, self._met)
 
     def met(self) -> None:
         """The worker has answered on this link, or never will."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Message
@@ -15,6 +16,7 @@ from weightsync.transports.base import SharesMemory
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallClient
 from weightsync.transports.calls.without_receiver import RefusingClient, another_model
+from weightsync.transports.process import PerProcess
 
 
 class AskingClient(SharesMemory):
@@ -51,8 +53,17 @@ class AskingClient(SharesMemory):
             self._waiting.append((message, payload, answers))
             if not self._asked:
                 self._asked = True
-                self._ask().add_done_callback(self._found)
+                self._begin_to_ask()
         return answers
+
+    def _begin_to_ask(self) -> None:
+        try:
+            asked = self._ask()
+        except TransportError as failure:
+            self._failure = failure  # nobody will answer the messages that follow either
+            self._waiting.clear()
+            raise
+        asked.add_done_callback(self._found)
 
     def _found(self, found: Future[Sequence[str]]) -> None:
         with self._lock:
@@ -101,17 +112,41 @@ def complete_like(answers: Future[Any], over: Future[Any]) -> None:
         answers.set_exception(error)
 
 
+class _InFlight(PerProcess):
+    """The call to each worker that was begun last, over whichever link, while something may still complete it."""
+
+    def _begin(self) -> None:
+        self._calls: WeakValueDictionary[Hashable, Answers] = WeakValueDictionary()
+
+    def note(self, worker: Hashable | None, call: Answers) -> None:
+        """A call to a worker is begun. None: it is not known which worker that is."""
+        with self._lock:
+            if worker is not None:
+                self._calls[worker] = call
+
+    def to(self, worker: Hashable | None) -> Answers | None:
+        """The call to a worker, if it has not ended; None: there is none."""
+        with self._lock:
+            call = None if worker is None else self._calls.get(worker)
+        return None if call is None or call.done() else call
+
+
+_in_flight: Final = _InFlight()
+
+
 class CallsInTurn:
-    """Begins each call once the one before it has ended.
+    """Begins each call once the one before it has ended, also if that was begun over a former link to the worker.
 
     A worker that runs two calls side by side, as async and threaded ones do, could end with the older version.
 
     Args:
         peer: the worker's name in messages to people.
+        worker: identifies what is called, whatever the link; None: the calls of former links are not waited for.
     """
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, worker: Hashable | None = None) -> None:
         self._peer = peer
+        self._worker = worker
         self._lock = threading.Lock()
         #: Whether there is a call that has not ended, after which the next one is begun.
         self._busy = False
@@ -123,16 +158,21 @@ class CallsInTurn:
         with self._lock:
             if self._closed:
                 raise self._is_closed()
-            if self._busy:
+            former = None if self._busy else _in_flight.to(self._worker)
+            waits, self._busy = self._busy or former is not None, True
+            if waits:
                 answers: Answers = Future()
                 self._waiting.append((answers, call))
-                return answers
-            self._busy = True
+        if former is not None:
+            former.add_done_callback(lambda _: self._begin_next())
+        if waits:
+            return answers
         try:
             begun = call()
         except BaseException:
             self._begin_next()
             raise
+        _in_flight.note(self._worker, begun)
         begun.add_done_callback(lambda _: self._begin_next())
         return begun
 
@@ -155,6 +195,7 @@ class CallsInTurn:
                     self._busy = False
                     return
                 answers, call = self._waiting.popleft()
+            _in_flight.note(self._worker, answers)
             begun = _begun(call)
             if not begun.done():
                 begun.add_done_callback(functools.partial(self._ended, answers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -233,15 +233,16 @@ class ActorCallClient(_RayCallClient, SharesMemory):
                 self._unsent_layout = message.layout
                 return self._full(message, error)
         lost, number, met = tuple(self._lost), self._next, self._handshake is not None and self._handshake.done()
-        arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
+        arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried
         call = _Call(
-            lambda: self._first_call(arguments),
+            lambda: self._first_call(arguments, lost),
             lambda over: self._answers_of(message, number, met, over),
             lambda: self._call_again(number),
         )
         try:
-            if self._held is not None:  # it would overtake the handshake
-                raise self._held.with_traceback(None)
+            held = self._held  # read once: the thread that makes the handshake may reset it
+            if held is not None:  # it would overtake the handshake
+                raise held.with_traceback(None)
             answers = self._begin_call(call)
         except _TooManyCalls as error:
             if not isinstance(message, Hello):
@@ -289,10 +290,11 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         lost = lost_call(self._peer, error)
         raise _Restarting(None, lost) if isinstance(error, _exceptions().ActorUnavailableError) else lost
 
-    def _first_call(self, arguments: tuple[Any, ...]) -> Any:
+    def _first_call(self, arguments: tuple[Any, ...], lost: tuple[int, ...]) -> Any:
         if self._held is not None:
             self._require_open()
-        ref = self._call.remote(*arguments)
+        # If it is repeated, it may be waiting for a call that was lost after it was begun.
+        ref = self._call.remote(*arguments, tuple(sorted({*lost, *self._lost})))
         self._held = None
         return ref
 
@@ -309,8 +311,9 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         """Begin no further calls: see `CallClient.close`."""
         super().close()
         self._shared.close()
-        if self._held is not None and self._handshake is not None:
-            settle(self._handshake, error=self._held)
+        held = self._held
+        if held is not None and self._handshake is not None:
+            settle(self._handshake, error=held)
 
     def _carried(self, update: Update, payload: Buffer | None) -> tuple[Update, Any]:
         """What the call carries: the payload's place, the payload itself, or a reference to it in the object store."""
@@ -329,8 +332,10 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             frames = self._shared.without_mark(over.result())
             mark = frames[0][: len(EARLY)] if isinstance(frames, list) and frames else b""
             if mark in _NOT_ANSWERED:
-                # Once the actor has answered the handshake, only a restart can make it forget the link.
-                error_type = TransportError if met and mark == UNKNOWN else _NOT_ANSWERED[mark]
+                # Once the actor has answered the handshake, only a restart can make it forget the link. A failed
+                # handshake is not repeated.
+                gone = met or (self._handshake is not None and _has_failed(self._handshake))
+                error_type = TransportError if gone and mark == UNKNOWN else _NOT_ANSWERED[mark]
                 raise error_type(f"{self._peer} ended its link: {frames[0][len(EARLY) :].decode()}")
             messages = self._seal.brought(frames)
             self._shared.heard(messages)
@@ -359,12 +364,15 @@ class PlainActorCallClient(_RayCallClient):
 
     Args:
         caches: have the sender's object, which presents weights as the method takes them.
+        worker: identifies the actor and the model: calls over former links end first. None: there are none.
     """
 
-    def __init__(self, call: Callable[[Any], Any], peer: str, caches: ObjectCaches) -> None:
+    def __init__(
+        self, call: Callable[[Any], Any], peer: str, caches: ObjectCaches, worker: Hashable | None = None
+    ) -> None:
         super().__init__(peer, caches)
         self._call = call
-        self._in_turn = CallsInTurn(peer)
+        self._in_turn = CallsInTurn(peer, worker)
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
@@ -402,6 +410,10 @@ class PlainActorCallClient(_RayCallClient):
         if isinstance(error, _exceptions().ObjectLostError) and self._cached is not None:
             self._cached.forget(update.version)
         return [refusal(update, *ended)]
+
+
+def _has_failed(call: Answers) -> bool:
+    return call.done() and call.exception() is not None
 
 
 def lost_call(peer: str, error: BaseException) -> TransportError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import re
@@ -126,15 +127,21 @@ class ActorWatch:
         """
         with self._lock:
             self._calls[call] = peer
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="weightsync-ray", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError as error:
-                    self._thread = None
-                    del self._calls[call]
-                    raise thread_not_started("watching Ray's calls", error) from error
+            try:
+                self._require_thread()
+            except TransportError:
+                del self._calls[call]
+                raise
         call.add_done_callback(self.leave)
+
+    def _require_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="weightsync-ray", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                raise thread_not_started("watching Ray's calls", error) from error
 
     def leave(self, call: Future[Any]) -> None:
         """Stop watching a call."""
@@ -142,9 +149,13 @@ class ActorWatch:
             self._calls.pop(call, None)
 
     def call_soon(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called after a pause, on behalf of a call that is watched."""
-        with self._lock:
+        """Have ``act`` called after a pause, on behalf of a call that is watched, or was until its link was closed."""
+        with (
+            self._lock,
+            contextlib.suppress(TransportError),
+        ):  # without a thread it is called once another call is watched
             self._soon.append(act)
+            self._require_thread()
 
     def _run(self) -> None:
         ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
