@@ -138,10 +138,16 @@ class _Announcement:
         """Wait until the links whose announcement began before are announced."""
         _under_way.wait(self._where)
 
-    def remark(self, client: Client) -> str:
-        """A remark for a send that times out: the models that the worker listens for, if this is none of them."""
+    def remark(self, client: Client, follow: Callable[[str], None]) -> str:
+        """A remark for a send that times out: the models that the worker listens for, if this is none of them.
+
+        Follows the process that has taken the link: it may die before it says who it is.
+        """
         if not self._reads_models:
             return ""
+        taken = (client.value(_taken_key(self.name)) or b"").decode("ascii", "replace")
+        if _TAKER.fullmatch(taken):
+            follow(taken.partition(" ")[0])
         known = Models(self._rank, RECEIVERS).without(client, self._model_id)
         return known and _NO_RECEIVER.format(rank=self._rank, known=known, model_id=self._model_id)
 
@@ -166,7 +172,7 @@ def sender_link(endpoint: StoreEndpoint, model_id: str, peer: str, fanout: Fanou
         writes="down",
         reads="up",
         peer=peer,
-        begin=announcing.announce,
+        introduced=announcing.announce,  # last: a sender that died in between would be watched by nobody
         leave=announcing.withdraw,
         before_goodbye=announcing.wait_for_others,
         remark=announcing.remark,

@@ -108,6 +108,10 @@ class Heartbeat:
             if token in self._members:
                 self._members[token].process = process
 
+    def await_connection(self) -> None:
+        """Return once it can beat, or never will."""
+        self._dialled.wait(_DIAL_SECONDS)
+
     def drop(self, token: int) -> bool:
         """Remove that member; whether it was the last."""
         with self._lock:
@@ -235,6 +239,11 @@ class HeartbeatMember:
     def follow(self, process: str) -> None:
         """Watch ``process`` too."""
         self.heartbeat.follow(self.token, process)
+
+    def await_name(self) -> str:
+        """The name of this process, for peers: once it can beat, since they would miss its beats from then on."""
+        self.heartbeat.await_connection()
+        return process_name()
 
     def leave(self) -> None:
         """Remove the member. The heartbeat ends with its last member."""

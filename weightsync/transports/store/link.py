@@ -182,10 +182,10 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         if self._closed:
             return
         self._closed = True
+        if self._refused:  # first: the peer's end may close as soon as this one does
+            self._when_refused(self._refused)
         self._threads.close()
         self._let_go()
-        if self._refused:
-            self._when_refused(self._refused)
 
     def forget(self) -> None:
         """In a forked child: count as closed."""

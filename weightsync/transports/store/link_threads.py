@@ -222,16 +222,16 @@ class LinkThreads:
 
     def _introduce(self, client: Client, outbox: Outbox) -> None:
         """Write our name to the store, and the worker its address."""
-        self._side.begin(client)
         for challenge in self._guard.first():
             outbox.put(challenge)
-        name = f"{heartbeat.process_name()} {own_network()}"
+        name = f"{self._heartbeat_member.await_name()} {own_network()}"
         if self._side.listens:
             self._listening.wait()
             if self._acceptor is None:
                 return
             name += f" {self._acceptor.address}"
         outbox.put(self._guard.seal(name.encode()))
+        self._side.introduced(client)
 
     def _next(self, client: Client) -> QueuedMessage | None:
         """The next message to write, or None."""
@@ -467,7 +467,7 @@ class LinkThreads:
         """Called by the heartbeat with each beat."""
         if self.owner() is None:
             self.close()
-        if self._stream is None and self._remark.is_due(self._side.remark(client)):
+        if self._stream is None and self._remark.is_due(self._side.remark(client, self._heartbeat_member.follow)):
             logger.warning("%s did not accept this link: %s", self._side.peer, self._remark.text)
 
     def _lose_store(self, reason: str) -> None:

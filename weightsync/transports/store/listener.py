@@ -67,6 +67,18 @@ class _Listeners(PerProcess):
 _listeners = _Listeners()
 
 
+@dataclass(eq=False)
+class _Place:
+    """Where a receiver listens. If it listens there again, the earlier listener ends a little later."""
+
+    #: What takes its links, once for each listener; empty once it listens here no more.
+    accepts: list[Callable[[Link], None]] = field(default_factory=list)
+    #: Links whose senders have not proved yet that they have the key.
+    unproven: set[StoreLink] = field(default_factory=set)
+    #: Links whose senders have proved it, and that the receiver does not have yet.
+    admitted: set[StoreLink] = field(default_factory=set)
+
+
 class _OtherProcess:
     """Another process that has listened for the same worker, and may still do so.
 
@@ -104,18 +116,24 @@ class _Listener:
     """A thread that waits under the worker's key for the next link.
 
     Args:
+        place: shared with the receiver's other listeners there.
         leave: called when it is closed.
     """
 
     owner: Callable[[], object] = object  #: Gives the handle, and None once that was dropped.
 
     def __init__(
-        self, endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None], leave: Callable[[], None]
+        self,
+        endpoint: StoreEndpoint,
+        model_id: str,
+        accept: Callable[[Link], None],
+        place: _Place,
+        leave: Callable[[], None],
     ) -> None:
         self._endpoint = endpoint
         self._model_id = model_id
         self.where = where_of(endpoint, model_id)
-        self._accept, self._leave = accept, leave
+        self._accept, self._place, self._leave = accept, place, leave
         self._other = _OtherProcess(self.where.key)
         self._over = threading.Event()
         #: Whether its thread has ended, as it does without its store.
@@ -127,15 +145,15 @@ class _Listener:
         #: Set once the sender of the link taken last has said goodbye.
         self._sender_left = threading.Event()
         self._remark = heartbeat.Remark()
-        #: Links whose senders have not proved yet that they have the key.
-        self._unproven: set[StoreLink] = set()
-        #: Links whose senders have proved it, and that the receiver does not have yet.
-        self._admitted: set[StoreLink] = set()
+        #: Why its store is lost; empty: it is not.
+        self._lost = ""
         self._heartbeat_member = heartbeat.join(endpoint.store, heartbeat.Callbacks(self._lose, self._lose, self._look))
         forget_after_fork(self)
+        _listeners.add(self)  # before an earlier one at the same place ends: a goodbye waits for one of them
         try:
             start_threads(self, {"weightsync-listener": self._listen})
         except TransportError:
+            _listeners.drop(self)
             self._heartbeat_member.leave()
             raise
 
@@ -145,10 +163,12 @@ class _Listener:
         keep_in_child(self._client, self._waking_client, self._heartbeat_member, self._endpoint)
 
     def _listen(self) -> None:
-        _listeners.add(self)
         try:
             self._waking_client = Client(self._endpoint.store)
             client = self._client = Client(self._endpoint.store)
+            if self._lost:  # meanwhile: no heartbeat will report it again
+                raise TransportError(f"The store is lost: {self._lost}.")
+            self._heartbeat_member.await_name()  # from the first link on, its sender counts our beats
             Models(self._endpoint.rank, RECEIVERS).add(client, self._model_id)
             self._other.find(client)
             while not self._over.is_set():
@@ -216,20 +236,20 @@ class _Listener:
             decline(client, name)
             self._accept(PlaceholderLink(error))
             return
-        self._unproven.add(link)
+        self._place.unproven.add(link)
         link.when_admitted(self._let_in, self._turn_away)
-        if self._over.is_set() and link in self._unproven:
+        if not self._place.accepts and link in self._place.unproven:
             link.close()
 
     def _let_in(self, link: StoreLink) -> None:
         # Added here before it leaves the other set: until the receiver has it, this listener is behind.
-        self._admitted.add(link)
-        self._unproven.discard(link)
+        self._place.admitted.add(link)
+        self._place.unproven.discard(link)
         try:
             link.when_refused(partial(self._await_successor, link))
             self._accept(link)
         finally:
-            self._admitted.discard(link)
+            self._place.admitted.discard(link)
 
     def _await_successor(self, link: StoreLink, why: str) -> None:
         """A handshake was refused. Its sender may already have replaced the link and announced another.
@@ -237,13 +257,13 @@ class _Listener:
         A stand-in keeps the receiver listening until the sender's end is closed: by then its announcement has arrived.
         """
         stand_in = PlaceholderLink()
-        if stand_in.waitables() and not self._over.is_set():
+        if stand_in.waitables() and self._place.accepts:
             self._accept(stand_in)
             link.when_over(lambda: stand_in.end(TransportError(f"its handshake was refused: {why}")))
 
     def _turn_away(self, link: StoreLink) -> None:
-        self._unproven.discard(link)
-        if not self._over.is_set():
+        self._place.unproven.discard(link)
+        if self._place.accepts:
             logger.warning(
                 "model %r: a sender was turned away before it was authenticated: %s", self._model_id, link.failure
             )
@@ -259,10 +279,12 @@ class _Listener:
 
     def is_behind(self, client: Client) -> bool:
         """Whether a link was announced that the receiver does not have yet."""
-        waiting = bool(self._unproven) or bool(self._admitted)
-        return not self._over.is_set() and (waiting or client.present(self._next_key))
+        # In this order: a link that was announced is unproven, then admitted, before the receiver has it. One that is
+        # closed counts as well, while its thread still takes a link.
+        return client.present(self._next_key) or bool(self._place.unproven) or bool(self._place.admitted)
 
-    def _lose(self, _: str) -> None:
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
         self.cut()
 
     def cut(self) -> None:
@@ -271,16 +293,17 @@ class _Listener:
             self._client.cut()
 
     def close(self) -> None:
-        """Accept no further link. The thread ends soon."""
+        """Accept no further link. The thread ends soon. What it has taken stays, if its receiver listens here again."""
+        if self._over.is_set():
+            return
+        self._over.set()
         self._leave()
-        if not self._over.is_set():
-            self._over.set()
-            for link in tuple(self._unproven):
-                link.close()
-            try:
-                start_threads(self, {"weightsync-listener-waker": self._wake})
-            except TransportError:  # from Python 3.12 on, no thread starts while the interpreter ends
-                self.cut()
+        for link in () if self._place.accepts else tuple(self._place.unproven):
+            link.close()
+        try:
+            start_threads(self, {"weightsync-listener-waker": self._wake})
+        except TransportError:  # from Python 3.12 on, no thread starts while the interpreter ends
+            self.cut()
 
     def _wake(self) -> None:
         """Announce a dummy link where the thread waits. A link that has just been announced there wakes it as well."""
@@ -353,30 +376,32 @@ class _Receivers(PerProcess):
     """The receivers of this process that listen at stores: at most one for each model, rank and store."""
 
     def _begin(self) -> None:
-        self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
+        self._by_place: dict[Hashable, _Place] = {}
 
-    def open(self, endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Register a receiver by what takes its links. Returns a function that removes it.
+    def open(
+        self, endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None]
+    ) -> tuple[_Place, Callable[[], None]]:
+        """Register a receiver by what takes its links. Returns its place, and a function that removes it.
 
         Raises ConfigurationError: there is another. The same receiver may be registered again.
         """
         place = _identity_of(endpoint.store), endpoint.rank, model_id
         with self._lock:
-            there = self._by_place.setdefault(place, [])
-            if any(other != accept for other in there):
+            there = self._by_place.setdefault(place, _Place())
+            if any(other != accept for other in there.accepts):
                 raise ConfigurationError(
                     f"Model {model_id!r} has a receiver for rank {endpoint.rank} in this process: close that first."
                 )
-            there.append(accept)
+            there.accepts.append(accept)
 
         def shut() -> None:
             with self._lock:
-                if accept in there:
-                    there.remove(accept)
-                if not there and self._by_place.get(place) is there:
+                if accept in there.accepts:
+                    there.accepts.remove(accept)
+                if not there.accepts and self._by_place.get(place) is there:
                     del self._by_place[place]
 
-        return shut
+        return there, shut
 
 
 def _identity_of(store: Store) -> Hashable:
@@ -418,9 +443,9 @@ def listen(endpoint: StoreEndpoint, model_id: str, accept: Callable[[Link], None
         TransportError: no more threads can be started.
     """
     endpoint.warn_if_exposed()
-    leave = _receivers.open(endpoint, model_id, accept)
+    place, leave = _receivers.open(endpoint, model_id, accept)
     try:
-        listener = _Listener(endpoint, model_id, accept, leave)
+        listener = _Listener(endpoint, model_id, accept, place, leave)
     except BaseException:
         leave()
         raise

@@ -44,7 +44,7 @@ def _nothing_there(_: Client) -> None:
     return None
 
 
-def _no_remark(_: Client) -> str:
+def _no_remark(_: Client, __: Callable[[str], None]) -> str:
     return ""
 
 
@@ -57,8 +57,8 @@ class Side:
     writes: str
     reads: str
     peer: str
-    #: Called by the writing thread before its first and after its last action.
-    begin: Callable[[Client], None] = _nothing_there
+    #: Called by the writing thread once this end has written its name, and after its last action.
+    introduced: Callable[[Client], None] = _nothing_there
     leave: Callable[[Client], None] = _nothing_there
     #: Called before this end says goodbye, or its connection ends.
     before_goodbye: Callable[[], None] = _nothing
@@ -66,8 +66,9 @@ class Side:
     peer_left: Callable[[], None] = _nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
-    #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say.
-    remark: Callable[[Client], str] = _no_remark
+    #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say. It
+    #: calls what follows a process, if one has taken the link.
+    remark: Callable[[Client, Callable[[str], None]], str] = _no_remark
     #: What to look at if nobody has taken the link.
     untaken: str = ""
     #: Called if the store could not be reached: the link was not announced.
