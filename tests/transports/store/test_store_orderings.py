@@ -66,7 +66,7 @@ def add_again(pair: StorePair) -> None:
     """The trainer gives its worker a new link, and sends."""
     with serving(pair.receiver) as raised:
         pair.sender.add_worker(0, (pair.store, 1))
-        report = pair.sender.send(timeout=10.0, on_failure="report")
+        report = pair.sender.send(timeout=PATIENCE, on_failure="report")
     assert raised == [None]
     assert report.ok
 
@@ -150,7 +150,7 @@ def test_a_receiver_listens_again_before_a_sender_has_proved_that_it_has_the_key
         pair.receiver.register_worker_transport((store, 1))
         again.set()
         with serving(pair.receiver) as raised:
-            report = pair.sender.send(timeout=10.0, on_failure="report")
+            report = pair.sender.send(timeout=PATIENCE, on_failure="report")
         assert raised == [None]
         assert report.ok
 
@@ -205,7 +205,7 @@ def test_the_other_end_of_a_refused_link_closes_before_the_receiver_asks_to_be_t
             for _ in range(20):  # its sender learns of that, and closes its end
                 refused.poll()
                 time.sleep(0.02)
-            report = fit.get_sender().send(timeout=10.0, on_failure="report")
+            report = fit.get_sender().send(timeout=PATIENCE, on_failure="report")
         assert raised == [None]
         assert report.ok
 
@@ -235,7 +235,7 @@ def test_a_trainer_that_dies_as_it_announces_a_link_is_lost(crew: Crew, store: A
         trainer.tell(leads_and_dies, store.port)
         trainer.process.join(PATIENCE)
         with pytest.raises(TransportError, match="the sender is lost: no heartbeat"):
-            scheme.get_receiver().receive(timeout=20.0)
+            scheme.get_receiver().receive(timeout=PATIENCE)
 
 
 def takes_and_dies(setup: WorkerSetup, port: int) -> None:
@@ -251,7 +251,7 @@ def test_a_worker_that_dies_as_it_takes_a_link_is_lost(crew: Crew, store: Any) -
         scheme.init_on_sender("policy", store=store, num_workers=1, model=large(1.0))
         worker.tell(takes_and_dies, store.port)
         worker.process.join(PATIENCE)
-        report = scheme.get_sender().send(timeout=20.0, on_failure="report")
+        report = scheme.get_sender().send(timeout=PATIENCE, on_failure="report")
         assert report[0].kind is OutcomeKind.LOST
         assert "no heartbeat" in report[0].reason
 
@@ -290,4 +290,4 @@ def test_a_store_that_is_lost_before_a_receiver_has_its_connection_is_no_store_t
         handle.listener._heartbeat_member.heartbeat._lost("no descriptor was left")  # type: ignore[attr-defined]
         lost.set()
         with pytest.raises(TransportError, match=r"The store is lost: no descriptor was left\."):
-            receiver.receive(timeout=10.0)
+            receiver.receive(timeout=PATIENCE)
