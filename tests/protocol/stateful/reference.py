@@ -6,6 +6,7 @@ block are generators: they yield where the caller would wait. What a caller woul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -101,8 +102,12 @@ class Report(NamedTuple):
 class Wire:
     """Two ends, and what lies between."""
 
+    _made = itertools.count()
+
     def __init__(self, loses: bool) -> None:
         self.loses = loses
+        #: A sender's later wires have higher numbers.
+        self.number = next(self._made)
         self.flying: list[Parcel] = []
         self.inbox: dict[str, list[Parcel]] = {SENDER: [], WORKER: []}
         #: What the sender has read, and has not heard yet.
@@ -765,7 +770,9 @@ class Receiver:
 
     def _greeted(self, wire: Wire, incarnation: int, sample: Content | None) -> None:
         old = incarnation < self.fence
-        if old or (sample is not None and not sample.fits):
+        if self.wire is not None and incarnation == self.fence and wire.number < self.wire.number:
+            self._close_wire(wire)  # its sender has replaced it by the current one
+        elif old or (sample is not None and not sample.fits):
             self.ended = "TransportError"
             self._say(wire, Message("Refusal", incarnation, 0, "FENCED" if old else "REFUSED", self.fence))
             if wire is not self.wire:
