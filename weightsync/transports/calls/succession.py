@@ -26,29 +26,24 @@ class _Unmet(PerProcess):
 
     def _begin(self) -> None:
         self._numbers = itertools.count()
-        self._by_worker: dict[Hashable, WeakValueDictionary[int, Met]] = {}
+        self._links: WeakValueDictionary[tuple[Hashable, int], Met] = WeakValueDictionary()
 
     def add(self, worker: Hashable, met: Met) -> int:
         """Add a link; returns its number."""
         with self._lock:
             number = next(self._numbers)
-            self._by_worker.setdefault(worker, WeakValueDictionary())[number] = met
+            self._links[worker, number] = met
             return number
 
     def after(self, worker: Hashable, number: int) -> list[Met]:
         """Those of a worker that were created after a link."""
         with self._lock:
-            links = self._by_worker.get(worker)
-            return [] if links is None else [met for other, met in links.items() if other > number]
+            return [met for (whose, other), met in self._links.items() if whose == worker and other > number]
 
     def drop(self, worker: Hashable, number: int) -> Met | None:
         """Take a link out; None if that was done before."""
         with self._lock:
-            links = self._by_worker.get(worker)
-            met = None if links is None else links.pop(number, None)
-            if not links:
-                self._by_worker.pop(worker, None)
-            return met
+            return self._links.pop((worker, number), None)
 
 
 _unmet: Final = _Unmet()
