@@ -23,6 +23,12 @@ def reach(port: int) -> Any:
     return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
 
 
+def until(done: Callable[[], bool]) -> None:
+    """Look until it is so; the test's own time limit ends what never is."""
+    while not done():
+        time.sleep(0.005)
+
+
 def keys_of(store: Any) -> list[str]:
     """The names of what a store has."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, Crew, Worker, WorkerSetup, large
-from store_fleet import StorePair, lead, meet
+from store_fleet import StorePair, lead, meet, until
 from torch import nn
 
 from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError, WeightReceiver
@@ -24,12 +24,6 @@ from weightsync.transports.store.listener import _Listener
 from weightsync.transports.store.store import Client
 
 KEY = "a key of sixteen characters or more"
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Look until it is so; the test's own time limit ends what never is."""
-    while not done():
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -69,6 +63,20 @@ def add_again(pair: StorePair) -> None:
         report = pair.sender.send(timeout=PATIENCE, on_failure="report")
     assert raised == [None]
     assert report.ok
+
+
+def sender_proves_late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Both ends have a key, and the trainer reads no challenge until the event is set."""
+    monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
+    asked, next_text = threading.Event(), LinkThreads._next_text
+
+    def reads_late(threads: LinkThreads, inbox: Any) -> Any:
+        if not threads._side.listens:
+            assert asked.wait(PATIENCE)
+        return next_text(threads, inbox)
+
+    monkeypatch.setattr(LinkThreads, "_next_text", reads_late)
+    return asked
 
 
 # -------------------------------------------------------------- a goodbye, and the link that was announced before it
@@ -136,15 +144,7 @@ def test_a_receiver_listens_again_while_its_former_listener_takes_a_link(
 def test_a_receiver_listens_again_before_a_sender_has_proved_that_it_has_the_key(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
-    again, next_text = threading.Event(), LinkThreads._next_text
-
-    def reads_late(threads: LinkThreads, inbox: Any) -> Any:
-        if not threads._side.listens:
-            assert again.wait(PATIENCE)
-        return next_text(threads, inbox)
-
-    monkeypatch.setattr(LinkThreads, "_next_text", reads_late)
+    again = sender_proves_late(monkeypatch)
     with contextlib.closing(StorePair(store)) as pair:
         until(lambda: bool(listener_of(pair)._place.unproven))
         pair.receiver.register_worker_transport((store, 1))
@@ -158,15 +158,7 @@ def test_a_receiver_listens_again_before_a_sender_has_proved_that_it_has_the_key
 def test_a_receiver_that_is_closed_ends_the_links_of_senders_that_have_proved_nothing(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
-    closed, next_text = threading.Event(), LinkThreads._next_text
-
-    def reads_late(threads: LinkThreads, inbox: Any) -> Any:
-        if not threads._side.listens:
-            assert closed.wait(PATIENCE)
-        return next_text(threads, inbox)
-
-    monkeypatch.setattr(LinkThreads, "_next_text", reads_late)
+    closed = sender_proves_late(monkeypatch)
     with contextlib.closing(StorePair(store)) as pair:
         place = listener_of(pair)._place
         until(lambda: bool(place.unproven))

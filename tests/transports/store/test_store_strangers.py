@@ -9,13 +9,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from exhausted import descriptors_left
 from fleet import PATIENCE, constants, small
-from store_fleet import StorePair, reach
+from store_fleet import StorePair, reach, until
 
 from weightsync import DistributedWeightSyncScheme, TransportError, WeightReceiver, WorkerLostError
 from weightsync.engine.listening import Listening
@@ -29,12 +29,6 @@ from weightsync.transports.store.stream import Acceptor, _names, dial
 
 JUNK = [b"", b"junk", b"\xff\xfe\x00", b"Lno frame", b"M" + bytes(9)]
 BASE = "weightsync/policy/1"
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Look until it is so; the test's own time limit ends what never is."""
-    while not done():
-        time.sleep(0.005)
 
 
 class Reception:
