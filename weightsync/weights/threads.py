@@ -47,15 +47,14 @@ def shares(nbytes: int, unit: int, threads: int) -> list[Part]:
 def in_threads(work: Work, parts: Iterable[Part], threads: int) -> None:
     """Call ``work(start, end)`` for each part, in as many threads, of which this is one.
 
-    Returns once all calls have ended. If others cannot be started, this thread does their share.
+    Returns, or raises, once all calls have ended. If others cannot be started, this thread does their share.
 
     Raises Exception: the first error that `work` raised. The other parts were still worked on.
     """
     job = _Job(work, parts)
     _helpers.begin(job, threads - 1)
     try:
-        job.help()
-        job.wait()
+        job.finish()
     finally:
         _helpers.end()
     if job.errors:
@@ -83,28 +82,55 @@ class Keeping:
 
 
 class _Job:
-    """The parts of a buffer that no thread has begun, and the number of threads that work on the others."""
+    """The parts of a buffer that no thread has begun, and the helpers that work on the others."""
 
     def __init__(self, work: Work, parts: Iterable[Part]) -> None:
         self._work = work
         self._left = deque(parts)
         #: What the work raised.
         self.errors: list[BaseException] = []
-        #: How many threads work on it.
-        self._helping = 0
-        self._news = threading.Condition()
+        #: The helpers that may be working on a part.
+        self._helping: set[int] = set()
+        #: Has an item for each that has ended. No lock is held here: Ctrl-C may interrupt the caller at any place.
+        self._ended: SimpleQueue[None] = SimpleQueue()
 
     def help(self) -> None:
-        """Work on one part after another until none is left."""
-        with self._news:
-            self._helping += 1
+        """In a helper: work on one part after another until none is left."""
+        helper = threading.get_ident()
+        self._helping.add(helper)
         try:
-            while True:
-                self._guarded(*self._left.popleft())
-        except IndexError:
-            with self._news:
-                self._helping -= 1
-                self._news.notify_all()
+            self._work_on()
+        finally:
+            self._helping.discard(helper)
+            self._ended.put(None)
+
+    def finish(self) -> None:
+        """Work on one part after another, and wait until no helper works on one.
+
+        A helper that comes later finds no part, and keeps no buffer alive. If this is interrupted, no further part is
+        begun, but it still waits: once it raises, nobody writes to the buffer.
+        """
+        try:
+            self._work_on()
+            self._wait()
+        except BaseException:
+            self._left.clear()
+            self._wait()
+            raise
+        finally:
+            del self._work
+
+    def _wait(self) -> None:
+        while self._helping:
+            self._ended.get()
+
+    def _work_on(self) -> None:
+        while True:
+            try:
+                part = self._left.popleft()
+            except IndexError:
+                return
+            self._guarded(*part)
 
     def _guarded(self, start: int, end: int) -> None:
         try:
@@ -117,12 +143,6 @@ class _Job:
         first = self.errors[0]
         self.errors.clear()
         return first
-
-    def wait(self) -> None:
-        """Wait until nobody works on it. A helper that comes later finds no part, and keeps no buffer alive."""
-        with self._news:
-            self._news.wait_for(lambda: not self._helping)
-        del self._work
 
 
 class _Helpers:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -116,6 +117,28 @@ def test_an_error_of_any_part_is_raised_once_all_have_ended() -> None:
         in_threads(work, [(0, 1), (1, 2), (2, 3)], 2)
 
     assert sorted(ended) == [1, 3]
+
+
+def test_an_interrupt_is_raised_once_no_helper_works_any_more() -> None:
+    """Otherwise one would go on writing into a slot that the next send writes, or that is unmapped."""
+    both, done = threading.Barrier(2), list[int]()
+    caller, owner = threading.get_ident(), Owner()
+    keeping = Keeping(owner)
+
+    def work(start: int, end: int) -> None:
+        both.wait(20)
+        if threading.get_ident() != caller:
+            time.sleep(0.05)  # the caller waits for this helper now
+            signal.pthread_kill(caller, signal.SIGINT)
+            time.sleep(0.05)
+            done.append(end)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, [(0, 1), (1, 2)], 2)
+    counted = len(done)
+    keeping.end()
+
+    assert counted == 1
 
 
 def test_an_error_keeps_nothing_alive_once_it_is_dropped() -> None:
