@@ -148,8 +148,13 @@ NoTornRead == Len(reading.seen) = 2 => reading.seen = <<reading.of, reading.of>>
 \* What is broken serves nothing more.
 BrokenServesNothing == [][closed => reading' = NoRead \/ reading # NoRead]_vars
 
-\* Every version that arrived is answered.
-EveryLoadEnds == \A v \in Versions : version = v ~> answers[v] # "NONE"
+\* G1: a version is answered once, and the answer is not taken back.
+AnswersStand == [][\A v \in Versions : answers[v] # "NONE" => answers'[v] = answers[v]]_vars
+
+\* Every version that arrived is answered, and its load ends.
+EveryLoadEnds ==
+  /\ \A v \in Versions : version = v ~> answers[v] # "NONE"
+  /\ loading ~> ~loading
 
 -----------------------------------------------------------------------------
 (* Canaries *)
