@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.engine.serving_lock import Hook, calling_frame, compiled_frame
+from weightsync.engine.serving_lock import PATIENCE, Hook, calling_frame, compiled_frame
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError, thread_not_started
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import State
@@ -274,7 +274,9 @@ class Background:
             if not self._must_end():
                 self._receive_once()
             if not self._must_end():
-                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
+                # A forward that an interrupt has ended wakes nobody.
+                waits = PATIENCE if driver.data.pending is not None else None
+                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else waits, seen)
         except ProtocolError as broken:  # that link is down, others may be well
             logger.error("model %r: %s", self._receiver.model_id, broken)
             self._notify(broken)
