@@ -105,7 +105,8 @@ class Channel:
 
     def __init__(self, connection: Connection[Any, Any], sock: socket.socket) -> None:
         self.connection = connection
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler may close a link while its own thread reads or writes the user's messages.
+        self._lock = threading.RLock()
         self._socket: socket.socket | None = sock
         #: Whether shared memory can be passed over this connection.
         self.passes_descriptors = sock.family == socket.AF_UNIX
@@ -300,7 +301,8 @@ class Channel:
         except ProtocolError as error:
             self._fail(broken(error))
         except OSError as error:
-            self._fail(lost(self._ended(f"broke ({error})"), error))
+            if self._socket is not None:  # a signal handler may have closed it
+                self._fail(lost(self._ended(f"broke ({error})"), error))
         self._reading = False
 
     def _ended(self, how: str) -> str:
@@ -364,7 +366,7 @@ class Channel:
 
     def forget(self) -> None:
         """In a forked child: count as dead, and leave the connection to its users here."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._release()
         self._read_failure = lost("was inherited over a fork: it is the parent's")
 
