@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
-from weightsync.engine.serving_lock import Hook, calling_frame, compiled_frame
+from weightsync.engine.serving_lock import PATIENCE, Hook, calling_frame, compiled_frame
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError, thread_not_started
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import State
@@ -258,8 +258,13 @@ class Background:
         self._spawn()
 
     def _run(self) -> None:
-        while self._run_once():
-            pass
+        try:
+            while self._run_once():
+                pass
+        except BaseException as raised:  # by a log handler of the user's
+            if self._thread is threading.current_thread():
+                self._fail(raised)
+            raise
 
     def _run_once(self) -> bool:
         """Run one round of the thread's loop, and wait for the next; False: the thread has ended."""
@@ -269,21 +274,32 @@ class Background:
             if not self._must_end():
                 self._receive_once()
             if not self._must_end():
-                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else None, seen)
+                # A forward that an interrupt has ended wakes nobody.
+                waits = PATIENCE if driver.data.pending is not None else None
+                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else waits, seen)
         except ProtocolError as broken:  # that link is down, others may be well
             logger.error("model %r: %s", self._receiver.model_id, broken)
             self._notify(broken)
         except TransportError as gone:
-            logger.info("%s", gone)
-            return self._end_unless_added(gone, added)
-        except BaseException as raised:  # code of the user's may raise SystemExit, which would end the thread silently
+            try:
+                logger.info("%s", gone)
+            finally:  # whatever a log handler raises
+                reads_on = self._end_unless_added(gone, added)
+            return reads_on
+        except BaseException as raised:  # noqa: BLE001 - SystemExit of the user's code would end the thread silently
             if not self._must_end():
-                logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
-                self._end(raised)
-                if not isinstance(raised, WeightSyncError):  # those say what to do, and reading continues after that
-                    self._receiver.fail_links(raised)
+                try:
+                    logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
+                finally:
+                    self._fail(raised)
                 return False
         return self._end(self._receiver.broken) if self._must_end() else True
+
+    def _fail(self, raised: BaseException) -> None:
+        """End the thread because of an error, and the links too, unless the error says what to do."""
+        self._end(raised)
+        if not isinstance(raised, WeightSyncError):  # after those reading continues
+            self._receiver.fail_links(raised)
 
     def _receive_once(self) -> None:
         receiver = self._receiver

@@ -123,6 +123,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self._open = (*self._open, link)
             for event in events:
                 self.take(event)
+            self.waker.nudge()  # a caller that waits takes part in the link
 
     def remove(self, worker: int, reason: str) -> None:
         """Remove a worker and close its link."""

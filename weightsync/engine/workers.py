@@ -186,10 +186,12 @@ class Workers:
 
     def pipe(self, worker_id: int) -> UserMessages:
         """See `WeightSender.pipe`."""
-        self._driver.require_open("pipe")
-        worker_id = require_worker_id(worker_id)
-        pure.known(self._driver.data, worker_id)
-        return self._services.user_messages(self.endpoints[worker_id])
+        with self._driver.lock:  # another thread may take the worker's goodbye
+            self._driver.require_open("pipe")
+            worker_id = require_worker_id(worker_id)
+            pure.known(self._driver.data, worker_id)
+            endpoint = self.endpoints[worker_id]
+        return self._services.user_messages(endpoint)
 
 
 def seconds_to_check(nap: float | None) -> float:

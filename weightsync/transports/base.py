@@ -460,7 +460,8 @@ class Waits(Generic[_Waited]):
             readable, writable = self._links[place].waitables(), self._links[place].wants_write()
         except Exception as error:
             raise WaitFailed(place) from error
-        wanted = dict.fromkeys(readable, select.POLLIN)
+        # A link that another thread closes meanwhile may name a descriptor that it has no more.
+        wanted = {fd: select.POLLIN for fd in readable if fd >= 0}
         if writable is not None:
             wanted[writable] = wanted.get(writable, 0) | select.POLLOUT
         before, self._wanted[place] = self._wanted[place], wanted

@@ -43,9 +43,14 @@ def forget_after_fork(holder: Forgettable) -> None:
 
 
 def _forget_all() -> None:
-    holders = list(_inherited)
+    holders, failed = list(_inherited), []
     _inherited.clear()
     for holder in holders:
+        try:
+            holder.forget()
+        except Exception:  # noqa: BLE001 - it may need a descriptor, which the others have yet to close
+            failed.append(holder)
+    for holder in failed:
         holder.forget()
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from fleet import PATIENCE, Pair, large, small
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, SenderClosed, TransportError, WorkerLostError
+from weightsync.engine import workers
 from weightsync.transports.base import Link
 from weightsync.weights.target import Staged
 
@@ -355,3 +357,24 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
     with pytest.raises(RefusedError, match="do not ask"):
         pair.sender.wait_async(timeout=PATIENCE)
     assert (pair.receiver.version, pair.model[0].bias.tolist()) == (1, [1.0, 1.0, 1.0])
+
+
+def test_a_pipe_that_is_asked_for_as_its_worker_leaves_is_found_or_unknown(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread takes the goodbye meanwhile."""
+    known, leaving = workers.pure.known, threading.Thread(target=pair.sender.remove_worker, args=(0,))
+
+    def leave_then(*asked: Any) -> Any:
+        monkeypatch.undo()
+        found = known(*asked)
+        leaving.start()
+        leaving.join(0.05)
+        return found
+
+    monkeypatch.setattr(workers.pure, "known", leave_then)
+    assert not pair.sender.pipe(0).poll()
+    leaving.join(PATIENCE)
+
+    with pytest.raises(ConfigurationError, match="worker 0 is not among the workers"):
+        pair.sender.pipe(0)

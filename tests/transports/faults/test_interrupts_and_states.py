@@ -17,6 +17,7 @@ from torch import nn
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, State, StateError, TransportError
 from weightsync.protocol._tables import ReceiverInput, SenderInput
+from weightsync.transports.pipe.connection import Channel
 
 
 class Alarm(Exception):
@@ -173,6 +174,36 @@ def test_a_handler_that_raises_nothing_disturbs_nothing(pair: Pair) -> None:
     signal.signal(signal.SIGUSR2, before)
 
     assert seen == [signal.SIGUSR2]
+
+
+@pytest.mark.parametrize("at", ["_read", "_drain", "_ended"])
+def test_a_signal_handler_may_close_a_receiver_while_the_users_messages_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    shipped = getattr(Channel, at)
+
+    def struck(channel: Channel, *asked: Any) -> Any:
+        monkeypatch.undo()
+        assert channel._lock.acquire(blocking=False), "the handler would wait for its own thread forever"
+        channel._lock.release()
+        signal.raise_signal(signal.SIGUSR1)
+        return shipped(channel, *asked)
+
+    pair.sync()
+    if at == "_ended":
+        pair.sender.close()
+    messages, before = pair.receiver.pipe, signal.signal(signal.SIGUSR1, lambda *_: pair.receiver.close())
+    monkeypatch.setattr(Channel, at, struck)
+    try:
+        with pytest.raises(EOFError, match="closed"):
+            messages.recv()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert pair.receiver.state is State.CLOSED
+    if at != "_ended":
+        pair.sender.progress()
+        assert pair.sender.worker_ids == ()
 
 
 def test_handlers_are_as_before_after_each_call(pair: Pair) -> None:

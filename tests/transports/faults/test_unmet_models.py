@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from fleet import PATIENCE, constants, small
 
 from weightsync import AckTimeoutError, SenderClosed
 from weightsync.protocol.sender import LinkState
+from weightsync.transports.pipe.user_messages import UserMessages
 
 
 class Apart:
@@ -72,6 +74,34 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
     assert there.startswith("model 'policy': worker 0 did not accept the handshake")
     assert all(REMARK in said for said in (here, there))
     assert sender.stale_answers == 0
+
+
+class SendsOver(logging.Handler):
+    """A handler of the user's that sends what is logged over the very pipe, in a thread of its own."""
+
+    def __init__(self, pipe: UserMessages) -> None:
+        super().__init__(logging.WARNING)
+        self.pipe = pipe
+        self.waited: list[bool] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sending = threading.Thread(target=self.pipe.send, args=(record.getMessage(),))
+        sending.start()
+        sending.join(PATIENCE / 2)
+        self.waited.append(sending.is_alive())
+
+
+def test_a_log_handler_may_send_over_the_pipe_that_a_handshake_of_another_model_has_come_over(apart: Apart) -> None:
+    handler, log = SendsOver(apart.worker.get_receiver().pipe), logging.getLogger("weightsync")
+    apart.trainer.get_sender().send_async()
+    log.addHandler(handler)
+    try:
+        apart.look()
+    finally:
+        log.removeHandler(handler)
+
+    assert handler.waited == [False]
+    assert REMARK in apart.trainer.get_sender().pipe(0).recv()
 
 
 def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(apart: Apart) -> None:

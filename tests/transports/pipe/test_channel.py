@@ -534,3 +534,20 @@ def test_a_segment_outlives_its_link_until_the_frame_that_carries_it_has_left(li
         received = second[1].receive()
 
     assert b"hello" == received[0].payload[:5]
+
+
+def test_a_user_message_that_is_dropped_as_another_thread_closes_the_link_is_not_taken_for_sent(
+    linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, _), shipped = linked(), Channel.write
+
+    def write_until_closed(*asked: object) -> bool:
+        monkeypatch.undo()
+        written = shipped(*asked)
+        first.close()
+        return written
+
+    monkeypatch.setattr(Channel, "write", write_until_closed)
+
+    with pytest.raises(TransportError, match="is closed"):
+        first.user.send_bytes(bytes(2**22))

@@ -11,8 +11,9 @@ import pytest
 
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Ack, Update
-from weightsync.transports.base import Waits, Waker
+from weightsync.transports.base import Waits, Waker, wait
 from weightsync.transports.buffers import Buffer
+from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.process import started_at
 
@@ -109,3 +110,18 @@ def test_a_nudge_ends_a_wait_and_leaves_nothing_for_the_next() -> None:
     threading.Timer(0.05, waker.fire).start()
     seen = waker.fired
     assert (waits.wait((), 60.0, seen), waker.fired) == ([], seen + 1), "it has waited"
+
+
+def test_a_link_that_another_thread_closes_as_it_is_asked_does_not_end_the_wait_for_the_others(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (closing, _), (other, far), ask = linked(), linked(), Channel.waitables
+
+    def ask_as_it_closes(channel: Channel) -> list[int]:
+        closing.close()
+        return ask(channel)
+
+    far.send(ack(1))
+    monkeypatch.setattr(Channel, "waitables", ask_as_it_closes)
+
+    assert wait(Waker(), [closing, other], 30.0) == [other]

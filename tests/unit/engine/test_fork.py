@@ -54,6 +54,24 @@ def test_each_holder_forgets_once_a_fork_and_again_if_it_registers_again(monkeyp
     assert (once.forgotten, always.forgotten) == (1, 2)
 
 
+class Needy(Holder):
+    """Needs a descriptor, of which there is none until the others have closed theirs."""
+
+    def forget(self) -> None:
+        super().forget()
+        if self.forgotten == 1:
+            raise TransportError("No file descriptor to wait on: Too many open files.")
+
+
+def test_all_holders_forget_although_one_finds_no_descriptor_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_inherited", WeakSet())
+    holders = [Holder(again=False), Needy(again=False), Holder(again=False)]
+
+    process._forget_all()
+
+    assert [holder.forgotten for holder in holders] == [1, 2, 1]
+
+
 def test_what_a_process_has_begins_anew_in_a_child_and_in_its_own_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_inherited", WeakSet())
     begun: list[PerProcess] = []

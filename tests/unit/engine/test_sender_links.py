@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fleet import PATIENCE
 from scripted import EPOCH, Fleet, Scripted, Telling, both, hello, plain
 
 from weightsync import TransportError
@@ -91,6 +94,17 @@ def test_a_look_pumps_the_links_that_have_something_and_after_processes_that_are
     process.known = (77, 88)
     fleet.driver.look()
     assert (late.watched, quiet.flushed) == ([(77, 88)], 0)
+
+
+def test_a_caller_that_waits_already_waits_for_a_link_that_another_thread_adds() -> None:
+    fleet, added = Fleet(Ringing()), Ringing()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fleet.driver.wait, PATIENCE, fleet.driver.waker.fired)
+        while not fleet.driver.waker._waiting:
+            time.sleep(0.001)
+        fleet.driver.join(1, added)
+
+        assert waiting.result(PATIENCE / 2) == []
 
 
 def test_a_process_whose_object_was_closed_before_it_could_be_watched_is_its_workers_loss() -> None:

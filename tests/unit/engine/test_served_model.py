@@ -27,7 +27,7 @@ from weightsync import (
     StateError,
 )
 from weightsync.clock import Deadline
-from weightsync.engine import serving_lock
+from weightsync.engine import background, serving_lock
 from weightsync.engine.background import Background
 from weightsync.engine.serving_lock import ServingLock, compiled_frame
 from weightsync.weights.relay import Relay
@@ -439,6 +439,26 @@ def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_
 
     assert pair.sync().ok
     assert not pair.receiver.serves_here
+
+
+def test_a_forward_that_an_interrupt_ends_holds_back_no_version_that_waits_for_a_background_reader(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch then calls no hook, so nobody wakes the reader."""
+    monkeypatch.setattr(background, "PATIENCE", 0.01)
+    reader = Background(pair.receiver, lambda: None)
+    reader.start()
+
+    def interrupt(*_: object) -> None:
+        pair.sender.send_async()
+        assert reader.wait_until(lambda: pair.receiver._served.staged is not None, Deadline(PATIENCE))
+        raise KeyboardInterrupt
+
+    pair.model[1].register_forward_hook(interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        pair.model(torch.ones(2, 4))
+
+    assert pair.sender.wait_async(timeout=PATIENCE / 2).ok
 
 
 @pytest.mark.parametrize("where", ["the same thread", "another thread"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,8 @@ from weightsync import (
     ModelBusyError,
     MultiProcessWeightSyncScheme,
     OutcomeKind,
+    ProtocolError,
+    SenderClosed,
     State,
 )
 from weightsync.clock import MAX_FENCE, new_incarnation
@@ -193,6 +196,56 @@ def test_g11_code_that_ends_the_background_thread_is_told_to_both_sides(pair: Pa
     with pytest.raises(SystemExit):
         beside.receive(timeout=PATIENCE)
     beside.stop()
+
+
+class FullForReaders(logging.Handler):
+    """A handler of the user's that fails in a background reader."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.threadName and record.threadName.startswith("weightsync receiver of"):
+            raise OSError("the log is full")
+
+
+@pytest.fixture
+def reader_cannot_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    log, handler = logging.getLogger("weightsync"), FullForReaders()
+    caplog.set_level(logging.INFO, "weightsync")
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    log.addHandler(handler)
+    yield
+    log.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("reader_cannot_log")
+def test_the_end_of_a_sender_is_told_although_the_log_handler_of_the_worker_raises(pair: Pair) -> None:
+    beside = Background(pair.receiver, lambda: None)
+    beside.start()
+    assert pair.sender.send(timeout=PATIENCE).ok
+    beside.mark_seen()
+    pair.sender.close()
+
+    with pytest.raises(SenderClosed):
+        beside.receive(timeout=PATIENCE / 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(SystemExit(3), "SystemExit: 3"), (ProtocolError("odd"), "OSError: the log is full")]
+)
+@pytest.mark.usefixtures("reader_cannot_log")
+def test_g11_the_end_of_the_background_thread_is_told_to_both_sides_although_the_log_handler_of_the_worker_raises(
+    pair: Pair, error: BaseException, told: str
+) -> None:
+    def relay() -> None:
+        raise error
+
+    beside = Background(pair.receiver, lambda: relay)
+    beside.start()
+    report = pair.sender.send(timeout=PATIENCE / 2, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert told in report[0].reason
+    with pytest.raises((SystemExit, OSError)):
+        beside.receive(timeout=PATIENCE / 2)
 
 
 # ---------------------------------------------------------------------------------------- signals end a wait at once

@@ -17,7 +17,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
-from weightsync.protocol.messages import Bye
+from weightsync.protocol.messages import Bye, Refusal
 from weightsync.transports.base import Waker
 from weightsync.transports.exposure import AUTHKEY, leaves_host, warn_exposed
 from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, OutgoingFrame, UserMessage, framed
@@ -105,7 +105,8 @@ class Channel:
 
     def __init__(self, connection: Connection[Any, Any], sock: socket.socket) -> None:
         self.connection = connection
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler may close a link while its own thread reads or writes the user's messages.
+        self._lock = threading.RLock()
         self._socket: socket.socket | None = sock
         #: Whether shared memory can be passed over this connection.
         self.passes_descriptors = sock.family == socket.AF_UNIX
@@ -212,6 +213,7 @@ class Channel:
             TransportError: no frame is left for it, and the connection is dead or closed.
             ProtocolError: no frame is left for it, and what follows is malformed.
         """
+        unmet: list[Refusal] = []
         with self._lock:
             self._read(box)
             if box.signalled:
@@ -225,21 +227,23 @@ class Channel:
                     break
             if self._read_failure is None:
                 if self._sorter.unmet:
-                    self._answer_unmet()
-                return frames
-            if not frames:
+                    unmet = self._answer_unmet()
+            elif not frames:
                 raise self._read_failure(box.peer)
-            box.signal()
-            return frames
+            else:
+                box.signal()
+        for refusal in unmet:  # without the lock: a log handler may write to this very connection
+            words = "model %r: a sender's handshake arrived and was not accepted: %s"
+            logger.warning(words, refusal.model_id, refusal.reason)
+        return frames
 
-    def _answer_unmet(self) -> None:
-        """Answer senders of models that are not registered here, once each."""
-        for refusal in self._sorter.answers_to_unmet():
+    def _answer_unmet(self) -> list[Refusal]:
+        """Answer senders of models that are not registered here, once each. Returns the answers."""
+        answers = self._sorter.answers_to_unmet()
+        for refusal in answers:
             with contextlib.suppress(OSError):  # the next write reports it
                 self.outlet.write(OutgoingFrame(framed(refusal)))
-            logger.warning(
-                "model %r: a sender's handshake arrived and was not accepted: %s", refusal.model_id, refusal.reason
-            )
+        return answers
 
     def user_waker(self) -> Waker:
         """Fired when another reader of the connection has read one of the user's messages."""
@@ -297,7 +301,8 @@ class Channel:
         except ProtocolError as error:
             self._fail(broken(error))
         except OSError as error:
-            self._fail(lost(self._ended(f"broke ({error})"), error))
+            if self._socket is not None:  # a signal handler may have closed it
+                self._fail(lost(self._ended(f"broke ({error})"), error))
         self._reading = False
 
     def _ended(self, how: str) -> str:
@@ -361,7 +366,7 @@ class Channel:
 
     def forget(self) -> None:
         """In a forked child: count as dead, and leave the connection to its users here."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._release()
         self._read_failure = lost("was inherited over a fork: it is the parent's")
 

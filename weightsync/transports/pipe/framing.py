@@ -414,7 +414,8 @@ class OutgoingFrame:
         self.descriptors = descriptors
         self._keep = keep
         self._done = done
-        self.over = False
+        #: Whether it was written whole.
+        self.written = False
 
     def taken(self, nbytes: int) -> None:
         """Record that the socket has taken more bytes, but not all, and the descriptors."""
@@ -425,9 +426,9 @@ class OutgoingFrame:
         if self.pieces:
             self.pieces[0] = self.pieces[0][nbytes:]
 
-    def end(self) -> None:
+    def end(self, written: bool = False) -> None:
         """Record that it was written, or never will be."""
-        self.over = True
+        self.written = written
         self.pieces.clear()
         if self._done is not None:
             self._done()
@@ -473,7 +474,7 @@ class Outflow:
                     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.descriptors))]
                 nbytes = self._socket.sendmsg(first.pieces, ancillary, _SEND_FLAGS)
                 if nbytes == first.nbytes:
-                    self.queue.popleft().end()
+                    self.queue.popleft().end(True)
                 else:
                     first.taken(nbytes)
         except BlockingIOError:

@@ -93,7 +93,7 @@ class UserMessages:
     def _put(self, data: memoryview) -> None:
         frame = OutgoingFrame(b"", data)
         self._channel.write("the peer", frame)
-        while not frame.over:
+        while not frame.written:  # if it was dropped, as another thread has closed the link, `write` raises
             fd = self._channel.wants_write()
             if fd is not None:
                 _poll([fd], select.POLLOUT, None)
