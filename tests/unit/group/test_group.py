@@ -20,7 +20,7 @@ from itertools import islice
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import group_workers as workers
 import pytest
@@ -226,6 +226,24 @@ def test_an_iterator_of_results_goes_on_behind_a_failure(make: Make) -> None:
             list(results)
         assert [(each.worker, each.value) for each in islice(results, 4)] == [(1, 1)] * 4
         assert len(group.send()) == 1
+
+
+def test_an_interrupt_as_a_failure_is_reported_leaves_it_for_the_next_call(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(workers.fail_or_count_threads, 2) as group:
+        remove = group.sender.remove_worker
+
+        def interrupted(worker_id: int) -> NoReturn:
+            remove(worker_id)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(group.sender, "remove_worker", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                list(group.results())
+        with pytest.raises(WorkerFailedError, match="worker 0 failed"):
+            list(group.results())
 
 
 def test_a_dead_worker_is_restarted_with_the_newest_weights_before_its_first_step(make: Make, model: nn.Module) -> None:
