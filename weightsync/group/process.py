@@ -77,6 +77,8 @@ class WorkerProcess:
 
     def __init__(self, context: BaseContext, job: Job, dumps: Connection) -> None:
         self._dumps = dumps
+        #: From then on its number may be another process's.
+        self._closed = False
         name = f"weightsync worker {job.index}"
         self.handle: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
         start_method = context.get_start_method()
@@ -108,7 +110,7 @@ class WorkerProcess:
     @property
     def dead(self) -> bool:
         """Whether it is dead. Its pipes may still be open, if a child of it has inherited them."""
-        return self._watch.dead
+        return self._closed or self._watch.dead
 
     def how_it_ended(self, started: bool) -> str:
         """How it ended, in words, once it is dead: see `Process.how_it_ended`."""
@@ -125,7 +127,7 @@ class WorkerProcess:
 
     def stack_dump(self) -> StackDump:
         """Its main thread's stack: see `Process.stack_dump`."""
-        return StackDump() if self._watch.dead else request(self._pid, self._dumps)
+        return StackDump() if self.dead else request(self._pid, self._dumps)
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
@@ -134,7 +136,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process and those that it has started. They may already be dead."""
-        if not self._watch.dead:
+        if self._closed:
+            return
+        if not self.dead:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -144,6 +148,7 @@ class WorkerProcess:
         """Kill what is left, and release all resources."""
         self.kill()
         self.handle.join(_REAP_SECONDS)
+        self._closed = True
         self._watch.close()
         self._dumps.close()
         with contextlib.suppress(ValueError):  # it still runs: the kernel does not end it

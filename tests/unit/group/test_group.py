@@ -499,6 +499,29 @@ def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
         assert group.sender.state is State.CLOSED
 
 
+def test_a_signal_handler_may_close_a_group_that_waits_for_its_workers_to_return(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outer close raised ValueError, as the process was closed, and killed by numbers that were free again."""
+    with make(workers.act) as group:
+        (process,) = (member.running.process for member in group._members.by_index.values() if member.running)
+        pid, join = process.handle.pid, process.join
+
+        def closed_by_a_handler(deadline: Deadline) -> None:
+            process.join = join  # type: ignore[method-assign]
+            group.close(timeout=0)
+            for kills in ("kill", "killpg"):
+                monkeypatch.setattr(os, kills, lambda *_: pytest.fail("its number may be another process's"))
+            join(deadline)
+
+        process.join = closed_by_a_handler  # type: ignore[method-assign]
+        group.close()
+        monkeypatch.undo()
+
+    assert is_dead(pid)
+    assert not group.processes
+
+
 def test_g10_an_interrupt_before_the_cleanup_begins_leaves_no_worker_behind_a_with_block(make: Make) -> None:
     with pytest.raises(KeyboardInterrupt), make(workers.act) as group:  # noqa: PT012 - at its end
         (process,) = group.processes.values()
