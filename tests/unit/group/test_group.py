@@ -52,6 +52,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.group import ranks, stack_dump
 from weightsync.group.actors import ActorProcess
+from weightsync.group.channel import TrainerEnd
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import State
 from weightsync.testing import FakeClock
@@ -557,7 +558,7 @@ def test_close_waits_until_its_deadline_for_workers_to_return_also_on_a_clock_th
 
 def test_nor_is_an_actor_given_up_before_that() -> None:
     actor = object.__new__(ActorProcess)
-    actor._life = Future()
+    actor._life, actor._channel, actor._ends = Future(), TrainerEnd(None), None
     ending = threading.Timer(0.1, actor._life.set_result, [None])
     with FakeClock():
         ending.start()
