@@ -373,6 +373,8 @@ class WorkerEnd:
         Raises:
             SenderClosed: as `put`.
         """
+        if self._ended:  # TCP would still take the first bytes
+            raise self._closed()
         try:
             with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):  # as in `TrainerEnd._flush`
                 while self._outbox:
@@ -382,9 +384,12 @@ class WorkerEnd:
                         self._outbox.popleft()
         except OSError as error:
             self._ended = True
-            gone = "the trainer has closed its worker group, or is gone"
-            why = "this worker's function has returned" if self._sock.fileno() < 0 else gone
-            raise SenderClosed(f"{why}: the result is dropped.") from error
+            raise self._closed() from error
+
+    def _closed(self) -> SenderClosed:
+        gone = "the trainer has closed its worker group, or is gone"
+        why = "this worker's function has returned" if self._sock.fileno() < 0 else gone
+        return SenderClosed(f"{why}: the result is dropped.")
 
     def _listen(self, wait: int) -> None:
         """Read what the trainer says, and wait at most this many milliseconds for it."""

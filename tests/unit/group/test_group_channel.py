@@ -217,6 +217,21 @@ def test_a_trainer_that_is_interrupted_while_it_reads_results_loses_none() -> No
     worker.close()
 
 
+def test_a_put_that_waits_over_tcp_as_the_trainer_closes_does_not_pass_for_one_that_was_sent(
+    reception: ChannelListener,
+) -> None:
+    """TCP takes what is written first to a connection that the other end has closed."""
+    invitation, end = reception.expect()
+    worker = WorkerEnd(invitation.connect(), capacity=1)
+    admit(reception, until=lambda: end.attached)
+    worker.put("first", tuple)
+    results_of(end, 1)
+    end.close()
+    with pytest.raises(SenderClosed, match="the trainer has closed its worker group"):
+        worker.put("second", tuple)
+    worker.close()
+
+
 def test_a_word_about_waiting_never_waits_for_the_trainer() -> None:
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
