@@ -324,13 +324,7 @@ class WorkerEnd:
             self._listen(wait=0)
             while not self._room and not self._ended:
                 self._listen(wait=_LOOK_MS)
-            frame = Put(versions(), result)
-            self._use_room()
-            self._send(frame)
-
-    def _use_room(self) -> None:
-        with self._lock:  # `_hear` makes room
-            self._room -= 1
+            self._send(Put(versions(), result))
 
     def say(self, word: Started | Failed | Finished) -> None:
         """Say the first word, or the last. It needs no room.
@@ -364,8 +358,10 @@ class WorkerEnd:
             result, frame = frame.pickled, replace(frame, pickled=b"")
         data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
         pieces = [_LENGTHS.pack(len(data), len(result)) + data, result]
-        with self._lock:
-            self._outbox += map(memoryview, pieces if len(result) >= _JOINED_NBYTES else [b"".join(pieces)])
+        joined = pieces if len(result) >= _JOINED_NBYTES else [b"".join(pieces)]
+        with self._lock:  # `_hear` makes room
+            self._outbox += map(memoryview, joined)
+            self._room -= isinstance(frame, Put)  # last: a result that an interrupt leaves out takes none
 
     def flush(self) -> None:
         """Write what there is room for. Never waits.

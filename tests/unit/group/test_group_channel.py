@@ -182,6 +182,27 @@ def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next()
     worker.close()
 
 
+def test_a_result_that_was_interrupted_before_it_was_queued_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took one for good: then `put` waited forever."""
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+
+    def interrupted(*_: object) -> bytes:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pickle, "dumps", interrupted)
+        with pytest.raises(Interrupt):
+            worker.put("interrupted", tuple)
+    thread = threading.Thread(target=worker.put, args=("next", tuple), daemon=True)
+    thread.start()
+
+    assert [pickle.loads(result.pickled) for result in results_of(end, 1)] == ["next"]
+    thread.join(60)
+    end.close()
+    worker.close()
+
+
 def interrupted_at(call: int, function: Callable[[], list[Frame]]) -> list[Frame]:
     """Call a function, and raise in it, in no finalizer, once so many of its calls of C functions have returned."""
     returned = itertools.count()
