@@ -812,6 +812,30 @@ def test_the_ranks_wait_for_no_group_that_could_not_listen(model: nn.Module, mon
 
 
 @pytest.mark.gloo
+def test_the_ranks_wait_for_no_group_whose_start_was_interrupted_as_it_got_its_number(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def interrupted(client: ranks.Client, key: str, amount: int) -> int:
+        number = add(client, key, amount)
+        signal.raise_signal(signal.SIGUSR1)
+        return number
+
+    add, before = ranks.Client.add, signal.signal(signal.SIGUSR1, interrupt)
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.Client, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            WorkerGroup(None, model, scheme="distributed").start()
+
+    assert ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0)) is None
+
+
+@pytest.mark.gloo
 def test_g10_a_rank_without_a_note_returns_when_the_start_of_its_group_has_failed(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
