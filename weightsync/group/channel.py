@@ -346,10 +346,8 @@ class WorkerEnd:
     def _send(self, frame: Frame) -> None:
         self._queue(frame)
         self.flush()
-        poller = select.poll()
-        poller.register(self._sock, select.POLLOUT)
         while self._outbox:
-            poller.poll()
+            self._is_ready(select.POLLOUT, None)
             self.flush()
 
     def _queue(self, frame: Frame) -> None:
@@ -389,18 +387,23 @@ class WorkerEnd:
 
     def _listen(self, wait: int) -> None:
         """Read what the trainer says, and wait at most this many milliseconds for it."""
-        if self._ended:
-            return
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        if not poller.poll(wait):
+        if self._ended or not self._is_ready(select.POLLIN, wait):
             return
         with self._lock, contextlib.suppress(BlockingIOError):
             while not self._ended:
                 self._hear(_received(self._sock))
 
+    def _is_ready(self, events: int, wait: int | None) -> bool:
+        """Wait at most these milliseconds for events of the socket. Returns whether there are any, or it is closed."""
+        poller = select.poll()
+        try:
+            poller.register(self._sock, events)
+        except ValueError:  # another thread has closed it meanwhile
+            return True
+        return bool(poller.poll(wait))
+
     def _hear(self, data: bytes) -> None:
-        self._ended = not data
+        self._ended |= not data
         self._inbox += data
         whole = len(self._inbox) // _WORD.size * _WORD.size
         for word, version in _WORD.iter_unpack(self._inbox[:whole]):

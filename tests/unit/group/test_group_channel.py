@@ -203,6 +203,26 @@ def test_a_result_that_was_interrupted_before_it_was_queued_takes_no_room(monkey
     worker.close()
 
 
+@pytest.mark.parametrize("full", [True, False], ids=["waits for room", "writes"])
+def test_a_thread_that_puts_as_the_function_returns_is_told_so(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It met a bare ValueError: the descriptor is negative."""
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    if full:
+        worker.put("full", tuple)
+    poll, calls = select.poll, itertools.count()
+
+    def closed_before() -> select.poll:
+        if full or next(calls):
+            worker.close()
+        return poll()
+
+    monkeypatch.setattr(select, "poll", closed_before)
+    with pytest.raises(SenderClosed, match=r"this worker.s function has returned: the result is dropped"):
+        worker.put(bytes(1 << 24), tuple)
+    end.close()
+
+
 def interrupted_at(call: int, function: Callable[[], list[Frame]]) -> list[Frame]:
     """Call a function, and raise in it, in no finalizer, once so many of its calls of C functions have returned."""
     returned = itertools.count()
