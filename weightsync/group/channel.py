@@ -278,9 +278,10 @@ class WorkerEnd:
     def __init__(self, sock: socket.socket, capacity: int) -> None:
         sock.setblocking(True)
         self._sock = sock
-        self._lock = threading.Lock()
-        #: Held by the thread that puts: the others have their turn after it.
-        self._putting = threading.Lock()
+        # Re-entrant: a signal handler may use this end too while its own thread holds them.
+        self._lock = threading.RLock()
+        #: Held by the thread that puts: the others have their turn after it, and a handler of its own in the middle.
+        self._putting = threading.RLock()
         self._inbox = bytearray()
         #: What is still to be written. It stays whole if a signal handler's exception ends the call that writes it.
         self._outbox: deque[memoryview] = deque()
@@ -356,10 +357,10 @@ class WorkerEnd:
             result, frame = frame.pickled, replace(frame, pickled=b"")
         data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
         pieces = [_LENGTHS.pack(len(data), len(result)) + data, result]
-        joined = pieces if len(result) >= _JOINED_NBYTES else [b"".join(pieces)]
+        joined, needs_room = pieces if len(result) >= _JOINED_NBYTES else [b"".join(pieces)], isinstance(frame, Put)
         with self._lock:  # `_hear` makes room
             self._outbox += map(memoryview, joined)
-            self._room -= isinstance(frame, Put)  # last: a result that an interrupt leaves out takes none
+            self._room -= needs_room  # last: a result that an interrupt leaves out takes none
 
     def flush(self) -> None:
         """Write what there is room for. Never waits.
@@ -389,7 +390,7 @@ class WorkerEnd:
         """Read what the trainer says, and wait at most this many milliseconds for it."""
         if self._ended or not self._is_ready(select.POLLIN, wait):
             return
-        with self._lock, contextlib.suppress(BlockingIOError):
+        with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):
             while not self._ended:
                 self._hear(_received(self._sock))
 

@@ -203,6 +203,38 @@ def test_a_result_that_was_interrupted_before_it_was_queued_takes_no_room(monkey
     worker.close()
 
 
+def test_a_signal_handler_may_put_a_result_while_its_thread_waits_for_room() -> None:
+    """It waited forever for the call that it had interrupted."""
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    worker.put("first", tuple)
+    entered, found = threading.Event(), []
+
+    def put(*_: object) -> None:
+        entered.set()
+        worker.put("by the handler", tuple)
+
+    def take() -> None:
+        while not entered.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        for _ in range(3):
+            found.extend(pickle.loads(result.pickled) for result in results_of(end, 1))
+            end.make_room()
+
+    taking = threading.Thread(target=take)
+    before = signal.signal(signal.SIGUSR1, put)
+    taking.start()
+    try:
+        worker.put("last", tuple)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    taking.join(60)
+
+    assert found == ["first", "by the handler", "last"]
+    end.close()
+    worker.close()
+
+
 @pytest.mark.parametrize("full", [True, False], ids=["waits for room", "writes"])
 def test_a_thread_that_puts_as_the_function_returns_is_told_so(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It met a bare ValueError: the descriptor is negative."""
