@@ -87,6 +87,18 @@ def test_a_life_that_was_given_up_is_not_let_in(reception: ChannelListener) -> N
         admit(reception, until=lambda: worker.stopped)
 
 
+def test_all_workers_are_let_in_though_they_connect_while_nobody_looks(reception: ChannelListener) -> None:
+    """Of those that were waiting together, all but the last 64 were sent away: ranks that nothing restarts."""
+    expected = [reception.expect() for _ in range(70)]
+    with contextlib.ExitStack() as stack:
+        for invitation, _ in expected:
+            stack.enter_context(contextlib.closing(invitation.connect()))
+        admit(reception, until=lambda: any(end.attached for _, end in expected))
+        assert all(end.attached for _, end in expected)
+        for _, end in expected:
+            end.close()
+
+
 def test_a_worker_hears_what_was_said_before_it_connected(reception: ChannelListener) -> None:
     invitation, end = reception.expect()
     end.announce(7)
