@@ -439,7 +439,7 @@ class Members:
     def require_one(self) -> None:
         """Raise the last failure, also if it was raised before, if all members have failed for good."""
         if all(member.state is MemberState.FAILED for member in self.by_index.values()):
-            raise self.failures[-1]
+            raise self.failures[-1].with_traceback(None)  # else each time adds its own to those before
 
     @property
     def over(self) -> bool:

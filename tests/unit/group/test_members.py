@@ -472,3 +472,16 @@ def test_an_interrupt_while_a_dead_worker_is_seen_to_loses_no_failure(
     assert [error.worker for error in members.unreported] == [0]
     with pytest.raises(WorkerFailedError, match="SIGSEGV"):
         members.require_one()
+
+
+def test_a_failure_that_is_raised_again_has_the_traceback_of_that_time_alone(lives: Lives) -> None:
+    members = Members({0: started(lives, max_restarts=0)}, lambda: None)
+    lives.processes[0].dead = True
+    members.pump()
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(WorkerFailedError) as caught:
+            members.require_one()
+        lengths.add(len(caught.traceback))
+
+    assert len(lengths) == 1
