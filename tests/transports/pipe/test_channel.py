@@ -458,6 +458,22 @@ def test_a_large_message_of_the_users_blocks_until_it_has_left(linked, ends):
     assert heard == [1]
 
 
+def test_a_message_of_the_users_that_was_cut_off_does_not_pass_for_one_that_was_sent(linked, ends, monkeypatch):
+    """Another thread closes the connection in the middle of it."""
+    first, _ = linked("policy", ends)
+    write = Channel.write
+
+    def cut_off(channel: Channel, *arguments: object) -> bool:
+        done = write(channel, *arguments)
+        monkeypatch.undo()
+        first.close()
+        return done
+
+    monkeypatch.setattr(Channel, "write", cut_off)
+    with pytest.raises(TransportError, match="was cut off"):
+        first.user.send_bytes(bytes(1 << 24))
+
+
 def test_the_end_of_the_connection_is_the_end_of_file_for_the_user(linked, ends):
     first, second = linked("policy", ends)
     first.user.send("last")

@@ -414,7 +414,7 @@ class OutgoingFrame:
         self.descriptors = descriptors
         self._keep = keep
         self._done = done
-        self.over = False
+        self.over = self.dropped = False
 
     def taken(self, nbytes: int) -> None:
         """Record that the socket has taken more bytes, but not all, and the descriptors."""
@@ -490,4 +490,6 @@ class Outflow:
     def clear(self) -> None:
         """Drop what was not written."""
         while self.queue:
-            self.queue.popleft().end()
+            first = self.queue.popleft()
+            first.dropped = True
+            first.end()

@@ -98,6 +98,8 @@ class UserMessages:
             if fd is not None:
                 _poll([fd], select.POLLOUT, None)
             self._channel.write("the peer")
+        if frame.dropped:
+            raise TransportError("The connection to the peer has ended, and this message was cut off.")
 
 
 def _poll(descriptors: list[int], mask: int, timeout: float | None) -> None:
