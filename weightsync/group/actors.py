@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from weightsync.clock import Deadline
 from weightsync.errors import GIVE_RESTARTS, ConfigurationError, TransportError
+from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
 from weightsync.group.members import Running
@@ -25,6 +26,8 @@ from weightsync.transports.ray.session import ACTOR_WATCH, is_ray_client, plain,
 
 #: Threads of an actor: one for the function, the others for the calls that bring weights.
 _THREADS: Final = 9
+#: Seconds in which what an actor said last arrives, once Ray has reported its end.
+_LAST_WORDS_SECONDS: Final = 5.0
 #: What the group decides itself.
 _OURS: Final = frozenset(
     {
@@ -59,6 +62,7 @@ class ActorProcess:
     Args:
         handle: the actor.
         job: what it does.
+        channel: the trainer's end.
 
     Raises:
         ConfigurationError: the job cannot be pickled.
@@ -66,9 +70,12 @@ class ActorProcess:
 
     fate = "killed"
 
-    def __init__(self, handle: Any, job: Job) -> None:
+    def __init__(self, handle: Any, job: Job, channel: TrainerEnd) -> None:
         called = _called(handle, job)
         self.handle = handle
+        self._channel = channel
+        #: By when its channel has ended too, which may be slower than Ray; None: Ray has reported nothing.
+        self._ends: Deadline | None = None
         self._waker = Waker()
         #: Ends with its life; with an error if the actor has died.
         self._life: Future[None] = Future()
@@ -83,13 +90,17 @@ class ActorProcess:
         settle(self._life, error=error if isinstance(error, Exception) else None)
 
     def fileno(self) -> int:
-        """Readable once it is dead."""
-        return self._waker.fileno()
+        """Readable once it is dead, or something of its last words has arrived."""
+        return self._channel.fileno() if self._ends is not None else self._waker.fileno()
 
     @property
     def dead(self) -> bool:
-        """Whether its life is over, or Ray was shut down here."""
-        return self._life.done()
+        """Whether its life is over, or Ray was shut down here, and all that it has said is there."""
+        if self._ends is None and self._life.done():
+            self._ends = Deadline(_LAST_WORDS_SECONDS)
+        if self._ends is None:
+            return False
+        return self._channel.ended or not self._channel.attached or self._ends.passed
 
     def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - Ray says why in either case
         """How it ended, in Ray's words, once it is dead."""
@@ -220,7 +231,7 @@ class ActorLauncher:
         handle = self._class.remote()
         job = Job(self._plan, index, restarts, self.scheme, {}, invitation, None)
         try:
-            process = ActorProcess(handle, job)
+            process = ActorProcess(handle, job, channel)
         except BaseException:
             channel.close()
             raise

@@ -278,9 +278,10 @@ class WorkerEnd:
     def __init__(self, sock: socket.socket, capacity: int) -> None:
         sock.setblocking(True)
         self._sock = sock
-        self._lock = threading.Lock()
-        #: Held by the thread that puts: the others have their turn after it.
-        self._putting = threading.Lock()
+        # Re-entrant: a signal handler may use this end too while its own thread holds them.
+        self._lock = threading.RLock()
+        #: Held by the thread that puts: the others have their turn after it, and a handler of its own in the middle.
+        self._putting = threading.RLock()
         self._inbox = bytearray()
         #: What is still to be written. It stays whole if a signal handler's exception ends the call that writes it.
         self._outbox: deque[memoryview] = deque()
@@ -324,13 +325,7 @@ class WorkerEnd:
             self._listen(wait=0)
             while not self._room and not self._ended:
                 self._listen(wait=_LOOK_MS)
-            frame = Put(versions(), result)
-            self._use_room()
-            self._send(frame)
-
-    def _use_room(self) -> None:
-        with self._lock:  # `_hear` makes room
-            self._room -= 1
+            self._send(Put(versions(), result))
 
     def say(self, word: Started | Failed | Finished) -> None:
         """Say the first word, or the last. It needs no room.
@@ -352,10 +347,8 @@ class WorkerEnd:
     def _send(self, frame: Frame) -> None:
         self._queue(frame)
         self.flush()
-        poller = select.poll()
-        poller.register(self._sock, select.POLLOUT)
         while self._outbox:
-            poller.poll()
+            self._is_ready(select.POLLOUT, None)
             self.flush()
 
     def _queue(self, frame: Frame) -> None:
@@ -364,8 +357,10 @@ class WorkerEnd:
             result, frame = frame.pickled, replace(frame, pickled=b"")
         data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
         pieces = [_LENGTHS.pack(len(data), len(result)) + data, result]
-        with self._lock:
-            self._outbox += map(memoryview, pieces if len(result) >= _JOINED_NBYTES else [b"".join(pieces)])
+        joined, needs_room = pieces if len(result) >= _JOINED_NBYTES else [b"".join(pieces)], isinstance(frame, Put)
+        with self._lock:  # `_hear` makes room
+            self._outbox += map(memoryview, joined)
+            self._room -= needs_room  # last: a result that an interrupt leaves out takes none
 
     def flush(self) -> None:
         """Write what there is room for. Never waits.
@@ -373,6 +368,8 @@ class WorkerEnd:
         Raises:
             SenderClosed: as `put`.
         """
+        if self._ended:  # TCP would still take the first bytes
+            raise self._closed()
         try:
             with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):  # as in `TrainerEnd._flush`
                 while self._outbox:
@@ -382,24 +379,32 @@ class WorkerEnd:
                         self._outbox.popleft()
         except OSError as error:
             self._ended = True
-            gone = "the trainer has closed its worker group, or is gone"
-            why = "this worker's function has returned" if self._sock.fileno() < 0 else gone
-            raise SenderClosed(f"{why}: the result is dropped.") from error
+            raise self._closed() from error
+
+    def _closed(self) -> SenderClosed:
+        gone = "the trainer has closed its worker group, or is gone"
+        why = "this worker's function has returned" if self._sock.fileno() < 0 else gone
+        return SenderClosed(f"{why}: the result is dropped.")
 
     def _listen(self, wait: int) -> None:
         """Read what the trainer says, and wait at most this many milliseconds for it."""
-        if self._ended:
+        if self._ended or not self._is_ready(select.POLLIN, wait):
             return
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        if not poller.poll(wait):
-            return
-        with self._lock, contextlib.suppress(BlockingIOError):
+        with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):
             while not self._ended:
                 self._hear(_received(self._sock))
 
+    def _is_ready(self, events: int, wait: int | None) -> bool:
+        """Wait at most these milliseconds for events of the socket. Returns whether there are any, or it is closed."""
+        poller = select.poll()
+        try:
+            poller.register(self._sock, events)
+        except ValueError:  # another thread has closed it meanwhile
+            return True
+        return bool(poller.poll(wait))
+
     def _hear(self, data: bytes) -> None:
-        self._ended = not data
+        self._ended |= not data
         self._inbox += data
         whole = len(self._inbox) // _WORD.size * _WORD.size
         for word, version in _WORD.iter_unpack(self._inbox[:whole]):

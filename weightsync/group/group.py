@@ -449,14 +449,13 @@ class WorkerGroup:
     def _raise_failed(self) -> None:
         """Raise for a worker that failed and is not restarted. Once reported, it is no longer among the workers."""
         if self._members.unreported:
-            error = self._members.unreported.popleft()
-            self._forget_gone()
-            raise error
+            self._forget_gone(self._members.unreported[0])
+            raise self._members.unreported.popleft()  # last: an interrupt meanwhile loses no failure
 
-    def _forget_gone(self) -> None:
+    def _forget_gone(self, reported: WorkerFailedError | None = None) -> None:
         """Take those that are finished, or have failed and were reported, from the sender's workers."""
         self.sender.progress()  # reads their goodbyes
-        unreported = {error.worker for error in self._members.unreported}
+        unreported = {error.worker for error in self._members.unreported if error is not reported}
         for index, member in self._members.by_index.items():
             if member.over and index not in unreported and index in self.sender.worker_ids:
                 self.sender.remove_worker(index)

@@ -357,13 +357,11 @@ class Members:
         """Advance the send, read what has arrived, detect dead workers, and restart those that are due."""
         self._drive()
         for member in self.by_index.values():
-            dead = member.dead  # looked up first: what a dead worker has said is then read to its end
-            with Shield(lambda: None):  # what a handler raises loses no result
+            with Shield(lambda: None):  # what a handler raises loses no result and no failure
+                dead = member.dead  # looked up first: what a dead worker has said is then read to its end
                 self.results += member.read()
-            if dead:
-                self._record_failure(member, member.died(self._served(member.index)))
-            else:
-                self._record_failure(member, member.do_what_is_due())
+                error = member.died(self._served(member.index)) if dead else member.do_what_is_due()
+                self._record_failure(member, error)
 
     def take_first(self) -> tuple[UntakenResult, Any]:
         """Take the first result, and unpickle it. An interrupt such as KeyboardInterrupt meanwhile leaves it there."""
@@ -441,7 +439,7 @@ class Members:
     def require_one(self) -> None:
         """Raise the last failure, also if it was raised before, if all members have failed for good."""
         if all(member.state is MemberState.FAILED for member in self.by_index.values()):
-            raise self.failures[-1]
+            raise self.failures[-1].with_traceback(None)  # else each time adds its own to those before
 
     @property
     def over(self) -> bool:

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
+from weakref import finalize
 
 from weightsync.clock import Deadline
 from weightsync.engine.driver import Shield
@@ -60,6 +62,33 @@ def _is_imported(program: ModuleType) -> bool:
     return Path(vars(program).get("__file__") or "").is_file()
 
 
+class _Parcel:
+    """A job on its way to a process, where it is unpickled as the job.
+
+    It lies in memory that the process is sent. `multiprocessing` would write it into a pipe, and if it is large wait,
+    without an end, until the process has read it, which imports the program and torch before.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data = ForkingPickler.dumps(self._job)
+        memory = os.memfd_create("weightsync-job", os.MFD_CLOEXEC)
+        finalize(self, os.close, memory)  # the process has its own descriptor by then
+        with open(memory, "wb", closefd=False) as file:
+            file.write(data)
+        return _unpacked, (DupFd(memory),)
+
+
+def _unpacked(passed: Any) -> Job:
+    """In a worker process that was sent a parcel. `multiprocessing` has passed its descriptor."""
+    with open(passed.detach(), "rb") as file:
+        file.seek(0)
+        job: Job = ForkingPickler.loads(file.read())
+    return job
+
+
 class WorkerProcess:
     """A process that runs one life of a worker. It has a session of its own, so that its children are ended with it.
 
@@ -77,9 +106,12 @@ class WorkerProcess:
 
     def __init__(self, context: BaseContext, job: Job, dumps: Connection) -> None:
         self._dumps = dumps
+        #: From then on its number may be another process's.
+        self._closed = False
         name = f"weightsync worker {job.index}"
-        self.handle: Any = context.Process(target=work, args=(job,), name=name)  # type: ignore[attr-defined]
         start_method = context.get_start_method()
+        sent = job if start_method == "fork" else _Parcel(job)
+        self.handle: Any = context.Process(target=work, args=(sent,), name=name)  # type: ignore[attr-defined]
         # The fork server's processes are its children, and would keep what it began with.
         starting = contextlib.nullcontext() if start_method == "forkserver" else without_interrupts()
         try:
@@ -108,7 +140,7 @@ class WorkerProcess:
     @property
     def dead(self) -> bool:
         """Whether it is dead. Its pipes may still be open, if a child of it has inherited them."""
-        return self._watch.dead
+        return self._closed or self._watch.dead
 
     def how_it_ended(self, started: bool) -> str:
         """How it ended, in words, once it is dead: see `Process.how_it_ended`."""
@@ -125,7 +157,7 @@ class WorkerProcess:
 
     def stack_dump(self) -> StackDump:
         """Its main thread's stack: see `Process.stack_dump`."""
-        return StackDump() if self._watch.dead else request(self._pid, self._dumps)
+        return StackDump() if self.dead else request(self._pid, self._dumps)
 
     def join(self, deadline: Deadline) -> None:
         """Wait until it is dead."""
@@ -134,7 +166,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process and those that it has started. They may already be dead."""
-        if not self._watch.dead:
+        if self._closed:
+            return
+        if not self.dead:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -144,6 +178,7 @@ class WorkerProcess:
         """Kill what is left, and release all resources."""
         self.kill()
         self.handle.join(_REAP_SECONDS)
+        self._closed = True
         self._watch.close()
         self._dumps.close()
         with contextlib.suppress(ValueError):  # it still runs: the kernel does not end it

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
+from weightsync.engine.driver import Shield
 from weightsync.errors import AckTimeoutError, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import require_run
@@ -159,9 +160,10 @@ class RankLauncher:
         host = base_of(self._world.store).host
         local = host == "localhost" or is_loopback(host)
         self._reception = ChannelListener(own_address(local, notes.own_address), SharedKey.given(self.scheme._key))
-        # Last: the ranks wait for a note of each number.
-        number = notes.add(_PREFIX, 1)
-        self._name, self._store = _name_of(number), _store_of_group(self._world, number)
+        # Last: the ranks wait for a note of each number. An interrupt would keep it from being left.
+        with Shield(lambda: None):
+            number = notes.add(_PREFIX, 1)
+            self._name, self._store = _name_of(number), _store_of_group(self._world, number)
 
     def init_arguments(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.init_arguments`."""

@@ -26,7 +26,7 @@ logger = logging.getLogger("weightsync")
 
 _PURPOSE: Final = "weightsync group channel"
 _TOKEN_NBYTES: Final = 32
-#: Seconds that a connection has to show its token, and how many may be about to do so.
+#: Seconds that a connection has to show its token, and how many may be about to do so besides those of workers.
 _PROOF_SECONDS: Final = 5.0
 _MOST_STRANGERS: Final = 64
 _BACKLOG: Final = 1024
@@ -141,7 +141,7 @@ class ChannelListener:
                 self._judge(stranger)
 
     def _greet(self, sock: socket.socket) -> None:
-        if len(self._strangers) == _MOST_STRANGERS:
+        if len(self._strangers) >= len(self._expected) + _MOST_STRANGERS:
             oldest = self._strangers[0]
             self._part_with(oldest)
             oldest.sock.close()

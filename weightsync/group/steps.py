@@ -171,7 +171,12 @@ class Steps:
             raise StaleWeightsError(self._receiver.version, behind, limit)
         if behind > limit:
             self._trainer.mention(Held())  # its deadline does not count meanwhile
-            self._await_newer(limit)
+            try:
+                self._await_newer(limit)
+            except BaseException:  # such as that of a signal handler, which the function may catch
+                with contextlib.suppress(SenderClosed):
+                    self._trainer.mention(Released())
+                raise
             self._trainer.mention(Released())
 
     def _await_newer(self, limit: int) -> None:

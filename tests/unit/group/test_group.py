@@ -20,7 +20,7 @@ from itertools import islice
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import group_workers as workers
 import pytest
@@ -52,6 +52,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.group import ranks, stack_dump
 from weightsync.group.actors import ActorProcess
+from weightsync.group.channel import TrainerEnd
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import State
 from weightsync.testing import FakeClock
@@ -226,6 +227,24 @@ def test_an_iterator_of_results_goes_on_behind_a_failure(make: Make) -> None:
             list(results)
         assert [(each.worker, each.value) for each in islice(results, 4)] == [(1, 1)] * 4
         assert len(group.send()) == 1
+
+
+def test_an_interrupt_as_a_failure_is_reported_leaves_it_for_the_next_call(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(workers.fail_or_count_threads, 2) as group:
+        remove = group.sender.remove_worker
+
+        def interrupted(worker_id: int) -> NoReturn:
+            remove(worker_id)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(group.sender, "remove_worker", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                list(group.results())
+        with pytest.raises(WorkerFailedError, match="worker 0 failed"):
+            list(group.results())
 
 
 def test_a_dead_worker_is_restarted_with_the_newest_weights_before_its_first_step(make: Make, model: nn.Module) -> None:
@@ -481,6 +500,29 @@ def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
         assert group.sender.state is State.CLOSED
 
 
+def test_a_signal_handler_may_close_a_group_that_waits_for_its_workers_to_return(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outer close raised ValueError, as the process was closed, and killed by numbers that were free again."""
+    with make(workers.act) as group:
+        (process,) = (member.running.process for member in group._members.by_index.values() if member.running)
+        pid, join = process.handle.pid, process.join
+
+        def closed_by_a_handler(deadline: Deadline) -> None:
+            process.join = join  # type: ignore[method-assign]
+            group.close(timeout=0)
+            for kills in ("kill", "killpg"):
+                monkeypatch.setattr(os, kills, lambda *_: pytest.fail("its number may be another process's"))
+            join(deadline)
+
+        process.join = closed_by_a_handler  # type: ignore[method-assign]
+        group.close()
+        monkeypatch.undo()
+
+    assert is_dead(pid)
+    assert not group.processes
+
+
 def test_g10_an_interrupt_before_the_cleanup_begins_leaves_no_worker_behind_a_with_block(make: Make) -> None:
     with pytest.raises(KeyboardInterrupt), make(workers.act) as group:  # noqa: PT012 - at its end
         (process,) = group.processes.values()
@@ -516,7 +558,7 @@ def test_close_waits_until_its_deadline_for_workers_to_return_also_on_a_clock_th
 
 def test_nor_is_an_actor_given_up_before_that() -> None:
     actor = object.__new__(ActorProcess)
-    actor._life = Future()
+    actor._life, actor._channel, actor._ends = Future(), TrainerEnd(None), None
     ending = threading.Timer(0.1, actor._life.set_result, [None])
     with FakeClock():
         ending.start()
@@ -767,6 +809,30 @@ def test_the_ranks_wait_for_no_group_that_could_not_listen(model: nn.Module, mon
         found = ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
     assert found is not None
     assert found[1]["capacity"] == 2
+
+
+@pytest.mark.gloo
+def test_the_ranks_wait_for_no_group_whose_start_was_interrupted_as_it_got_its_number(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def interrupted(client: ranks.Client, key: str, amount: int) -> int:
+        number = add(client, key, amount)
+        signal.raise_signal(signal.SIGUSR1)
+        return number
+
+    add, before = ranks.Client.add, signal.signal(signal.SIGUSR1, interrupt)
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.Client, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            WorkerGroup(None, model, scheme="distributed").start()
+
+    assert ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0)) is None
 
 
 @pytest.mark.gloo

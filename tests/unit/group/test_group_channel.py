@@ -87,6 +87,18 @@ def test_a_life_that_was_given_up_is_not_let_in(reception: ChannelListener) -> N
         admit(reception, until=lambda: worker.stopped)
 
 
+def test_all_workers_are_let_in_though_they_connect_while_nobody_looks(reception: ChannelListener) -> None:
+    """Of those that were waiting together, all but the last 64 were sent away: ranks that nothing restarts."""
+    expected = [reception.expect() for _ in range(70)]
+    with contextlib.ExitStack() as stack:
+        for invitation, _ in expected:
+            stack.enter_context(contextlib.closing(invitation.connect()))
+        admit(reception, until=lambda: any(end.attached for _, end in expected))
+        assert all(end.attached for _, end in expected)
+        for _, end in expected:
+            end.close()
+
+
 def test_a_worker_hears_what_was_said_before_it_connected(reception: ChannelListener) -> None:
     invitation, end = reception.expect()
     end.announce(7)
@@ -182,6 +194,79 @@ def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next()
     worker.close()
 
 
+def test_a_result_that_was_interrupted_before_it_was_queued_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took one for good: then `put` waited forever."""
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+
+    def interrupted(*_: object) -> bytes:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pickle, "dumps", interrupted)
+        with pytest.raises(Interrupt):
+            worker.put("interrupted", tuple)
+    thread = threading.Thread(target=worker.put, args=("next", tuple), daemon=True)
+    thread.start()
+
+    assert [pickle.loads(result.pickled) for result in results_of(end, 1)] == ["next"]
+    thread.join(60)
+    end.close()
+    worker.close()
+
+
+def test_a_signal_handler_may_put_a_result_while_its_thread_waits_for_room() -> None:
+    """It waited forever for the call that it had interrupted."""
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    worker.put("first", tuple)
+    entered, found = threading.Event(), []
+
+    def put(*_: object) -> None:
+        entered.set()
+        worker.put("by the handler", tuple)
+
+    def take() -> None:
+        while not entered.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        for _ in range(3):
+            found.extend(pickle.loads(result.pickled) for result in results_of(end, 1))
+            end.make_room()
+
+    taking = threading.Thread(target=take)
+    before = signal.signal(signal.SIGUSR1, put)
+    taking.start()
+    try:
+        worker.put("last", tuple)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    taking.join(60)
+
+    assert found == ["first", "by the handler", "last"]
+    end.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["waits for room", "writes"])
+def test_a_thread_that_puts_as_the_function_returns_is_told_so(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It met a bare ValueError: the descriptor is negative."""
+    near, far = socket.socketpair()
+    end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
+    if full:
+        worker.put("full", tuple)
+    poll, calls = select.poll, itertools.count()
+
+    def closed_before() -> select.poll:
+        if full or next(calls):
+            worker.close()
+        return poll()
+
+    monkeypatch.setattr(select, "poll", closed_before)
+    with pytest.raises(SenderClosed, match=r"this worker.s function has returned: the result is dropped"):
+        worker.put(bytes(1 << 24), tuple)
+    end.close()
+
+
 def interrupted_at(call: int, function: Callable[[], list[Frame]]) -> list[Frame]:
     """Call a function, and raise in it, in no finalizer, once so many of its calls of C functions have returned."""
     returned = itertools.count()
@@ -214,6 +299,21 @@ def test_a_trainer_that_is_interrupted_while_it_reads_results_loses_none() -> No
     assert [len(pickle.loads(result.pickled)) for result in found if isinstance(result, Put)] == [5, 70_000, 0]
     assert call > 5
     end.close()
+    worker.close()
+
+
+def test_a_put_that_waits_over_tcp_as_the_trainer_closes_does_not_pass_for_one_that_was_sent(
+    reception: ChannelListener,
+) -> None:
+    """TCP takes what is written first to a connection that the other end has closed."""
+    invitation, end = reception.expect()
+    worker = WorkerEnd(invitation.connect(), capacity=1)
+    admit(reception, until=lambda: end.attached)
+    worker.put("first", tuple)
+    results_of(end, 1)
+    end.close()
+    with pytest.raises(SenderClosed, match="the trainer has closed its worker group"):
+        worker.put("second", tuple)
     worker.close()
 
 

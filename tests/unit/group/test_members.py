@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightsync.clock import Deadline, Timeout, replaced_by, seconds
-from weightsync.errors import GIVE_RESTARTS, ConfigurationError
+from weightsync.errors import GIVE_RESTARTS, ConfigurationError, WorkerFailedError
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, Released, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
@@ -441,3 +441,47 @@ def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_c
         signal.signal(signal.SIGUSR1, before)
 
     assert (members.take_first()[1], channel.room, member.untaken, len(members.results)) == ("one", 1, 0, 0)
+
+
+def test_an_interrupt_while_a_dead_worker_is_seen_to_loses_no_failure(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in no `failures`: `results` ended, and the next send raised a bare IndexError or StopIteration."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    members = Members({0: (member := started(lives, max_restarts=0))}, lambda: None)
+    lives.processes[0].dead = True
+    after_death = member._after_death
+
+    def failing() -> str:
+        followed = after_death()
+        signal.raise_signal(signal.SIGUSR1)
+        return followed
+
+    monkeypatch.setattr(member, "_after_death", failing)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            members.pump()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    members.pump()
+
+    assert [error.worker for error in members.unreported] == [0]
+    with pytest.raises(WorkerFailedError, match="SIGSEGV"):
+        members.require_one()
+
+
+def test_a_failure_that_is_raised_again_has_the_traceback_of_that_time_alone(lives: Lives) -> None:
+    members = Members({0: started(lives, max_restarts=0)}, lambda: None)
+    lives.processes[0].dead = True
+    members.pump()
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(WorkerFailedError) as caught:
+            members.require_one()
+        lengths.add(len(caught.traceback))
+
+    assert len(lengths) == 1

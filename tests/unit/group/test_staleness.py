@@ -11,7 +11,7 @@ from itertools import islice
 from multiprocessing import heap
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import group_workers as workers
 import pytest
@@ -119,6 +119,22 @@ def test_a_worker_that_blocks_wakes_when_the_group_is_stopped() -> None:
     announced.announce(2)
     with pytest.raises(SenderClosed, match="stopped"):
         steps.begin()
+
+
+def test_a_worker_whose_wait_a_signal_handler_ends_counts_as_waiting_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `deadline` never counted again."""
+    receiver, trainer = Receiver(), Trainer()
+    steps, announced = steps_of(receiver, 0, OnStale.BLOCK, trainer)
+    announced.announce(2)
+
+    def alarmed(_: float) -> NoReturn:
+        raise TimeoutError
+
+    monkeypatch.setattr(receiver, "receive", alarmed)
+    with pytest.raises(TimeoutError):
+        steps.begin()
+
+    assert trainer.heard == [Held(), Released()]
 
 
 def test_an_older_announcement_takes_nothing_back() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_actors_get_a_model_of_a_class_that_the_program_itself_defines(monkeypat
 
     made = pickle.loads(pickle.dumps(plan)).make_model()
     assert (type(made).__name__, made.weight.is_meta) == ("Policy", True)
+
+
+def test_a_start_waits_for_no_worker_to_read_what_it_runs(make: Make, tmp_path: Path) -> None:
+    """If that was larger than a pipe, each start waited until the worker had imported torch, and heard no Ctrl-C."""
+    path = tmp_path / "the group has started"
+    with make(partial(workers.act_with, (workers.Late(str(path)), bytes(1 << 20)))) as group:
+        path.touch()
+        assert next(group.results()).value == 1.0
 
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")
