@@ -19,7 +19,7 @@ from weightsync.engine.parts import OutgoingParts
 from weightsync.errors import ConfigurationError, LayoutError, TransportError
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.codec import MAX_BODY_NBYTES
-from weightsync.protocol.messages import WeightsForm
+from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.transports.buffers import Buffer, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.casting import refuse_non_finite, refuse_overflow
@@ -110,6 +110,18 @@ class Packed(Struct):
         if self.verify.compares(shared):
             return self.digest or self.digested()
         return b""
+
+
+class SentUpdate(Struct, frozen=True):
+    """An update as it was sent."""
+
+    update: Update
+    #: Whether it leaves out its layout, which the worker knows.
+    layout_known: bool
+    #: Whether the worker maps its payload.
+    shared: bool
+    #: The digest that an ack of it must name: of the weights, or of the slot. Empty: neither was sent.
+    named: bytes
 
 
 class Packer:

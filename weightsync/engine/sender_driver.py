@@ -7,11 +7,9 @@ from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Any, Final
 
-from msgspec import Struct
-
 from weightsync.engine.delta import VersionPayloads, version_payloads
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, handler_failed, read, watch
-from weightsync.engine.packer import Packed
+from weightsync.engine.packer import Packed, SentUpdate
 from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worth_parts
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
@@ -36,18 +34,6 @@ _DUE: Final = attrgetter("due")
 _WORKER: Final = attrgetter("worker")
 
 logger = logging.getLogger("weightsync")
-
-
-class SentUpdate(Struct, frozen=True):
-    """An update as it was sent."""
-
-    update: Update
-    #: Whether it leaves out its layout, which the worker knows.
-    layout_known: bool
-    #: Whether the worker maps its payload.
-    shared: bool
-    #: The digest that an ack of it must name: of the weights, or of the slot. Empty: neither was sent.
-    named: bytes
 
 
 class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]):
@@ -195,12 +181,16 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         packed = self._packed[version]
         # Where updates may be reordered or lost, each carries its layout.
         layout_known = lane.orders and lane.known_layout == packed.layout.digest
-        # Determined now: by the time the ack arrives, the memory that the worker can map may have changed.
-        shared = packed.buffer.mappable and lane.shares(packed.buffer, packed.layout.nbytes)
-        sent = self._last_sent
-        if sent is None or (sent.update.version, sent.layout_known, sent.shared) != (version, layout_known, shared):
-            # One object for all workers that get the same message, so that a link can reuse its encoding.
-            sent = self._last_sent = self._message_of(version, packed, layout_known, shared)
+        try:
+            # Determined now: by the time the ack arrives, the memory that the worker can map may have changed.
+            shared = packed.buffer.mappable and lane.shares(packed.buffer, packed.layout.nbytes)
+            sent = self._last_sent
+            if sent is None or (sent.update.version, sent.layout_known, sent.shared) != (version, layout_known, shared):
+                # One object for all workers that get the same message, so that a link can reuse its encoding.
+                sent = self._last_sent = self._message_of(version, packed, layout_known, shared)
+        except Exception as error:  # noqa: BLE001 - as in `_write`; weights on a device may lack memory on the host
+            self._read_then_lose(worker, link, str(error) or repr(error), self._step)
+            return
         self._named.setdefault(version, {}).setdefault(worker, set()).add(sent.named)
         update, payload = sent.update, packed.buffer
         if packed.payloads is not None and isinstance(lane.link, CarriesDeltas) and lane.link.carries_deltas:

@@ -62,11 +62,11 @@ def _is_imported(program: ModuleType) -> bool:
     return Path(vars(program).get("__file__") or "").is_file()
 
 
-class _Parcel:
-    """A job on its way to a process, where it is unpickled as the job.
+class _PassedInMemory:
+    """A job that a process gets in shared memory, and unpickles there as the job itself.
 
-    It lies in memory that the process is sent. `multiprocessing` would write it into a pipe, and if it is large wait,
-    without an end, until the process has read it, which imports the program and torch before.
+    `multiprocessing` writes arguments into a pipe. If they are large, it waits there, without a deadline, until the
+    process has read them, and it imports the program and torch first.
     """
 
     def __init__(self, job: Job) -> None:
@@ -82,7 +82,7 @@ class _Parcel:
 
 
 def _unpacked(passed: Any) -> Job:
-    """In a worker process that was sent a parcel. `multiprocessing` has passed its descriptor."""
+    """In the worker process: the job. `multiprocessing` has passed the memory's descriptor."""
     with open(passed.detach(), "rb") as file:
         file.seek(0)
         job: Job = ForkingPickler.loads(file.read())
@@ -110,7 +110,7 @@ class WorkerProcess:
         self._closed = False
         name = f"weightsync worker {job.index}"
         start_method = context.get_start_method()
-        sent = job if start_method == "fork" else _Parcel(job)
+        sent = job if start_method == "fork" else _PassedInMemory(job)
         self.handle: Any = context.Process(target=work, args=(sent,), name=name)  # type: ignore[attr-defined]
         # The fork server's processes are its children, and would keep what it began with.
         starting = contextlib.nullcontext() if start_method == "forkserver" else without_interrupts()

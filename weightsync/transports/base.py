@@ -460,8 +460,8 @@ class Waits(Generic[_Waited]):
             readable, writable = self._links[place].waitables(), self._links[place].wants_write()
         except Exception as error:
             raise WaitFailed(place) from error
-        # A link that another thread closes meanwhile may name a descriptor that it has no more.
-        wanted = {fd: select.POLLIN for fd in readable if fd >= 0}
+        wanted = dict.fromkeys(readable, select.POLLIN)
+        wanted.pop(-1, None)  # that of a link which another thread closes meanwhile
         if writable is not None:
             wanted[writable] = wanted.get(writable, 0) | select.POLLOUT
         before, self._wanted[place] = self._wanted[place], wanted

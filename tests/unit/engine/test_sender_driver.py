@@ -196,6 +196,24 @@ def test_who_maps_a_version_names_its_seal_and_who_gets_its_bytes_their_digest()
     assert [outcomes[worker].kind for worker in range(3)] == [OutcomeKind.APPLIED] * 3
 
 
+class Exhausted(Sharing):
+    """A link for which weights on a device have to be copied to the host, which has no memory left."""
+
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        raise TransportError("no memory is left on the host")
+
+
+def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_others_are_sent_to() -> None:
+    """The send could neither be waited for nor abandoned, and each further one was refused."""
+    fleet = Fleet(Exhausted(), Scripted())
+    fleet.sends(in_a_segment(Verify.AUTO))
+
+    assert (fleet.link_state(0), fleet.reason(0)) == (pure.LinkState.LOST, "no memory is left on the host")
+    assert versions(fleet.links[1]) == [1]
+    assert fleet.driver.data.outstanding is not None
+    assert fleet.driver.data.outstanding.owed == {1: 2}
+
+
 @pytest.mark.parametrize("named", ["seal", "digest", "neither"])
 def test_a_worker_with_a_new_link_names_what_it_was_sent_over_either(named: str) -> None:
     """It serves the version already; over its first link it mapped the memory, over the new one it gets the bytes."""

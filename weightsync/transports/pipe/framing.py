@@ -474,7 +474,7 @@ class Outflow:
                     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.descriptors))]
                 nbytes = self._socket.sendmsg(first.pieces, ancillary, _SEND_FLAGS)
                 if nbytes == first.nbytes:
-                    self.queue.popleft().end(True)
+                    self.queue.popleft().end(written=True)
                 else:
                     first.taken(nbytes)
         except BlockingIOError:
