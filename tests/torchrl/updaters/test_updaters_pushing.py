@@ -164,6 +164,21 @@ def test_an_updater_of_no_workers_has_an_empty_report() -> None:
     assert report.version is None
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_worker_that_could_not_be_added_leaves_later_pushes_as_they_are(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = Recorder()
+    if interrupted:
+        monkeypatch.setattr(updater._pushes._sender, "add_worker", lambda *_: raises(KeyboardInterrupt())())
+    with pytest.raises((ConfigurationError, KeyboardInterrupt)):
+        updater.push_weights(worker_ids=7 if interrupted else -1)
+    monkeypatch.undo()
+
+    assert kinds(updater.push_weights(worker_ids=7)) == {7: APPLIED}
+    assert kinds(updater.push_weights()) == {0: APPLIED}
+
+
 # --------------------------------------------------------------------------------------------------------- skips
 
 
