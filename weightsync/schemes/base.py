@@ -527,10 +527,13 @@ class WeightSyncScheme(Configured):
         """End both sides for good, the background thread too. Calling it again does nothing.
 
         An update whose outcome was not reported yet is waited for first (at most 60 s or `WEIGHTSYNC_TIMEOUT`); if it
-        failed, that is logged, since nothing is raised here.
+        failed, that is logged, since nothing is raised here. An interrupt ends the wait, and is raised once both sides
+        have ended.
         """
-        self._sender_side.settle()
-        self.close()
+        try:
+            self._sender_side.settle()
+        finally:
+            self.close()
 
     @property
     def _participants(self) -> tuple[WeightSender | None, WeightReceiver | None]:

@@ -29,6 +29,8 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     State,
     StateError,
+    SyncReport,
+    WeightSender,
     WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
@@ -358,6 +360,29 @@ def test_shutdown_settles_what_is_pending(duo: Duo) -> None:
 
     assert duo.model() == {2.0}
     assert duo.sending.get_sender().state is State.CLOSED
+
+
+@pytest.mark.parametrize("what", ["another thread closes it", "another thread abandons it", "Ctrl-C"])
+def test_shutdown_ends_both_sides_whatever_ends_its_wait(
+    what: str, duo: Duo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, wait = duo.sending.get_sender(), WeightSender.wait_async
+
+    def interrupted(**options: Any) -> SyncReport:
+        if what == "Ctrl-C":
+            raise KeyboardInterrupt
+        sender.close() if what == "another thread closes it" else sender.abandon()
+        return wait(sender, **options)
+
+    duo.sending.sync = False
+    with duo.receiving.get_receiver().serving():
+        duo.send(2.0)
+        monkeypatch.setattr(sender, "wait_async", interrupted)
+        with pytest.raises(KeyboardInterrupt) if what == "Ctrl-C" else contextlib.nullcontext():
+            duo.sending.shutdown()
+
+    assert sender.state is State.CLOSED
+    assert ("at shutdown" in caplog.text) is (what != "Ctrl-C")
 
 
 def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
