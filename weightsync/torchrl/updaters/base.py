@@ -157,7 +157,8 @@ class WeightUpdaterBase(abc.ABC):
 
         It may return a `concurrent.futures.Future`, which is awaited together with those of the other workers; any
         other value means that the call has ended. A ConnectionError or EOFError, raised here or by the future, means
-        that the worker is gone. Any other exception means that it refused.
+        that the worker is gone. Any other exception means that it refused, and so does a method that is ``async``:
+        nothing of it would run.
 
         Args:
             worker_id: the worker; not passed if workers have no ids.
