@@ -534,7 +534,14 @@ async def sleeper(*_: Any) -> None:
     """Its body would never run."""
 
 
-@pytest.mark.parametrize("hook", [3, sleeper])
+class Sleeper:
+    """The same as an object."""
+
+    async def __call__(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("hook", [3, sleeper, Sleeper()])
 def test_a_hook_that_cannot_be_called_is_refused(hook: Any) -> None:
     updater = Recorder([0])
     with pytest.raises(ConfigurationError, match="a post-hook is a plain function without arguments, not "):

@@ -206,7 +206,7 @@ class WeightUpdaterBase(abc.ABC):
         Raises:
             ConfigurationError: it is not callable, or an async function.
         """
-        if not callable(hook) or inspect.iscoroutinefunction(hook):
+        if not callable(hook) or any(map(inspect.iscoroutinefunction, (hook, type(hook).__call__))):
             raise ConfigurationError(f"a post-hook is a plain function without arguments, not {hook!r}.")
         self._hooks.append(hook)
 
