@@ -91,9 +91,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._sender_side.require_uninitialized()
         sender = self.create_sender()
         with self._events.reported_by(sender.report_to):
+            sender.set_context(None, "policy" if model_id is None else model_id)
+            sender.connect()
             self._sender_side.sender = sender
-        sender.set_context(None, "policy" if model_id is None else model_id)
-        sender.connect()
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make a receiver that needs nothing: see `init_on_worker`.
@@ -117,15 +117,17 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             StateError: initialised already.
+            ConfigurationError, LayoutError: weights cannot be applied to the model. The scheme is not initialised, and
+                this may be called again.
         """
         self._receiver_side.require_uninitialized()
         receiver = self.create_receiver()
         with self._events.reported_by(lambda events: receiver.report_to(events, lambda: self.worker_idx)):
+            receiver.set_context(None, model_id)
+            if kwargs.get("model") is not None:
+                receiver.register_model(model_or_empty(kwargs["model"]))
+            self._become_worker({}, None)
             self._receiver_side.receiver = receiver
-        receiver.set_context(None, model_id)
-        if kwargs.get("model") is not None:
-            receiver.register_model(model_or_empty(kwargs["model"]))
-        self._become_worker({}, None)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         """Do not wait."""

@@ -539,6 +539,16 @@ def test_no_scheme_sends_nothing_before_it_is_connected_too() -> None:
         scheme.send()
 
 
+def test_no_scheme_whose_init_failed_can_be_initialised_again() -> None:
+    with NoWeightSyncScheme() as worker:
+        with pytest.raises(ConfigurationError, match=r"builtins\.int"):
+            worker.init_on_receiver(model_id="policy", model=3)
+        assert not worker.initialized_on_receiver
+        worker.init_on_receiver(model_id="policy", model=small(1.0))
+
+        assert constants(worker.model) == {1.0}
+
+
 def test_no_scheme_connects_to_nobody() -> None:
     with NoWeightSyncScheme() as scheme, NoWeightSyncScheme() as worker:
         scheme.init_on_sender(model_id="policy")
