@@ -7,6 +7,7 @@ in the trainer is in `sender_side`, what they do in a worker in `receiver_side`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -518,10 +519,11 @@ class WeightSyncScheme(Configured):
 
     def close(self) -> None:
         """Close whichever sides were initialised. Closing twice is allowed."""
-        for participant in self._participants:
-            if participant is not None:
-                participant.close()
-        self._events.close()
+        with contextlib.ExitStack() as ends:  # also if an interrupt is raised in one of them
+            ends.callback(self._events.close)
+            for participant in reversed(self._participants):
+                if participant is not None:
+                    ends.callback(participant.close)
 
     def shutdown(self) -> None:
         """End both sides for good, the background thread too. Calling it again does nothing.

@@ -160,10 +160,12 @@ class PipeScheme(WeightSyncScheme):
 
     def close(self) -> None:
         """Close whichever sides were initialised, and the ends of pipes that we hold for workers."""
-        super().close()
-        for end in (*self._ends.values(), *([] if self._own is None else [self._own])):
-            end.close()
-        self._ends = {}
+        try:
+            super().close()
+        finally:
+            for end in (*self._ends.values(), *([] if self._own is None else [self._own])):
+                end.close()
+            self._ends = {}
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

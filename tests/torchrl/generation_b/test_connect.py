@@ -21,6 +21,7 @@ import weightsync
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    EventKind,
     LayoutError,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -29,6 +30,7 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     State,
     StateError,
+    SyncEvent,
     SyncReport,
     WeightSender,
     WeightStrategy,
@@ -383,6 +385,27 @@ def test_shutdown_ends_both_sides_whatever_ends_its_wait(
 
     assert sender.state is State.CLOSED
     assert ("at shutdown" in caplog.text) is (what != "Ctrl-C")
+
+
+def test_an_interrupted_close_ends_both_sides_and_the_pipes(scheme_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    scheme = scheme_class()
+    scheme.init_on_sender(model=small(1.0), num_workers=2)
+    ends = dict(scheme._ends)
+    scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+    seen: list[SyncEvent] = []
+    scheme.on_event(seen.append)
+    close = scheme.get_sender().close
+    monkeypatch.setattr(scheme.get_sender(), "close", lambda: (close(), interrupted()))
+
+    with pytest.raises(KeyboardInterrupt):
+        scheme.close()
+
+    assert scheme.get_sender().state is scheme.get_receiver().state is State.CLOSED
+    assert all(end.closed for end in ends.values())
+    assert [event.kind for event in seen].count(EventKind.CLOSED) == 2
 
 
 def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
