@@ -71,6 +71,18 @@ class PipeScheme(WeightSyncScheme):
         self.sync = switch(sync, "sync")
         self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
 
+    def init_on_sender(self, model_id: str | None = "policy", context: Any = None, **kwargs: Any) -> None:
+        """Make the sender and add the workers to it: see `WeightSyncScheme.init_on_sender`."""
+        before = dict(self._ends)
+        try:
+            super().init_on_sender(model_id, context, **kwargs)
+        except BaseException:  # the workers of another init must not take the pipes of this one
+            made, self._ends = self._ends, before
+            for worker, end in made.items():
+                if before.get(worker) is not end:
+                    end.close()
+            raise
+
     def create_sender(self) -> WeightSender:
         """A sender without workers: see `WeightSyncScheme.create_sender`. It is closed when the program ends."""
         sender = super().create_sender()

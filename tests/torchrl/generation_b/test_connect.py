@@ -103,6 +103,21 @@ def test_each_form_of_init_on_sender_gives_the_workers_their_first_weights(
             process.do(finish)
 
 
+def test_an_init_that_failed_leaves_no_pipes_for_workers(scheme_class: Any) -> None:
+    """A worker that is started with the scheme would take one, and wait for nobody."""
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as scheme:
+        for given in ({"processes": [None]}, {"fence": "none", "num_workers": 3}):
+            with pytest.raises(ConfigurationError):
+                scheme.init_on_sender(**{"model": small(), "num_workers": 2, **given})
+            assert scheme._ends == {}
+        scheme.init_on_sender(model=small(), pipes=[ours])
+        context = SimpleNamespace(pipe=theirs, policy=small())
+        scheme.init_on_receiver(model_id="policy", context=context, worker_idx=0)
+
+        assert scheme.get_receiver()._listening.endpoint is theirs
+
+
 def test_worker_ids_are_the_keys_of_params_map(crew: Crew) -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(params_map={3: weights(3.0), 7: weights(7.0)}, ctx=crew.context)
