@@ -167,8 +167,10 @@ class PipeScheme(WeightSyncScheme):
         """Close our copies of the ends that workers have taken."""
         if not self.initialized_on_receiver:
             up = {worker for worker, entry in self.get_sender().workers.items() if entry.link_state is LinkState.UP}
-            for worker in up & self._ends.keys():
-                self._ends.pop(worker).close()
+            ends = self._ends  # another thread may close the scheme, or be doing the same
+            for worker in up & ends.keys():
+                if (end := ends.pop(worker, None)) is not None:
+                    end.close()
 
     def close(self) -> None:
         """Close whichever sides were initialised, and the ends of pipes that we hold for workers."""

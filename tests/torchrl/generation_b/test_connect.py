@@ -39,6 +39,7 @@ from weightsync import (
     WorkerLostError,
     register_weight_sync_backend,
 )
+from weightsync.protocol.sender import LinkState
 from weightsync.schemes.registry import _registered
 
 # ------------------------------------------------------------------------- workers that a scheme makes pipes for
@@ -116,6 +117,23 @@ def test_an_init_that_failed_leaves_no_pipes_for_workers(scheme_class: Any) -> N
         scheme.init_on_receiver(model_id="policy", context=context, worker_idx=0)
 
         assert scheme.get_receiver()._listening.endpoint is theirs
+
+
+def test_a_scheme_may_be_closed_while_it_gives_up_the_workers_ends(
+    scheme_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing a descriptor lets another thread run."""
+    scheme = scheme_class()
+    scheme.init_on_sender(model=small(), num_workers=2)
+    ends = tuple(scheme._ends.values())
+    entry = SimpleNamespace(link_state=LinkState.UP)
+    monkeypatch.setattr(scheme, "get_sender", lambda: SimpleNamespace(workers={0: entry, 1: entry}))
+    for end in ends:
+        monkeypatch.setattr(end, "close", lambda end=end: (monkeypatch.undo(), scheme.close(), end.close()))
+
+    scheme._workers_answered()
+
+    assert all(end.closed for end in ends)
 
 
 def test_worker_ids_are_the_keys_of_params_map(crew: Crew) -> None:
