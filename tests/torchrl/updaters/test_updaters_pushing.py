@@ -147,6 +147,14 @@ def test_worker_ids_are_ints_or_devices_one_or_a_list(known: Any, given: Any, ca
     assert kinds(report) == dict.fromkeys(called, APPLIED)
 
 
+@pytest.mark.parametrize("given", ["meta", META])
+def test_a_device_may_be_an_id_by_its_name(given: Any) -> None:
+    updater = Recorder(["cpu", "meta"])
+
+    assert kinds(updater.push_weights(worker_ids=given)) == {"meta": APPLIED}
+    assert updater.synced == ["meta"]
+
+
 @pytest.mark.parametrize("given", [[], 3, [0, 3], CPU, "cuda:0", "nonsense", 1.5, True, [False], None.__class__])
 def test_no_workers_or_unknown_ones_are_a_value_error(given: Any) -> None:
     updater = Recorder([0, 1])

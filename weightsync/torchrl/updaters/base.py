@@ -287,7 +287,7 @@ def _taken(given: Any) -> Any:
 
 
 def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
-    """The target workers; [None]: the only worker, which has no id.
+    """The target workers, by the ids that the updater has; [None]: the only worker, which has no id.
 
     Raises ConfigurationError: the list is empty, or has an unknown id.
     """
@@ -298,7 +298,7 @@ def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
         given = iter(worker_ids if several else [worker_ids])
     except TypeError:  # a tensor or an array without dimensions is Iterable by its type
         given = iter([worker_ids])
-    named = [_id(worker) for worker in given]
+    named = [str(worker) if known is not None and str(worker) in known else _id(worker) for worker in given]
     if not named:
         raise ConfigurationError("no worker to push to: worker_ids is empty. Nothing was pushed.")
     unknown = [worker for worker in named if known is not None and worker not in known]
