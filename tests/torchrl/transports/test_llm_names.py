@@ -152,6 +152,9 @@ def test_the_transport_of_sglang_works_alone(server: EngineServer) -> None:
         lambda: llm.SGLangWeightSyncScheme("http://localhost:1", flush_cache_on_update=True),
         lambda: llm.VLLMWeightSyncScheme().create_sender().init_all_workers_group({}, vllm_engine="http://localhost:1"),
         lambda: llm.VLLMDoubleBufferSyncScheme("x").create_receiver(None).apply_weights({}, inplace=False),
+        lambda: llm.VLLMDoubleBufferSyncScheme("x").create_sender().register_model({"weight": torch.ones(1)}),
+        lambda: llm.VLLMWeightSyncScheme().create_sender().register_model(None),
+        lambda: llm.SGLangWeightSyncScheme(None),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_work_is_refused(make: Any) -> None:

@@ -180,7 +180,11 @@ class VLLMDoubleBufferWeightSender:
         self._sender = _Writing(scheme)
 
     def register_model(self, model: Any) -> None:
-        """Write this model's weights when `update_weights` is given none. It is held weakly."""
+        """Write this model's weights when `update_weights` is given none. It is held weakly.
+
+        Raises:
+            ConfigurationError: it cannot be held weakly: None, or a dict.
+        """
         self._sender.register_model(model)
 
     def update_weights(self, weights: Any = None) -> None:
