@@ -555,14 +555,13 @@ class WeightSyncScheme(Configured):
         Raises ConfigurationError: an endpoint is missing, or they are contradictory. No link has been created.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
+            f"{type(self).__name__} has no init_on_sender(): override it, or use what create_sender() returns."
         )
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The endpoint at which the sender reaches us, for `listen`. Raises ConfigurationError: it is missing."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not override init_on_worker(): do so, or use create_receiver() and "
-            "register_worker_transport()."
+            f"{type(self).__name__} has no init_on_worker(): override it, or use what create_receiver() returns."
         )
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
