@@ -71,9 +71,11 @@ class NoReceiver(WeightReceiver):
         """Write weights into the registered model; no sender is notified.
 
         Raises:
+            StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights; nothing was changed.
             LayoutError: they do not fit; nothing was changed.
         """
+        self._driver.require_open("apply_weights")
         if self.model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")
         self._scheme.strategy.apply_weights(self.model, weights, inplace)

@@ -621,6 +621,8 @@ def test_no_scheme_connects_to_nobody() -> None:
         assert constants(worker.model) == {2.0}
         worker.shutdown()
         worker.shutdown()
+        with pytest.raises(StateError, match="closed"):
+            worker.apply_weights(small(3.0).state_dict())
 
 
 # ------------------------------------------------------------------------------------------- constructors
