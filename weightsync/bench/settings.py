@@ -173,8 +173,12 @@ def payloads(names: str | None, factory: str | None) -> tuple[Payload, ...]:
     if names is not None:
         chosen = tuple(PAYLOADS[_known(name, PAYLOADS, "payload")] for name in listed(names))
     if factory is not None:
-        if not all(factory.partition(":")):
-            raise ConfigurationError(f"--model {factory!r} is not of the form module:factory.")
+        module, _, name = factory.partition(":")
+        if not name or not all(map(str.isidentifier, module.split("."))):
+            raise ConfigurationError(
+                f"--model {factory!r} is not of the form module:factory: give a module's name as `import` takes it, "
+                "not a path, such as models.small:make."
+            )
         chosen += (Payload(factory, 0, 0, factory),)
     return chosen
 

@@ -201,7 +201,7 @@ class Events:
         """Call ``callback`` with each event from now on, and ask ``tracer`` for the trace context of each version.
 
         Raises:
-            ConfigurationError: it cannot be called, or is an async function; or the tracer has no ``begin()``.
+            ConfigurationError: it cannot be called, or is an async function; or so is the tracer's ``begin()``.
         """
         if not callable(callback):
             raise ConfigurationError(f"on_event() was given {callback!r}: give a function that takes a SyncEvent.")
@@ -210,8 +210,11 @@ class Events:
                 f"on_event() was given {callback!r}, an async function: a call of it does not run its body. Give a "
                 "plain function that takes a SyncEvent."
             )
-        if tracer is not None and not callable(optional(tracer, "begin")):
-            raise ConfigurationError(f"on_event(tracer=) was given {tracer!r}: give an object with a Tracer's begin().")
+        begin = optional(tracer, "begin")
+        if tracer is not None and (not callable(begin) or inspect.iscoroutinefunction(begin)):
+            raise ConfigurationError(
+                f"on_event(tracer=) was given {tracer!r}: give an object with a Tracer's begin(), a plain method."
+            )
         subscription = Subscription(self, callback, tracer)
         with self._lock:
             self._subscriptions = (*self._subscriptions, subscription)

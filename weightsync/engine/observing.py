@@ -67,7 +67,7 @@ class SenderObserver:
         except Exception:  # a tracer is user code: whatever it raises, the sync continues
             logger.exception("version %d of %r is sent without a trace context", version, self._driver.model_id)
             return
-        packed.trace_context = context if is_trace_context(context) else ""
+        packed.trace_context = context if isinstance(context, str) and is_trace_context(context) else ""
 
     def _event(self, kind: EventKind, worker: int | None, version: int | None, **more: Any) -> SyncEvent:
         packed = None if version is None else self._driver.packed(version)

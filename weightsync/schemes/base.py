@@ -7,6 +7,7 @@ in the trainer is in `sender_side`, what they do in a worker in `receiver_side`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -518,19 +519,23 @@ class WeightSyncScheme(Configured):
 
     def close(self) -> None:
         """Close whichever sides were initialised. Closing twice is allowed."""
-        for participant in self._participants:
-            if participant is not None:
-                participant.close()
-        self._events.close()
+        with contextlib.ExitStack() as ends:  # also if an interrupt is raised in one of them
+            ends.callback(self._events.close)
+            for participant in reversed(self._participants):
+                if participant is not None:
+                    ends.callback(participant.close)
 
     def shutdown(self) -> None:
         """End both sides for good, the background thread too. Calling it again does nothing.
 
         An update whose outcome was not reported yet is waited for first (at most 60 s or `WEIGHTSYNC_TIMEOUT`); if it
-        failed, that is logged, since nothing is raised here.
+        failed, that is logged, since nothing is raised here. An interrupt ends the wait, and is raised once both sides
+        have ended.
         """
-        self._sender_side.settle()
-        self.close()
+        try:
+            self._sender_side.settle()
+        finally:
+            self.close()
 
     @property
     def _participants(self) -> tuple[WeightSender | None, WeightReceiver | None]:
@@ -550,14 +555,13 @@ class WeightSyncScheme(Configured):
         Raises ConfigurationError: an endpoint is missing, or they are contradictory. No link has been created.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not override init_on_sender(): do so, or use create_sender() and add_worker()."
+            f"{type(self).__name__} has no init_on_sender(): override it, or use what create_sender() returns."
         )
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The endpoint at which the sender reaches us, for `listen`. Raises ConfigurationError: it is missing."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not override init_on_worker(): do so, or use create_receiver() and "
-            "register_worker_transport()."
+            f"{type(self).__name__} has no init_on_worker(): override it, or use what create_receiver() returns."
         )
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:

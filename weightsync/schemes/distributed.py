@@ -291,8 +291,10 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def close(self) -> None:
         """Close whichever sides were initialised, and the store if it was made here."""
-        super().close()
-        self._store = None
+        try:
+            super().close()
+        finally:
+            self._store = None
 
     def forget(self) -> None:
         """Become a copy: called in a forked child."""

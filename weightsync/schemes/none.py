@@ -71,9 +71,11 @@ class NoReceiver(WeightReceiver):
         """Write weights into the registered model; no sender is notified.
 
         Raises:
+            StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights; nothing was changed.
             LayoutError: they do not fit; nothing was changed.
         """
+        self._driver.require_open("apply_weights")
         if self.model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")
         self._scheme.strategy.apply_weights(self.model, weights, inplace)
@@ -91,9 +93,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._sender_side.require_uninitialized()
         sender = self.create_sender()
         with self._events.reported_by(sender.report_to):
+            sender.set_context(None, "policy" if model_id is None else model_id)
+            sender.connect()
             self._sender_side.sender = sender
-        sender.set_context(None, "policy" if model_id is None else model_id)
-        sender.connect()
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make a receiver that needs nothing: see `init_on_worker`.
@@ -117,15 +119,17 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             StateError: initialised already.
+            ConfigurationError, LayoutError: weights cannot be applied to the model. The scheme is not initialised, and
+                this may be called again.
         """
         self._receiver_side.require_uninitialized()
         receiver = self.create_receiver()
         with self._events.reported_by(lambda events: receiver.report_to(events, lambda: self.worker_idx)):
+            receiver.set_context(None, model_id)
+            if kwargs.get("model") is not None:
+                receiver.register_model(model_or_empty(kwargs["model"]))
+            self._become_worker({}, None)
             self._receiver_side.receiver = receiver
-        receiver.set_context(None, model_id)
-        if kwargs.get("model") is not None:
-            receiver.register_model(model_or_empty(kwargs["model"]))
-        self._become_worker({}, None)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         """Do not wait."""

@@ -71,6 +71,18 @@ class PipeScheme(WeightSyncScheme):
         self.sync = switch(sync, "sync")
         self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
 
+    def init_on_sender(self, model_id: str | None = "policy", context: Any = None, **kwargs: Any) -> None:
+        """Make the sender and add the workers to it: see `WeightSyncScheme.init_on_sender`."""
+        before = dict(self._ends)
+        try:
+            super().init_on_sender(model_id, context, **kwargs)
+        except BaseException:  # the workers of another init must not take the pipes of this one
+            made, self._ends = self._ends, before
+            for worker, end in made.items():
+                if before.get(worker) is not end:
+                    end.close()
+            raise
+
     def create_sender(self) -> WeightSender:
         """A sender without workers: see `WeightSyncScheme.create_sender`. It is closed when the program ends."""
         sender = super().create_sender()
@@ -155,15 +167,19 @@ class PipeScheme(WeightSyncScheme):
         """Close our copies of the ends that workers have taken."""
         if not self.initialized_on_receiver:
             up = {worker for worker, entry in self.get_sender().workers.items() if entry.link_state is LinkState.UP}
-            for worker in up & self._ends.keys():
-                self._ends.pop(worker).close()
+            ends = self._ends  # another thread may close the scheme, or be doing the same
+            for worker in up & ends.keys():
+                if (end := ends.pop(worker, None)) is not None:
+                    end.close()
 
     def close(self) -> None:
         """Close whichever sides were initialised, and the ends of pipes that we hold for workers."""
-        super().close()
-        for end in (*self._ends.values(), *([] if self._own is None else [self._own])):
-            end.close()
-        self._ends = {}
+        try:
+            super().close()
+        finally:
+            for end in (*self._ends.values(), *([] if self._own is None else [self._own])):
+                end.close()
+            self._ends = {}
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

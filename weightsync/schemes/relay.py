@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.engine.context import MISSING, optional
-from weightsync.errors import SyncError
+from weightsync.errors import ConfigurationError, SyncError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
+from weightsync.weights.loader import has_not_run
 
 #: Takes the live version and a function that reads its weights; returns the report of the worker's own workers.
 RelayWeights = Callable[[int | None, Callable[[], Any]], SyncReport | None]
@@ -58,12 +59,19 @@ def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> Syn
         one outcome, ABANDONED, with the reason; None if the method returned no report.
     """
     try:
-        found = call()
+        found = _run(call)
     except SyncError as error:
         return error.report if isinstance(error.report, SyncReport) else _unknown(model_id, version, error)
     except Exception as error:  # noqa: BLE001 - a user's method may raise anything, and the sender is notified
         return _unknown(model_id, version, error)
     return found if isinstance(found, SyncReport) else None
+
+
+def _run(call: Callable[[], Any]) -> Any:
+    found = call()
+    if has_not_run(found):
+        raise ConfigurationError("the method is async, and nothing here awaits it: nothing of it has run.")
+    return found
 
 
 def _unknown(model_id: str, version: int | None, error: Exception) -> SyncReport:

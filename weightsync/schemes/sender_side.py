@@ -14,6 +14,7 @@ from weightsync.clock import Deadline
 from weightsync.engine.arguments import expected_number, require_fence
 from weightsync.engine.sender import WeightSender
 from weightsync.engine.sequential import SequentialSends
+from weightsync.errors import WeightSyncError
 from weightsync.options import OnFailure, switch
 from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
@@ -244,6 +245,10 @@ class SenderSide:
         """Wait for an update whose outcome was not reported yet, and log its failure."""
         if self.sends is None or self.sender is None or self.sender.state is not State.PENDING_ASYNC:
             return
-        report = self.sends.settle()
+        try:
+            report = self.sends.settle()
+        except WeightSyncError as error:  # another thread waits for it, has abandoned it or has closed the sender
+            logger.warning("at shutdown: %s", error)
+            return
         if report is not None and report.failed:
             logger.warning("at shutdown: %s", report.error())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 
 from weightsync.engine.arguments import require_name
 from weightsync.errors import ConfigurationError, LayoutError
@@ -122,9 +123,15 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """Register a copy target: a TensorDict or dict that holds the model's newest version after each send.
 
         Raises:
-            ConfigurationError: ``model_id`` is not a model's name.
+            ConfigurationError: ``model_id`` is not a model's name, or ``weights`` is of another type.
         """
-        self._policy_weights[require_name(model_id)] = weights
+        require_name(model_id)
+        if not isinstance(weights, Mapping | TensorDictBase | torch.nn.Module):
+            raise ConfigurationError(
+                f"register_shared_weights() was given weights of type {type(weights).__name__}: give a TensorDict or a "
+                "dict of tensors, into which each version is copied. Nothing has changed."
+            )
+        self._policy_weights[model_id] = weights
 
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
         """What a send sends. A model that is not registered is refused if ``auto_register`` is off."""

@@ -166,9 +166,15 @@ def _require_loaded(taken: int, offered: int, returned: object) -> None:
 
 def is_unawaited(result: Any) -> bool:
     """Whether a call of user code returned an awaitable, so that its work has perhaps not been done."""
-    if inspect.iscoroutine(result):
-        result.close()  # it has not begun, and says nothing when it is collected
-    return inspect.isawaitable(result) or isinstance(result, Future)
+    return has_not_run(result) or inspect.isawaitable(result) or isinstance(result, Future)
+
+
+def has_not_run(result: Any) -> bool:
+    """Whether a call of user code returned a coroutine: nothing of an ``async`` function has run."""
+    found = inspect.iscoroutine(result)
+    if found:
+        result.close()  # it says nothing when it is collected
+    return found
 
 
 def _unreadable() -> ConfigurationError:

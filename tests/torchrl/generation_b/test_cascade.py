@@ -175,6 +175,16 @@ def test_a_send_raises_unless_everybody_below_applied_it(manager: Manager) -> No
     assert manager.duo.model() == {2.0}
 
 
+def test_g11_an_async_method_that_never_ran_is_no_success(manager: Manager) -> None:
+    async def never() -> None:
+        raise AssertionError
+
+    manager.result = never()
+
+    with pytest.raises(SyncError, match="the method is async, and nothing here awaits it"):
+        manager.duo.send(2.0)
+
+
 def test_a_report_that_was_raised_travels(manager: Manager) -> None:
     manager.result = nested(OutcomeKind.LOST).error()
 

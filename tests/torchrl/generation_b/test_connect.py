@@ -21,6 +21,7 @@ import weightsync
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    EventKind,
     LayoutError,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -29,12 +30,16 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     State,
     StateError,
+    SyncEvent,
+    SyncReport,
+    WeightSender,
     WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
     WorkerLostError,
     register_weight_sync_backend,
 )
+from weightsync.protocol.sender import LinkState
 from weightsync.schemes.registry import _registered
 
 # ------------------------------------------------------------------------- workers that a scheme makes pipes for
@@ -97,6 +102,38 @@ def test_each_form_of_init_on_sender_gives_the_workers_their_first_weights(
         assert [process.do(held)[0] for process in started] == [{8.0}, {8.0}]
         for process in started:
             process.do(finish)
+
+
+def test_an_init_that_failed_leaves_no_pipes_for_workers(scheme_class: Any) -> None:
+    """A worker that is started with the scheme would take one, and wait for nobody."""
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as scheme:
+        for given in ({"processes": [None]}, {"fence": "none", "num_workers": 3}):
+            with pytest.raises(ConfigurationError):
+                scheme.init_on_sender(**{"model": small(), "num_workers": 2, **given})
+            assert scheme._ends == {}
+        scheme.init_on_sender(model=small(), pipes=[ours])
+        context = SimpleNamespace(pipe=theirs, policy=small())
+        scheme.init_on_receiver(model_id="policy", context=context, worker_idx=0)
+
+        assert scheme.get_receiver()._listening.endpoint is theirs
+
+
+def test_a_scheme_may_be_closed_while_it_gives_up_the_workers_ends(
+    scheme_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing a descriptor lets another thread run."""
+    scheme = scheme_class()
+    scheme.init_on_sender(model=small(), num_workers=2)
+    ends = tuple(scheme._ends.values())
+    entry = SimpleNamespace(link_state=LinkState.UP)
+    monkeypatch.setattr(scheme, "get_sender", lambda: SimpleNamespace(workers={0: entry, 1: entry}))
+    for end in ends:
+        monkeypatch.setattr(end, "close", lambda end=end: (monkeypatch.undo(), scheme.close(), end.close()))
+
+    scheme._workers_answered()
+
+    assert all(end.closed for end in ends)
 
 
 def test_worker_ids_are_the_keys_of_params_map(crew: Crew) -> None:
@@ -360,6 +397,50 @@ def test_shutdown_settles_what_is_pending(duo: Duo) -> None:
     assert duo.sending.get_sender().state is State.CLOSED
 
 
+@pytest.mark.parametrize("what", ["another thread closes it", "another thread abandons it", "Ctrl-C"])
+def test_shutdown_ends_both_sides_whatever_ends_its_wait(
+    what: str, duo: Duo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, wait = duo.sending.get_sender(), WeightSender.wait_async
+
+    def interrupted(**options: Any) -> SyncReport:
+        if what == "Ctrl-C":
+            raise KeyboardInterrupt
+        sender.close() if what == "another thread closes it" else sender.abandon()
+        return wait(sender, **options)
+
+    duo.sending.sync = False
+    with duo.receiving.get_receiver().serving():
+        duo.send(2.0)
+        monkeypatch.setattr(sender, "wait_async", interrupted)
+        with pytest.raises(KeyboardInterrupt) if what == "Ctrl-C" else contextlib.nullcontext():
+            duo.sending.shutdown()
+
+    assert sender.state is State.CLOSED
+    assert ("at shutdown" in caplog.text) is (what != "Ctrl-C")
+
+
+def test_an_interrupted_close_ends_both_sides_and_the_pipes(scheme_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    scheme = scheme_class()
+    scheme.init_on_sender(model=small(1.0), num_workers=2)
+    ends = dict(scheme._ends)
+    scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+    seen: list[SyncEvent] = []
+    scheme.on_event(seen.append)
+    close = scheme.get_sender().close
+    monkeypatch.setattr(scheme.get_sender(), "close", lambda: (close(), interrupted()))
+
+    with pytest.raises(KeyboardInterrupt):
+        scheme.close()
+
+    assert scheme.get_sender().state is scheme.get_receiver().state is State.CLOSED
+    assert all(end.closed for end in ends.values())
+    assert [event.kind for event in seen].count(EventKind.CLOSED) == 2
+
+
 def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
     with scheme_class() as scheme:
         scheme.init_on_sender(model=small(1.0), num_workers=3, ctx=crew.context)
@@ -514,6 +595,16 @@ def test_no_scheme_sends_nothing_before_it_is_connected_too() -> None:
         scheme.send()
 
 
+def test_no_scheme_whose_init_failed_can_be_initialised_again() -> None:
+    with NoWeightSyncScheme() as worker:
+        with pytest.raises(ConfigurationError, match=r"builtins\.int"):
+            worker.init_on_receiver(model_id="policy", model=3)
+        assert not worker.initialized_on_receiver
+        worker.init_on_receiver(model_id="policy", model=small(1.0))
+
+        assert constants(worker.model) == {1.0}
+
+
 def test_no_scheme_connects_to_nobody() -> None:
     with NoWeightSyncScheme() as scheme, NoWeightSyncScheme() as worker:
         scheme.init_on_sender(model_id="policy")
@@ -530,6 +621,8 @@ def test_no_scheme_connects_to_nobody() -> None:
         assert constants(worker.model) == {2.0}
         worker.shutdown()
         worker.shutdown()
+        with pytest.raises(StateError, match="closed"):
+            worker.apply_weights(small(3.0).state_dict())
 
 
 # ------------------------------------------------------------------------------------------- constructors

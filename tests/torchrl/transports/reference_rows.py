@@ -45,6 +45,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_a_program_for_torchrls_vllm_runs_with_a_carrier",
             "test_versions_in_a_directory_are_read_whole_and_once",
             "test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_written",
+            "test_a_directory_that_was_emptied_unseen_has_another_version_of_the_same_number",
+            "test_a_directory_that_is_emptied_during_a_poll_holds_nothing",
             "test_a_version_counts_as_loaded_only_once_the_prefix_cache_was_reset",
             "test_a_version_that_is_being_written_is_not_read",
             "test_a_dtype_that_no_reader_could_load_is_refused_and_the_newest_version_stays",

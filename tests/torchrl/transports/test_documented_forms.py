@@ -209,6 +209,8 @@ def test_a_copy_target_is_registered_under_a_models_name() -> None:
     scheme = SharedMemWeightSyncScheme()
     with pytest.raises(ConfigurationError, match=r"^model_id= is 3"):
         scheme.register_shared_weights(3, {"weight": torch.zeros(2)})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"was given weights of type generator: give a TensorDict or a dict"):
+        scheme.register_shared_weights("policy", small().parameters())
 
     assert scheme.policy_weights == {}
 

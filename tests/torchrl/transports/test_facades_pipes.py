@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -67,6 +68,15 @@ def hurried() -> Iterator[Ends]:
     made = Ends(timeout=0.02)
     yield made
     made.close()
+
+
+@pytest.fixture
+def queues() -> Iterator[list[Any]]:
+    made = [multiprocessing.Queue(), multiprocessing.Queue()]
+    yield made
+    for queue in made:
+        queue.close()
+        queue.join_thread()
 
 
 # ------------------------------------------------------------------------------------------------- the verbs
@@ -218,6 +228,35 @@ def test_a_trainer_that_is_gone_ends_a_wait_for_ever(ends: Ends) -> None:
 
     with pytest.raises(TransportError):
         ends.worker.receive_weights(timeout=None)
+
+
+def _closing(worker: MPTransport) -> Any:
+    """Another thread closes the transport while this one looks for updates."""
+    worker.close()
+    return []
+
+
+def test_a_wait_ends_when_the_transport_is_closed(ends: Ends, queues: list[Any], monkeypatch: Any) -> None:
+    for worker in (ends.worker, MPTransport(*queues)):
+        monkeypatch.setattr(worker, "_arrived", functools.partial(_closing, worker))
+        with pytest.raises(StateError, match="the MPTransport is closed and allows close"):
+            worker.receive_weights(timeout=1.0)
+
+
+def test_a_transport_that_was_closed_says_so_and_hides_no_error(ends: Ends) -> None:
+    class Closing(WeightStrategy):
+        def apply_weights(self, *_: Any, **__: Any) -> None:
+            ends.worker.close()
+            raise LookupError("the user's own")
+
+    ends.trainer.send_weights_async(filled(1.0))
+    with pytest.raises(LookupError, match=r"^the user's own$"):
+        ends.worker.receive_weights(timeout=PATIENCE, model=small(), strategy=Closing("state_dict"))
+
+    ends.trainer.close()
+    for call in (ends.worker.send_ack, ends.trainer.wait_ack, ends.trainer.check_ack):
+        with pytest.raises(StateError, match="the MPTransport is closed and allows close"):
+            call()
 
 
 def test_a_copy_owes_nothing(ends: Ends) -> None:
@@ -402,15 +441,6 @@ def test_fault_02_a_worker_that_dies_ends_the_wait_at_once_and_raises(forkserver
 
 
 # ----------------------------------------------------------------------------------------- generation B: queues
-
-
-@pytest.fixture
-def queues() -> Iterator[list[Any]]:
-    made = [multiprocessing.Queue(), multiprocessing.Queue()]
-    yield made
-    for queue in made:
-        queue.close()
-        queue.join_thread()
 
 
 def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]) -> None:

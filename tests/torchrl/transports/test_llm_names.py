@@ -152,6 +152,9 @@ def test_the_transport_of_sglang_works_alone(server: EngineServer) -> None:
         lambda: llm.SGLangWeightSyncScheme("http://localhost:1", flush_cache_on_update=True),
         lambda: llm.VLLMWeightSyncScheme().create_sender().init_all_workers_group({}, vllm_engine="http://localhost:1"),
         lambda: llm.VLLMDoubleBufferSyncScheme("x").create_receiver(None).apply_weights({}, inplace=False),
+        lambda: llm.VLLMDoubleBufferSyncScheme("x").create_sender().register_model({"weight": torch.ones(1)}),
+        lambda: llm.VLLMWeightSyncScheme().create_sender().register_model(None),
+        lambda: llm.SGLangWeightSyncScheme(None),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_work_is_refused(make: Any) -> None:
@@ -195,6 +198,13 @@ class LLM:
         return self.forgets
 
 
+class WithRpc(LLM):
+    """An ``LLM`` whose weights its workers load."""
+
+    def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
+        self.held = dict(double_buffer.TensorDict.load_memmap(args[0]).items())
+
+
 def test_versions_in_a_directory_are_read_whole_and_once(tmp_path: Path) -> None:
     scheme, model, engine = llm.VLLMDoubleBufferSyncScheme(str(tmp_path / "weights")), small(1.0), LLM()
     sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
@@ -227,6 +237,39 @@ def test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_w
 
     assert receiver.poll_and_apply(timeout=PATIENCE)  # although its number is that of the version before
     assert torch.equal(engine.held["0.weight"], model[0].weight)
+
+
+@pytest.mark.parametrize("kind", [LLM, WithRpc])
+def test_a_directory_that_was_emptied_unseen_has_another_version_of_the_same_number(
+    tmp_path: Path, kind: type[LLM]
+) -> None:
+    at = tmp_path / "weights"
+    scheme, engine = llm.VLLMDoubleBufferSyncScheme(str(at)), kind()
+    receiver = scheme.create_receiver(engine)
+    for fill in (1.0, 2.0):
+        shutil.rmtree(at, ignore_errors=True)
+        scheme.create_transport().send_weights("policy", {"a": torch.full((2,), fill)})
+
+        assert receiver.poll_and_apply(timeout=PATIENCE)
+        assert engine.held["a"].tolist() == [fill, fill]
+        assert not receiver.poll_and_apply(timeout=0)
+
+
+@pytest.mark.parametrize("kind", [LLM, WithRpc])
+def test_a_directory_that_is_emptied_during_a_poll_holds_nothing(
+    tmp_path: Path, kind: type[LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, engine = tmp_path / "weights", kind()
+    scheme, receive = llm.VLLMDoubleBufferSyncScheme(str(at)), llm.VLLMDoubleBufferWeightReceiver._load
+    scheme.create_transport().send_weights("policy", {"a": torch.ones(2)})
+
+    def emptied(*given: Any) -> Any:
+        shutil.rmtree(at, ignore_errors=True)
+        return receive(*given)
+
+    monkeypatch.setattr(llm.VLLMDoubleBufferWeightReceiver, "_load", emptied)
+    assert not scheme.create_receiver(engine).poll_and_apply(timeout=0)
+    assert engine.held == {}
 
 
 def test_a_version_that_is_being_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,13 +347,6 @@ def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_p
     scheme.create_transport().send_weights("policy", {"a": torch.ones(2)})
     assert scheme.create_receiver(WithWorkers()).poll_and_apply(timeout=PATIENCE)
     assert found == [("load_weights_from_storage", str(tmp_path / "1"), 2)]
-
-
-class WithRpc(LLM):
-    """An ``LLM`` whose weights its workers load."""
-
-    def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
-        self.held = dict(double_buffer.TensorDict.load_memmap(args[0]).items())
 
 
 @pytest.mark.parametrize("kind", [LLM, WithRpc])

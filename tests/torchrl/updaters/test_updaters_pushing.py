@@ -147,6 +147,14 @@ def test_worker_ids_are_ints_or_devices_one_or_a_list(known: Any, given: Any, ca
     assert kinds(report) == dict.fromkeys(called, APPLIED)
 
 
+@pytest.mark.parametrize("given", ["meta", META])
+def test_a_device_may_be_an_id_by_its_name(given: Any) -> None:
+    updater = Recorder(["cpu", "meta"])
+
+    assert kinds(updater.push_weights(worker_ids=given)) == {"meta": APPLIED}
+    assert updater.synced == ["meta"]
+
+
 @pytest.mark.parametrize("given", [[], 3, [0, 3], CPU, "cuda:0", "nonsense", 1.5, True, [False], None.__class__])
 def test_no_workers_or_unknown_ones_are_a_value_error(given: Any) -> None:
     updater = Recorder([0, 1])
@@ -162,6 +170,21 @@ def test_an_updater_of_no_workers_has_an_empty_report() -> None:
 
     assert report.outcomes == {}
     assert report.version is None
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_worker_that_could_not_be_added_leaves_later_pushes_as_they_are(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = Recorder()
+    if interrupted:
+        monkeypatch.setattr(updater._pushes._sender, "add_worker", lambda *_: raises(KeyboardInterrupt())())
+    with pytest.raises((ConfigurationError, KeyboardInterrupt)):
+        updater.push_weights(worker_ids=7 if interrupted else -1)
+    monkeypatch.undo()
+
+    assert kinds(updater.push_weights(worker_ids=7)) == {7: APPLIED}
+    assert kinds(updater.push_weights()) == {0: APPLIED}
 
 
 # --------------------------------------------------------------------------------------------------------- skips
@@ -519,7 +542,14 @@ async def sleeper(*_: Any) -> None:
     """Its body would never run."""
 
 
-@pytest.mark.parametrize("hook", [3, sleeper])
+class Sleeper:
+    """The same as an object."""
+
+    async def __call__(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("hook", [3, sleeper, Sleeper()])
 def test_a_hook_that_cannot_be_called_is_refused(hook: Any) -> None:
     updater = Recorder([0])
     with pytest.raises(ConfigurationError, match="a post-hook is a plain function without arguments, not "):

@@ -255,6 +255,11 @@ def test_what_is_no_collector_is_refused_when_it_is_given(given: Any, said: str)
         RayWeightUpdater(weights(), given)
 
 
+def test_an_updater_without_weights_says_which_argument_it_has_not() -> None:
+    with pytest.raises(ConfigurationError, match="RayWeightUpdater has none to send: it has no policy_weights="):
+        RayWeightUpdater(None, [])._get_server_weights()  # type: ignore[arg-type]
+
+
 def test_a_wrong_collector_that_comes_later_is_refused_and_the_others_are_served(pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(12.0), [*pool[:1]])
     updater.remote_collectors = [object(), pool[0]]

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from weightsync import ConfigurationError, OutcomeKind, RefusedError, WeightUpdaterBase
+from weightsync import ConfigurationError, Evidence, OutcomeKind, RefusedError, WeightUpdaterBase
 
 
 class Wrapper(nn.Module):
@@ -112,3 +112,25 @@ def test_a_subclass_may_override_the_push_and_call_the_hooks() -> None:
 
     assert updater.pushed == [({}, 3)]
     assert hooked == ["hook"]
+
+
+class Asynchronous(WeightUpdaterBase):
+    """Its call was written for an event loop."""
+
+    async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        raise AssertionError
+
+
+class WhollyAsynchronous(Whole):
+    """So was its whole push."""
+
+    async def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+@pytest.mark.parametrize("updater", [Asynchronous, WhollyAsynchronous])
+def test_g11_an_async_call_that_never_ran_is_refused(updater: type[WeightUpdaterBase]) -> None:
+    with pytest.raises(RefusedError, match="its method is async, and nothing here awaits it") as raised:
+        updater().push_weights({"weight": torch.ones(1)})
+
+    assert raised.value.report[0].evidence is Evidence.NONE

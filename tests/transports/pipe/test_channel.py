@@ -20,7 +20,7 @@ from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.buffers import Buffer, Storage
 from weightsync.transports.pipe import mailbox
 from weightsync.transports.pipe.connection import Channel
-from weightsync.transports.pipe.framing import PREAMBLE
+from weightsync.transports.pipe.framing import PREAMBLE, Outflow
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.mailbox import MAX_UNCLAIMED
 from weightsync.transports.pipe.user_messages import UserMessages
@@ -44,6 +44,25 @@ def ends():
     yield pair
     for end in pair:
         end.close()
+
+
+def test_a_link_that_is_made_while_the_former_channel_is_freed_gets_a_channel_of_its_own(ends, monkeypatch):
+    """Another thread may make it: the memory of a channel that nobody uses is freed in several steps."""
+    made, clear = [], Outflow.clear
+
+    def cleared(outlet: Outflow) -> None:
+        if not made:
+            made.append(PipeLink(ends[0], "policy"))
+        clear(outlet)
+
+    channel = Channel.of(ends[0])
+    monkeypatch.setattr(Outflow, "clear", cleared)
+    del channel
+    monkeypatch.undo()
+
+    made[0].send(ack(1))
+    made[0].flush()
+    assert versions(PipeLink(ends[1], "policy")) == [1]
 
 
 # --------------------------------------------------------------------------------------- several models

@@ -320,6 +320,8 @@ def test_what_does_not_fit_on_the_gpu_is_not_begun(monkeypatch: pytest.MonkeyPat
         (lambda: members(SchemeName, "pigeon"), "'pigeon' is not a scheme"),
         (lambda: numbers("1,two"), "not a list of whole numbers"),
         (lambda: payloads(None, "model"), "not of the form module:factory"),
+        (lambda: payloads(None, "./models/small.py:make"), "not of the form module:factory: give a module's name"),
+        (lambda: payloads(None, ".small:make"), "not of the form module:factory: give a module's name"),
         (lambda: Settings(workers=(0,)), "at least 1 worker"),
         (lambda: Settings(workers=(1, 10**9)), "at most 1000 workers"),
         (lambda: Settings(threads=10**5), "at most 1000 .* 1000 threads"),

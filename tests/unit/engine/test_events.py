@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,6 +269,16 @@ def test_an_error_in_the_making_of_events_is_logged_and_the_step_is_taken(
     assert "the sync is not affected" in logged.text
 
 
+@pytest.mark.parametrize("context", [None, 3, b"", object()])
+@pytest.mark.untraced("its links are scripted")
+def test_a_tracer_that_gives_no_text_loses_no_events(fleet: Fleet, seen: Recorded, context: Any) -> None:
+    seen.subscribe(print, SimpleNamespace(begin=lambda *_: context))
+
+    fleet.sends()
+
+    assert seen.takes() == [(EventKind.DISPATCH, 0, 1, None), (EventKind.DISPATCH, 1, 1, None)]
+
+
 def test_a_callback_may_close_the_scheme(pair: Pair) -> None:  # noqa: F811
     closed = threading.Event()
 
@@ -410,10 +421,15 @@ def test_an_async_callback_is_refused(callback: Any) -> None:
         MultiProcessWeightSyncScheme().on_event(callback)
 
 
-def test_a_tracer_without_begin_is_refused() -> None:
+async def _never(*_: Any) -> str:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("tracer", ["tracer", SimpleNamespace(begin=_never)])
+def test_a_tracer_without_a_plain_begin_is_refused(tracer: Any) -> None:
     scheme = MultiProcessWeightSyncScheme()
-    with pytest.raises(ConfigurationError, match=r"^on_event\(tracer=\) was given 'tracer'"):
-        scheme.on_event(print, tracer="tracer")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"^on_event\(tracer=\) was given .*: give an object with a Tracer's"):
+        scheme.on_event(print, tracer=tracer)
 
     assert scheme._events._events is None
 

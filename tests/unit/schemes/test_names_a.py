@@ -215,7 +215,7 @@ def test_a_subclass_without_init_is_not_implemented() -> None:
         def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any: ...
 
     for init in (Mine().init_on_sender, Mine().init_on_worker):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError, match=r"override it, or use what create_\w+\(\) returns"):
             init("policy")
 
 

@@ -29,6 +29,8 @@ from weightsync.weights.tensors import DTYPES
 _NEWEST: Final = "newest"
 #: The dtypes that `TensorDict.load_memmap` knows.
 _READABLE: Final = {dtype for name, dtype in DTYPES.items() if not name.startswith("float8")}
+#: What `_named` finds in an empty directory.
+_NOTHING: Final = 0, 0
 #: Seconds between two checks for a newer version.
 _STEP: Final = 0.02
 
@@ -107,6 +109,15 @@ def newest(at: Path) -> int:
         return 0
 
 
+def _named(at: Path) -> tuple[int, int]:
+    """The number of the newest version, and when it was named: in a directory that was emptied, numbers start again."""
+    try:
+        named = (at / _NEWEST).stat().st_mtime_ns
+    except FileNotFoundError:
+        return _NOTHING
+    return newest(at), named
+
+
 def read(at: Path) -> tuple[int, TensorDictBase | None]:
     """Read the newest version, and its number. If it is removed during the read, there is a newer one: read that."""
     while (version := newest(at)) != 0:
@@ -169,7 +180,11 @@ class VLLMDoubleBufferWeightSender:
         self._sender = _Writing(scheme)
 
     def register_model(self, model: Any) -> None:
-        """Write this model's weights when `update_weights` is given none. It is held weakly."""
+        """Write this model's weights when `update_weights` is given none. It is held weakly.
+
+        Raises:
+            ConfigurationError: it cannot be held weakly: None, or a dict.
+        """
         self._sender.register_model(model)
 
     def update_weights(self, weights: Any = None) -> None:
@@ -199,7 +214,7 @@ class VLLMDoubleBufferWeightReceiver:
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
         self._engine = vllm_engine
-        self._applied = 0
+        self._applied = _NOTHING
 
     def apply_weights(self, weights: TensorDictBase, inplace: bool = True) -> None:
         """Load weights into the engine in this process, and reset its prefix cache.
@@ -231,31 +246,34 @@ class VLLMDoubleBufferWeightReceiver:
                 as loaded: the next call loads it again.
         """
         deadline, at = Deadline(timeout), Path(self._scheme.local_addr)
-        while (found := newest(at)) in (0, self._applied):
-            if not found:
-                self._applied = 0  # the directory was emptied, so version numbers start again
+        while (found := _named(at)) in (_NOTHING, self._applied) or not self._load(at, found):
             if deadline.passed:
                 return False
             threading.Event().wait(min(_STEP, deadline.nap or _STEP))
-        self._applied = self._load(at)
         return True
 
-    def _load(self, at: Path) -> int:
+    def _load(self, at: Path, found: tuple[int, int]) -> bool:
+        """Load the newest version; False: the directory was emptied meanwhile."""
         rpc = optional(self._engine, "collective_rpc")
         if rpc is MISSING:
             version, weights = read(at)
-            assert weights is not None
+            if weights is None:
+                return False
             self.apply_weights(weights)
-            return version
-        version, whole = 0, False
+            self._applied = found if version == found[0] else (version, 0)  # a newer one is loaded again
+            return True
+        whole = False
         while not whole:  # if a version is removed during the load, workers load only what they still find
-            version = newest(at)
+            found = _named(at)
+            if (version := found[0]) == 0:
+                return False
             called = rpc(method="load_weights_from_storage", args=(str(at / str(version)), self._scheme.num_threads))
             if optional(self._engine, "llm_engine") is MISSING:
                 require_ray("VLLMDoubleBufferWeightReceiver").get(called)
             whole = newest(at) - version < 2
         self._reset_cache()
-        return version
+        self._applied = found
+        return True
 
     def _reset_cache(self) -> None:
         reset = optional(self._engine, "reset_prefix_cache")

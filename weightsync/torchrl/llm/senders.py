@@ -107,8 +107,18 @@ class EngineSender:
         self._transport: Any = None
 
     def register_model(self, model: Any) -> None:
-        """Send this model's weights when `update_weights` is given none. It is held weakly."""
-        self._model = weakref.ref(model)
+        """Send this model's weights when `update_weights` is given none. It is held weakly.
+
+        Raises:
+            ConfigurationError: it cannot be held weakly: None, or a dict.
+        """
+        try:
+            self._model = weakref.ref(model)
+        except TypeError:
+            raise ConfigurationError(
+                f"register_model() was given a {type(model).__name__}, which cannot be held weakly: give the module, "
+                "or pass weights to update_weights()."
+            ) from None
 
     def register_collector(self, collector: Any) -> None:
         """Call the collector's ``increment_version()`` after each update that was applied."""

@@ -70,6 +70,9 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         device: ignored.
         flush_cache_on_update: see `SGLangCollectiveTransport`.
         pause_mode: see `SGLangCollectiveTransport`.
+
+    Raises:
+        ConfigurationError: (a ValueError) this is not the URL of a server, or a flush without ``pause_mode="abort"``.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         pause_mode: PauseMode | None = None,
     ) -> None:
         _pause(flush_cache_on_update, pause_mode)
-        self.server_url = server_url.rstrip("/")
+        self.server_url = HttpCalls(server_url).url
         self.master_address, self.master_port = master_address, master_port
         self.num_gpus, self.device = num_gpus, device
         self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode

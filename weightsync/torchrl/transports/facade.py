@@ -191,9 +191,8 @@ class TransportFacade(Configured):
         """
         with self._lock:
             if not self._outstanding:
-                raise StateError(
-                    type(self).__name__, "closed" if self._closed else "ready", "wait_ack", ["send_weights_async"]
-                )
+                self._require_open("wait_ack")
+                raise StateError(type(self).__name__, "ready", "wait_ack", ["send_weights_async"])
             model_id = self._outstanding[0]
             sender = self._senders[model_id]
         with self._followed(model_id, sender):
@@ -303,7 +302,9 @@ class TransportFacade(Configured):
         try:
             self._write(given, weights, model, strategy)
         except Exception as error:
-            self._receivers[model_id].nack(error)
+            receiver = self._receivers.get(model_id)
+            if receiver is not None:  # the transport was not closed meanwhile
+                receiver.nack(error)
             raise
         return (model_id, given) if self._form is Form.A else given
 
@@ -329,11 +330,16 @@ class TransportFacade(Configured):
         Raises:
             StateError: no update that was received is pending.
         """
-        with self._lock:
-            if self._last is None:
-                raise StateError(type(self).__name__, "ready", "send_ack", ["receive_weights"])
-            receiver = self._receivers[self._last]
+        receiver = self._last_receiver()
+        if receiver is None:
+            self._require_open("send_ack")
+            raise StateError(type(self).__name__, "ready", "send_ack", ["receive_weights"])
         receiver.ack(message)
+
+    def _last_receiver(self) -> WeightReceiver | None:
+        """The receiver of the update that was received last; None: there is none, or the transport was closed."""
+        with self._lock:
+            return None if self._last is None else self._receivers.get(self._last)
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Do nothing: the first send creates a link, and sends the first weights like all others."""

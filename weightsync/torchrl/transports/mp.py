@@ -41,7 +41,7 @@ class MPTransport(TransportFacade):
         strategy: how modules are extracted.
     """
 
-    _not_copied = (*TransportFacade._not_copied, "_channel", "_queues")
+    _not_copied = (*TransportFacade._not_copied, "_channel", "_queues", "_wakers")
     _channel: Channel | None
     _queues: dict[str, QueueChannel]
 
@@ -67,6 +67,8 @@ class MPTransport(TransportFacade):
         super()._reset()
         self._channel = None
         self._queues = {}
+        #: Those of the threads that wait for the queues.
+        self._wakers: list[Waker] = []
 
     @property
     def pipe(self) -> ReferencePipe:
@@ -109,6 +111,8 @@ class MPTransport(TransportFacade):
     def _hang_up(self) -> None:
         super()._hang_up()
         with self._lock:
+            for waker in (*self._wakers, *([] if self._channel is None else [self._channel.user_waker()])):
+                waker.fire()
             self._channel, self._queues = None, {}
 
     def _queue(self, end: str) -> QueueChannel:
@@ -180,15 +184,20 @@ class MPTransport(TransportFacade):
         if self._form is Form.A:
             return self.pipe.await_update(deadline)
         channel, waker = self._queue("receiver"), Waker()
-        while True:
-            for model_id in self._arrived():
-                weights = self._take_weights(model_id)
-                if weights is not None:
-                    return model_id, weights
-            if deadline.passed:
-                return None
-            watched: list[Waitable] = [*self._links(), channel]
-            wait(waker, watched, deadline.nap)
+        self._wakers.append(waker)
+        try:
+            while True:
+                self._require_open("receive_weights")
+                for model_id in self._arrived():
+                    weights = self._take_weights(model_id)
+                    if weights is not None:
+                        return model_id, weights
+                if deadline.passed:
+                    return None
+                watched: list[Waitable] = [*self._links(), channel]
+                wait(waker, watched, deadline.nap)
+        finally:
+            self._wakers.remove(waker)
 
     def _unclaimed(self) -> Sequence[str]:
         """The models that have no receiver here and for which something arrived."""
@@ -202,7 +211,8 @@ class MPTransport(TransportFacade):
         return [model_id for model_id, receiver in list(self._receivers.items()) if receiver.has_update()]
 
     def _take_weights(self, model_id: str) -> Any:
-        weights = self._receivers[model_id].take_update(0.0)
+        receiver = self._receivers.get(model_id)  # None: another thread has closed the transport
+        weights = None if receiver is None else receiver.take_update(0.0)
         if weights is not None:
             self._last = model_id
         return weights
@@ -211,7 +221,8 @@ class MPTransport(TransportFacade):
         return [link for receiver in list(self._receivers.values()) for link in receiver.links()]
 
     def _owes_ack(self) -> bool:
-        return self._last is not None and self._receivers[self._last].owes_ack
+        receiver = self._last_receiver()
+        return receiver is not None and receiver.owes_ack
 
 
 class WorkerTransport(MPTransport):

@@ -31,6 +31,9 @@ class Inbox(Protocol):
     def _owes_ack(self) -> bool:
         """Whether an update that was returned is pending."""
 
+    def _require_open(self, asked: str) -> None:
+        """Raises StateError: it is closed."""
+
     def send_ack(self, message: str = UPDATED) -> None:
         """Ack the update that was returned last."""
 
@@ -104,10 +107,16 @@ class ReferencePipe:
         return None
 
     def await_update(self, deadline: Deadline) -> tuple[str, Any] | None:
-        """The next update; None if none arrived in time. Raises TransportError: the connection has ended."""
+        """The next update; None if none arrived in time.
+
+        Raises:
+            StateError: the inbox is closed, perhaps by another thread meanwhile.
+            TransportError: the connection has ended.
+        """
         while True:
             waker = self._channel.user_waker()
             seen = waker.fired
+            self._inbox._require_open("receive_weights")
             dead = self._channel.has_ended()
             update = self.next_update(in_turn=False)
             if update is not None or deadline.passed:

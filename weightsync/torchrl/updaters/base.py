@@ -157,7 +157,8 @@ class WeightUpdaterBase(abc.ABC):
 
         It may return a `concurrent.futures.Future`, which is awaited together with those of the other workers; any
         other value means that the call has ended. A ConnectionError or EOFError, raised here or by the future, means
-        that the worker is gone. Any other exception means that it refused.
+        that the worker is gone. Any other exception means that it refused, and so does a method that is ``async``:
+        nothing of it would run.
 
         Args:
             worker_id: the worker; not passed if workers have no ids.
@@ -205,7 +206,7 @@ class WeightUpdaterBase(abc.ABC):
         Raises:
             ConfigurationError: it is not callable, or an async function.
         """
-        if not callable(hook) or inspect.iscoroutinefunction(hook):
+        if not callable(hook) or any(map(inspect.iscoroutinefunction, (hook, type(hook).__call__))):
             raise ConfigurationError(f"a post-hook is a plain function without arguments, not {hook!r}.")
         self._hooks.append(hook)
 
@@ -286,7 +287,7 @@ def _taken(given: Any) -> Any:
 
 
 def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
-    """The target workers; [None]: the only worker, which has no id.
+    """The target workers, by the ids that the updater has; [None]: the only worker, which has no id.
 
     Raises ConfigurationError: the list is empty, or has an unknown id.
     """
@@ -297,7 +298,7 @@ def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
         given = iter(worker_ids if several else [worker_ids])
     except TypeError:  # a tensor or an array without dimensions is Iterable by its type
         given = iter([worker_ids])
-    named = [_id(worker) for worker in given]
+    named = [str(worker) if known is not None and str(worker) in known else _id(worker) for worker in given]
     if not named:
         raise ConfigurationError("no worker to push to: worker_ids is empty. Nothing was pushed.")
     unknown = [worker for worker in named if known is not None and worker not in known]

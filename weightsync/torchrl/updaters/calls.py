@@ -21,6 +21,7 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
 from weightsync.transports.calls.without_receiver import ack, raised, refusal, start_call
 from weightsync.weights.layout import Layout
+from weightsync.weights.loader import has_not_run
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
@@ -64,7 +65,9 @@ class Call:
             self.answers.set_exception(TransportError("the call was interrupted"))
             raise
         else:
-            if isinstance(given, Future):
+            if has_not_run(given):
+                self._failed(NotCalled("its method is async, and nothing here awaits it: nothing of it has run"))
+            elif isinstance(given, Future):
                 given.add_done_callback(lambda over: self._over(over, watch))
             else:
                 self._returned(watch)

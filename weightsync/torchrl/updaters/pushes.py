@@ -107,7 +107,10 @@ class Pushes:
             self._named(before).raise_on_failure(ADVICE)
         entries = self._sender.workers
         for worker, number in tuple(self._numbers.items()):
-            if worker in self._replaced or entries[number].link_state is LinkState.LOST:
+            entry = entries.get(number)
+            if entry is None:  # it could not be added
+                del self._numbers[worker]
+            elif worker in self._replaced or entry.link_state is LinkState.LOST:
                 self._sender.remove_worker(number)
                 del self._numbers[worker]
         self._replaced.clear()

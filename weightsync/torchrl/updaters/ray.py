@@ -77,7 +77,8 @@ class RayWeightUpdater(WeightUpdaterBase):
         return list(range(len(self.remote_collectors)))
 
     def _get_server_weights(self) -> Any:
-        return got(self, lambda: self.policy_weights, "policy_weights=")
+        weights = self.policy_weights
+        return got(self, None if weights is None else lambda: weights, "policy_weights=")
 
     def _skip_update(self, worker_id: int) -> bool:  # type: ignore[override]
         actor = self.remote_collectors[worker_id]

@@ -96,6 +96,25 @@ _ROUNDS: Final = 256
 _CHANNEL: Final = "_weightsync_channel"
 
 
+class _Unfinished:
+    """What a channel has read and not passed on, or not written yet. Dropped with the channel.
+
+    Not by a finalizer of the channel itself: while that runs, a weak reference still leads to the channel, and another
+    thread could make a link over it.
+    """
+
+    def __init__(self, inflow: Inflow, outlet: Outflow, sorter: Sorter) -> None:
+        self._inflow, self._outlet, self._sorter = inflow, outlet, sorter
+
+    def drop(self) -> None:
+        self._outlet.clear()
+        self._inflow.close()
+        self._sorter.clear()
+
+    def __del__(self) -> None:
+        self.drop()
+
+
 class Channel:
     """The one reader and writer of a connection in this process.
 
@@ -113,6 +132,7 @@ class Channel:
         self._inflow = Inflow(sock)
         self.outlet = Outflow(sock)
         self._sorter = Sorter()
+        self._unfinished = _Unfinished(self._inflow, self.outlet, self._sorter)
         self._watch: ProcessWatch | None = None
         #: Makes the error of each further read, given the peer's name; None: the connection can be read.
         self._read_failure: Failure | None = None
@@ -353,9 +373,7 @@ class Channel:
             self.connection.close()
 
     def _release(self) -> None:
-        self.outlet.clear()
-        self._inflow.close()
-        self._sorter.clear()
+        self._unfinished.drop()
         self.passes_descriptors = False
         if self._socket is not None:
             self._socket.close()
@@ -369,9 +387,6 @@ class Channel:
         self._lock = threading.RLock()
         self._release()
         self._read_failure = lost("was inherited over a fork: it is the parent's")
-
-    def __del__(self) -> None:
-        self._release()
 
 
 class _Channels(PerProcess):
