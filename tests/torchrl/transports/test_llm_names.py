@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -249,6 +250,7 @@ def test_a_directory_that_was_emptied_unseen_has_another_version_of_the_same_num
     for fill in (1.0, 2.0):
         shutil.rmtree(at, ignore_errors=True)
         scheme.create_transport().send_weights("policy", {"a": torch.full((2,), fill)})
+        os.utime(at / "newest", (fill, fill))  # not within one tick of the file system's clock
 
         assert receiver.poll_and_apply(timeout=PATIENCE)
         assert engine.held["a"].tolist() == [fill, fill]
