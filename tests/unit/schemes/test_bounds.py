@@ -213,6 +213,9 @@ def reader_cannot_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     log.addHandler(handler)
     yield
+    for thread in threading.enumerate():  # they raise what the handler raised, last
+        if thread.name.startswith("weightsync receiver of"):
+            thread.join(PATIENCE)
     log.removeHandler(handler)
 
 
