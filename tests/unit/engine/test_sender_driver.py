@@ -200,15 +200,21 @@ class Exhausted(Sharing):
     """A link for which weights on a device have to be copied to the host, which has no memory left."""
 
     def shares(self, payload: Buffer, nbytes: int) -> bool:
-        raise TransportError("no memory is left on the host")
+        raise self.raises["shares"]
 
 
-def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_others_are_sent_to() -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"), [(TransportError("no room"), "no room"), (MemoryError(), "MemoryError()")]
+)
+def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_others_are_sent_to(
+    error: Exception, reason: str
+) -> None:
     """The send could neither be waited for nor abandoned, and each further one was refused."""
     fleet = Fleet(Exhausted(), Scripted())
+    fleet.links[0].raises["shares"] = error
     fleet.sends(in_a_segment(Verify.AUTO))
 
-    assert (fleet.link_state(0), fleet.reason(0)) == (pure.LinkState.LOST, "no memory is left on the host")
+    assert (fleet.link_state(0), fleet.reason(0)) == (pure.LinkState.LOST, reason)
     assert versions(fleet.links[1]) == [1]
     assert fleet.driver.data.outstanding is not None
     assert fleet.driver.data.outstanding.owed == {1: 2}
