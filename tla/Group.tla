@@ -35,6 +35,7 @@ AllRules == {
   "AnnounceDispatched",   \* only what was dispatched is announced
   "DriveInResults",       \* the trainer reads answers also while it takes results
   "AnswersAdmit",         \* an answer lets the version that waits in the trainer leave
+  "AnswersNameTheirs",    \* an answer counts only for the version that it names
   "ReceiveInBackground",  \* a worker that waits for room in its channel receives all the same
   "FreshFirst",           \* the function of a worker begins once it serves a version
   "NameWhatActs",         \* a result names the version that is served once the step has begun, not at the gate
@@ -106,7 +107,7 @@ Hear(w, v) ==
   /\ sent' = [sent EXCEPT ![w] = left \cup leaves]
   /\ waits' = IF leaves = {} THEN waits ELSE waits \ {w}
   /\ updates' = updates \cup {<<w, u>> : u \in leaves}
-  /\ owed' = IF v = version THEN owed \ {w} ELSE owed
+  /\ owed' = IF v = version \/ ~Follows("AnswersNameTheirs") THEN owed \ {w} ELSE owed
   /\ awaits' = (awaits /\ owed' # {})
   /\ UNCHANGED <<version, announced, worker, room, life, results>>
 
@@ -223,9 +224,12 @@ NoStepWithoutWeights == \A w \in Workers : pc[w] = "stepping" => served[w] # 0
 \* Each result names the versions that it was made with.
 ResultsNameTheirVersions == \A w \in Workers : \A i \in DOMAIN results[w] : results[w][i].named
 
-\* A worker never has more results in flight than its channel's capacity.
+\* A worker never has more results in flight than its channel's capacity, and each that is taken makes room for one.
 ChannelIsBounded ==
-  \A w \in Workers : Cardinality({i \in DOMAIN results[w] : results[w][i].life = life[w]}) <= Capacity
+  \A w \in Workers : room[w] + Cardinality({i \in DOMAIN results[w] : results[w][i].life = life[w]}) = Capacity
+
+\* A send ends with true answers: whoever owes none serves the newest version, but for those that are starting.
+AnsweredMeansServed == \A w \in Alive : w \in owed \/ pc[w] = "starting" \/ served[w] = version
 
 \* The trainer's wait ends, also when it takes no results meanwhile.
 EverySendEnds == awaits ~> ~awaits

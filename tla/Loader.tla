@@ -27,6 +27,7 @@ AllRules == {
   "WritesAll",         \* the loader's duty: when it returns, it has written what it took
   "ServingExcludes",   \* it runs between two forwards
   "BrokenIsTheEnd",    \* no forward begins once a load broke
+  "EndsOnce",          \* a load that has returned or raised is over
   "RefusalIsAnswered"  \* a loader that raised is answered for, like one that returned
 }
 ASSUME Careless \subseteq AllRules
@@ -87,20 +88,20 @@ Return ==
   /\ CASE taken = 2 \/ ~Follows("AllTaken") -> Apply
        [] taken = 1 /\ Follows("PartIsBroken") -> Break
        [] OTHER -> Refuse
-  /\ loading' = FALSE
+  /\ loading' = ~Follows("EndsOnce")
   /\ UNCHANGED <<content, version, taken, reading>>
 
 \* Any exception but PartlyLoadedError.
 Raise ==
   /\ loading
   /\ Follows("PartIsReported") => ~Begun
-  /\ Refuse /\ loading' = FALSE
+  /\ Refuse /\ loading' = ~Follows("EndsOnce")
   /\ UNCHANGED <<content, version, taken, reading>>
 
 \* PartlyLoadedError, or an interrupt.
 RaiseBegun ==
   /\ loading
-  /\ Break /\ loading' = FALSE
+  /\ Break /\ loading' = ~Follows("EndsOnce")
   /\ UNCHANGED <<content, version, taken, reading>>
 
 -----------------------------------------------------------------------------

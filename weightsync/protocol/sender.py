@@ -322,7 +322,7 @@ def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationE
     left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
     return ConfigurationError(
         f"there are no workers to send to.{left} Nothing was sent and no version was used. add_worker() adds a worker; "
-        "send(allow_empty=True) accepts that there are none."
+        "WeightSender.send(allow_empty=True) accepts that there are none."
     )
 
 

@@ -85,7 +85,7 @@ def test_nobody_is_left() -> None:
 
     assert str(caught.value) == (
         "there are no workers to send to. Worker 4 left: done. Worker 2 left: enough. Nothing was sent and no version "
-        "was used. add_worker() adds a worker; send(allow_empty=True) accepts that there are none."
+        "was used. add_worker() adds a worker; WeightSender.send(allow_empty=True) accepts that there are none."
     )
 
 
