@@ -238,6 +238,31 @@ def test_a_link_whose_store_is_lost_as_it_joins_the_heartbeat_has_failed(
     assert "is lost with the store: silent" in str(link.failed)
 
 
+def test_a_beat_that_comes_as_a_link_joins_the_heartbeat_harms_nothing(
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beat failed, and with it the heartbeat and all links of the process over that store."""
+    join, looked = heartbeat.join, threading.Event()
+
+    def join_late(store: Any, callbacks: heartbeat.Callbacks) -> heartbeat.HeartbeatMember:
+        def look(*given: Any) -> None:
+            try:
+                callbacks.beat(*given)
+            finally:
+                looked.set()
+
+        member = join(store, replace(callbacks, beat=look))
+        assert looked.wait(30.0)
+        return member
+
+    monkeypatch.setattr(heartbeat, "join", join_late)
+    sender, worker = create_link(0), create_link(1)
+    worker.post(_ack(1))
+
+    _until(lambda: sender.collect()[0])
+    assert (sender.failed, worker.failed) == (None, None)
+
+
 def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(create_link: Callable[[int], LinkThreads]) -> None:
     sender = create_link(0)
     sender.post(_update(1))

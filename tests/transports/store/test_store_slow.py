@@ -29,7 +29,7 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
     monkeypatch.setattr(heartbeat, "PERIOD", 0.05)
     monkeypatch.setattr(heartbeat, "_SILENCE_SECONDS", 2.0)
     lost: list[str] = []
-    slow = heartbeat.Callbacks(lost.append, lost.append, lambda _: time.sleep(0.1))
+    slow = heartbeat.Callbacks(lost.append, lost.append, lambda *_: time.sleep(0.1))
     members = [heartbeat.join(store, slow) for _ in range(60)]  # a round takes 6 s
     client, waited = Client(store), Deadline(PATIENCE)
     beats = set()

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from weightsync.clock import Deadline
@@ -43,6 +44,10 @@ class Remark:
         return bool(text) and self._beats == REMARK_BEATS
 
 
+#: Has a member follow a process too.
+Follow = Callable[[str], None]
+
+
 @dataclass(frozen=True)
 class Callbacks:
     """The callbacks of a member, called from another thread with the reason."""
@@ -51,8 +56,9 @@ class Callbacks:
     silence: Callable[[str], None]
     #: The store is lost or silent: requests to it may never be answered.
     store_lost: Callable[[str], None]
-    #: Called with each beat and a connection to the store.
-    beat: Callable[[Client], None] = lambda _: None
+    #: Called with each beat, perhaps before the member has joined. Gets a connection to the store, and what follows a
+    #: process.
+    beat: Callable[[Client, Follow], None] = lambda *_: None
 
 
 @dataclass
@@ -149,10 +155,10 @@ class Heartbeat:
     def _run_round(self, client: Client) -> None:
         """One round. It asks the store once or more for each member, and so may take long: beats do not wait for it."""
         with self._lock:
-            members = list(self._members.values())
+            members = list(self._members.items())
         next_beat = self._show_life(client)
-        for member in members:
-            member.callbacks.beat(client)
+        for token, member in members:
+            member.callbacks.beat(client, partial(self.follow, token))
             if member.process:
                 self._watch(member, client)
             if next_beat.passed:

@@ -463,11 +463,11 @@ class LinkThreads:
         """Called by the heartbeat: the peer or the store is silent."""
         self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
 
-    def _look(self, client: Client) -> None:
+    def _look(self, client: Client, follow: heartbeat.Follow) -> None:
         """Called by the heartbeat with each beat."""
         if self.owner() is None:
             self.close()
-        if self._stream is None and self._remark.is_due(self._side.remark(client, self._heartbeat_member.follow)):
+        if self._stream is None and self._remark.is_due(self._side.remark(client, follow)):
             logger.warning("%s did not accept this link: %s", self._side.peer, self._remark.text)
 
     def _lose_store(self, reason: str) -> None:

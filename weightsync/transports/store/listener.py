@@ -190,7 +190,7 @@ class _Listener:
                     opened.close()
             self.ended = True
 
-    def _look(self, client: Client) -> None:
+    def _look(self, client: Client, _follow: heartbeat.Follow) -> None:
         """Called with each heartbeat: log other listeners for this rank, or senders that wait for other models only."""
         if self.owner() is None:
             self.close()
