@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -197,14 +198,15 @@ def _measure(
     for contender in contenders:
         watchdog.do(str(contender.label), partial(_prove, contender, source))
     samples: dict[Label, list[float]] = {contender.label: [] for contender in contenders}
+    shuffled = random.Random(0)
     began = time.monotonic()
     for done in range(settings.rounds):
         share = max((time.monotonic() - began) / settings.seconds, done / settings.rounds)
         if done >= settings.least_rounds and share >= 1:
             break
         source.change()
-        for index in range(len(contenders)):  # each round begins with another one
-            contender = contenders[(index + done) % len(contenders)]
+        # In another order each time: what a send finds in the caches depends on what ran before it.
+        for contender in shuffled.sample(contenders, len(contenders)):
             samples[contender.label].append(watchdog.do(str(contender.label), partial(_time, contender)))
         progress.measured(samples, min(1.0, share))
     calls = {}

@@ -2,8 +2,8 @@
 
 Large payloads are written past the processor's caches. That is faster, since a line that is written in a cache is read
 first. The C library does so only in single copies of some 100 MB. MKL, which torch brings along on x86-64, does so in
-`mkl_domatcopy`, a copy of matrices with a factor, here of 1. It is used on Intel's processors, where it was measured,
-and only once it has copied all kinds of bit patterns unchanged.
+`mkl_domatcopy`, a copy of matrices with a factor, here of 1. It is used on the processors where it was measured, for
+pieces that it copies faster, and only once it has copied all kinds of bit patterns unchanged.
 
 Such writes may be overtaken by later ones, up to the next locked instruction. ctypes executes one when it takes the GIL
 back, so a seal, or a message, that says that they are done comes after them.
@@ -23,9 +23,10 @@ import torch
 #: Copies this many bytes from the second address to the first, without the GIL. The two must not overlap.
 MoveBytes = Callable[[int, int, int], object]
 
-#: Payloads of at least this size are written past the caches, where one tensor has at least as much as the second.
+#: Payloads of at least this size are written past the caches.
 LEAST_NBYTES: Final = 8 << 20
-LEAST_PIECE: Final = 128 << 10
+#: The smallest pieces for which that is faster, by the processor's maker.
+LEAST_PIECES: Final = {"GenuineIntel": 128 << 10, "AuthenticAMD": 1 << 20}
 #: Bytes in a cache line, and in an element of the matrix.
 _LINE: Final = 64
 _ELEMENT: Final = 8
@@ -36,33 +37,38 @@ _PATTERNS: Final = (0, 1 << 63, 1, 0x800F << 48 | 1, 0x3FF0 << 48, 0x7FF0 << 48,
 
 def mover(nbytes: int) -> MoveBytes:
     """The function that copies the pieces of a payload of this size."""
-    return past_caches if nbytes >= LEAST_NBYTES and _chosen() is not None else ctypes.memmove
+    chosen = _chosen() if nbytes >= LEAST_NBYTES else None
+    return ctypes.memmove if chosen is None else chosen
 
 
-def past_caches(to: int, source: int, nbytes: int) -> None:
-    """Copy, and leave what was written out of the caches, if it is large."""
-    copy = _chosen()
-    if nbytes < LEAST_PIECE or copy is None:
-        ctypes.memmove(to, source, nbytes)
-        return
-    head = -to % _LINE
-    elements, tail = divmod(nbytes - head, _ELEMENT)
-    if head:
-        ctypes.memmove(to, source, head)
-    copy(to + head, source + head, elements)
-    if tail:
-        ctypes.memmove(to + nbytes - tail, source + nbytes - tail, tail)
+def past_caches(copy: MoveBytes, least: int) -> MoveBytes:
+    """A copy that leaves pieces of at least this many bytes out of the caches, by a copy of so many elements."""
+
+    def move(to: int, source: int, nbytes: int) -> None:
+        if nbytes < least:
+            ctypes.memmove(to, source, nbytes)
+            return
+        head = -to % _LINE
+        elements, tail = divmod(nbytes - head, _ELEMENT)
+        if head:
+            ctypes.memmove(to, source, head)
+        copy(to + head, source + head, elements)
+        if tail:
+            ctypes.memmove(to + nbytes - tail, source + nbytes - tail, tail)
+
+    return move
 
 
 @functools.cache
 def _chosen() -> MoveBytes | None:
-    """MKL's copy, of so many elements; None if it is not used here."""
+    """The copy past this processor's caches; None if none is used here."""
     try:
-        is_intels = "GenuineIntel" in Path(_CPUINFO).read_text(encoding="utf-8")
+        described = Path(_CPUINFO).read_text(encoding="utf-8")
     except OSError:
         return None
-    copy = found() if is_intels else None
-    return copy if copy is not None and is_exact(copy) else None
+    least = next((least for maker, least in LEAST_PIECES.items() if maker in described), None)
+    copy = found() if least is not None else None
+    return past_caches(copy, least) if least is not None and copy is not None and is_exact(copy, least) else None
 
 
 def found() -> MoveBytes | None:
@@ -83,10 +89,12 @@ def found() -> MoveBytes | None:
     return copy
 
 
-def is_exact(copy: MoveBytes) -> bool:
-    """Whether elements arrive as they were, whatever their bits mean as numbers, from any address."""
-    # As large as the smallest pieces that it is used for, since a library may copy smaller ones in another way.
-    count = LEAST_PIECE // _ELEMENT + 5
+def is_exact(copy: MoveBytes, least: int) -> bool:
+    """Whether elements arrive as they were, whatever their bits mean as numbers, from any address.
+
+    What it copies is as large as the smallest pieces, since a library may copy smaller ones in another way.
+    """
+    count = least // _ELEMENT + 5
     pattern = struct.pack(f"={len(_PATTERNS)}Q", *_PATTERNS)
     data = (pattern * count)[: count * _ELEMENT]
     for shift in range(_ELEMENT):

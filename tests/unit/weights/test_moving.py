@@ -18,6 +18,7 @@ from weightsync.weights.packing import Pieces, movable
 from weightsync.weights.reading import layout_of, ordered, read_weights
 
 NBYTES = 1 << 20
+LEAST_PIECE = min(moving.LEAST_PIECES.values())
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def mkl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counts.append(elements)
         copy(to, source, elements)
 
-    monkeypatch.setattr(moving, "_chosen", lambda: counted)
+    monkeypatch.setattr(moving, "_chosen", lambda: moving.past_caches(counted, LEAST_PIECE))
     return counts
 
 
@@ -42,10 +43,7 @@ def test_every_byte_arrives_and_none_beside_it(to: int, source: int, nbytes: int
     data = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
     data[:NBYTES:3] = 0xFF  # many NaNs
     room = torch.zeros(NBYTES, dtype=torch.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "_chosen", lambda: copy)
-        patch.setattr(moving, "LEAST_PIECE", 1000)
-        moving.past_caches(room.data_ptr() + to, data.data_ptr() + source, nbytes)
+    moving.past_caches(copy, 1000)(room.data_ptr() + to, data.data_ptr() + source, nbytes)
 
     assert torch.equal(room[to : to + nbytes], data[source : source + nbytes])
     assert not room[:to].any()
@@ -72,10 +70,11 @@ def test_large_payloads_are_packed_and_unpacked_with_it(mkl: list[int], monkeypa
     Pieces(layout, movable(layout, copied, least=0)).empty_into(copied, buffer.data_ptr(), range(len(copied)))
     assert len(mkl) == 4
     assert all(map(torch.equal, copied, tensors))
-    assert packing.LARGE < moving.LEAST_PIECE
+    assert packing.LARGE < LEAST_PIECE
 
 
-def test_a_copy_that_computes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", sorted(moving.LEAST_PIECES.values()))
+def test_a_copy_that_computes_is_not_used(least: int) -> None:
     def quiets(to: int, source: int, elements: int) -> None:
         """As a multiplication does with NaNs."""
         for offset in range(0, 8 * elements, 8):
@@ -88,12 +87,12 @@ def test_a_copy_that_computes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
         ctypes.memset(to + 8 * elements, 1, 1)
 
     def rounds_large_ones(to: int, source: int, elements: int) -> None:
-        (right if 8 * elements < moving.LEAST_PIECE else overshoots)(to, source, elements)
+        (right if 8 * elements < least else overshoots)(to, source, elements)
 
     def right(to: int, source: int, elements: int) -> None:
         ctypes.memmove(to, source, 8 * elements)
 
-    assert [moving.is_exact(copy) for copy in (quiets, overshoots, rounds_large_ones, right)] == [
+    assert [moving.is_exact(copy, least) for copy in (quiets, overshoots, rounds_large_ones, right)] == [
         *(False, False, False),
         True,
     ]
@@ -101,7 +100,10 @@ def test_a_copy_that_computes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("vendor", "exact", "used"),
-    [("GenuineIntel", True, True), ("GenuineIntel", False, False), ("AuthenticAMD", True, False), (None, True, False)],
+    [
+        *[(vendor, exact, exact) for vendor in moving.LEAST_PIECES for exact in (True, False)],
+        *[("HygonGenuine", True, False), (None, True, False)],
+    ],
 )
 def test_it_is_used_where_it_was_measured_and_is_exact(
     vendor: str | None, exact: bool, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,13 +112,20 @@ def test_it_is_used_where_it_was_measured_and_is_exact(
     if vendor is not None:
         cpuinfo.write_text(f"vendor_id : {vendor}\n", encoding="utf-8")
     monkeypatch.setattr(moving, "_CPUINFO", str(cpuinfo))
-    monkeypatch.setattr(moving, "found", lambda: ctypes.memmove)
-    monkeypatch.setattr(moving, "is_exact", lambda _: exact)
+    copied: list[int] = []
+    monkeypatch.setattr(moving, "found", lambda: lambda to, source, elements: copied.append(8 * elements))
+    monkeypatch.setattr(moving, "is_exact", lambda *_: exact)
     moving._chosen.cache_clear()
     try:
-        assert (moving._chosen() is not None) == used
-        assert (moving.mover(moving.LEAST_NBYTES) is moving.past_caches) == used
+        move = moving.mover(moving.LEAST_NBYTES)
+        assert (move is not ctypes.memmove) == used
         assert moving.mover(moving.LEAST_NBYTES - 1) is ctypes.memmove
+        least = moving.LEAST_PIECES.get(vendor or "", 1 << 20)
+        room = torch.zeros(2 * least + 64, dtype=torch.uint8)
+        start = room.data_ptr() + -room.data_ptr() % 64
+        for nbytes in (least - 1, least):
+            move(start + least, start, nbytes)
+        assert copied == [least] * used
     finally:
         moving._chosen.cache_clear()
 
