@@ -101,13 +101,17 @@ class TraceFile:
 def find_files(places: Sequence[Path]) -> list[Path]:
     """The trace files in the given places, which are files or folders of them; each once.
 
-    Raises UnreadableTraceError: a place does not exist, or has no trace.
+    Raises UnreadableTraceError: a place does not exist, or has no trace, or cannot be read.
     """
     found: dict[Path, Path] = {}
     for place in places:
-        # A process that was killed before it wrote its first line leaves an empty file.
-        files = sorted(file for file in place.rglob(PATTERN) if file.stat().st_size) if place.is_dir() else [place]
-        if not files or not all(file.is_file() for file in files):
+        try:
+            # A process that was killed before it wrote its first line leaves an empty file.
+            files = sorted(file for file in place.rglob(PATTERN) if file.stat().st_size) if place.is_dir() else [place]
+            whole = bool(files) and all(file.is_file() for file in files)
+        except OSError as error:  # a folder may not be searched, or a link leads nowhere
+            raise UnreadableTraceError(f"{place} cannot be read: {error}.") from error
+        if not whole:
             raise UnreadableTraceError(
                 f"there is no trace at {place}: a trace is a file {PATTERN}, or a folder of them."
             )

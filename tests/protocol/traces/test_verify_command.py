@@ -98,13 +98,16 @@ def test_the_json_can_be_printed_alone(good: Path) -> None:
     assert json.loads(result.stdout)["conforms"] is True
 
 
-@pytest.mark.parametrize("what", ["nothing", "an empty folder", "no trace"])
+@pytest.mark.parametrize("what", ["nothing", "an empty folder", "no trace", "a link to nowhere", "deep" * 100])
 def test_where_nothing_can_be_said_it_gives_2_and_says_why(tmp_path: Path, what: str) -> None:
     place = tmp_path / what
     if what == "an empty folder":
         place.mkdir()
     if what == "no trace":
         place.write_text("hello\n", encoding="utf-8")
+    if what == "a link to nowhere":
+        place.mkdir()
+        (place / "trace-1-a.jsonl").symlink_to("nowhere")
     result = run(place)
 
     assert result.exit_code == CANNOT_SAY
