@@ -165,7 +165,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
 def _parsed(raw: str) -> dict[str, Any] | None:
     try:
         parsed = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
 
@@ -189,7 +189,10 @@ def _damage(line: Line, raw: str, before: int) -> tuple[Finding | None, int]:
         return _damaged(line, "it is cut off, or is not a line of a trace"), before
     if fields.get("i") != due:
         return _damaged(line, f"it is numbered {fields.get('i')} (from 0), but line {due} belongs here"), before
-    sealed, checksum = seal(fields, before)
+    try:
+        sealed, checksum = seal(fields, before)
+    except RecursionError:
+        return _damaged(line, "it is nested deeper than any line of a trace"), before
     if sealed != raw:
         return _damaged(
             line, "it was changed after it was written: its checksum does not match the file up to here"

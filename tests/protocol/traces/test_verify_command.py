@@ -81,6 +81,17 @@ def test_a_damaged_line_is_shown_whatever_is_in_it(good: Path, tmp_path: Path, o
     assert f"{file}:{number}: it " in result.output
 
 
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_a_line_that_is_nested_too_deeply_is_damaged(good: Path, tmp_path: Path, depth: int) -> None:
+    file = tmp_path / good.name
+    deep = f'"message":{{"deep":{"[" * depth}{"]" * depth},'
+    file.write_text(good.read_text(encoding="utf-8").replace('"message":{', deep, 1), encoding="utf-8")
+
+    result = run(file)
+
+    assert (result.exit_code, type(result.exception)) == (DOES_NOT, SystemExit)
+
+
 def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:
     file, number = forged
     result = run(file, "--json", tmp_path / "verdict.json")
