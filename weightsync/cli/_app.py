@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,7 +81,13 @@ def refuse_unwritable(path: Path, what: str) -> None:
     Raises:
         ConfigurationError: it is a folder, or it may not be written, or its folder is missing.
     """
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        writable = not stat.S_ISDIR(path.stat().st_mode) and os.access(path, os.W_OK)
+    except FileNotFoundError:
+        writable = os.access(path.parent, os.W_OK)
+    except OSError:  # a folder on the way may not be searched or is a file, or the name is too long
+        writable = False
+    if not writable:
         raise ConfigurationError(
             f"the {what} cannot be written to {path}: name a file that may be written, in a folder that exists."
         )

@@ -101,10 +101,12 @@ def bench(  # noqa: PLR0917
     results = _measured(settings, note, Display(screen))
     if before is not None:
         results = before.joined(results)
-    write_report(results.record(), report)
-    if plot is not None:
-        draw(results, plot)
-    show(screen, results)
+    try:
+        write_report(results.record(), report)
+        if plot is not None:
+            draw(results, plot)
+    finally:  # what took minutes is shown, and why nothing was measured, even if a file cannot be written
+        show(screen, results)
 
 
 def _measured(settings: Settings, note: str, display: Display) -> Results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -36,6 +37,9 @@ def soak(  # noqa: PLR0917
     Each report is compared with what the workers serve, and the workers read their weights continuously.
     The exit code is 0 if no fault was found, and 1 otherwise. --json writes the full result.
     """
+    for name, value in (("--minutes", minutes), ("--mib", mib)):
+        if math.isnan(value):  # it is in every range, for click
+            raise typer.BadParameter("not a number.", param_hint=name)
     screen = console(report)
     run = Soak(scheme, workers, int(mib * 2**20), seed)
     with ended_by_signals(), Live(console=screen, refresh_per_second=4, transient=True) as live:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from weightsync.cli._app import Report, console, write_report
-from weightsync.model import ToolMissingError, find_toolchain
+from weightsync.cli.check import tools
 from weightsync.protocol.machine import Role
 from weightsync.verify import Followed, Judgement, Run, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
 from weightsync.verify import verify as judged
@@ -67,8 +67,9 @@ def verify(
 
 def _follow(verdict: Verdict) -> Followed:
     try:
-        return follow(find_toolchain(), verdict.runs)
-    except (ToolMissingError, TlcFailedError) as error:
+        with tools() as found:
+            return follow(found, verdict.runs)
+    except TlcFailedError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_CANNOT_SAY) from error
 

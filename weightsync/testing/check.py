@@ -80,7 +80,7 @@ def check_transport(
 def _required(made: object) -> Ends:
     if not isinstance(made, Ends):
         raise ConfigurationError(f"the factory made a {type(made).__name__}: it must return Ends(sender, receiver).")
-    delivery = made.sender.delivery
+    delivery = getattr(made.sender, "delivery", None)
     if not isinstance(delivery, Delivery):
         raise ConfigurationError(f"the sender's link declares delivery {delivery!r}: it must be a weightsync.Delivery.")
     return made

@@ -2,10 +2,10 @@
 
     pytest -p weightsync.testing.pytest_plugin
 
-The session fails if a trace does not conform, and names the test, the file and the line. With ``CI`` set in the
-environment it also fails if Java or TLC is missing. Processes that tests start are recorded too. A test whose traces
-need not conform gives a reason and is not recorded: ``@pytest.mark.untraced("why")``. Each worker of pytest-xdist
-judges what it has recorded.
+The session fails if a trace does not conform, and names the test, the file and the line. It also fails if TLC does, and
+with ``CI`` set in the environment if Java or TLC is missing. Processes that tests start are recorded too. A test whose
+traces need not conform gives a reason and is not recorded: ``@pytest.mark.untraced("why")``. Each worker of
+pytest-xdist judges what it has recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pytest
 from weightsync.clock import now_ns
 from weightsync.engine import recorder
 from weightsync.model import ToolMissingError, find_toolchain
-from weightsync.verify import Finding, Run, follow, shown, verify
+from weightsync.verify import Finding, Run, TlcFailedError, follow, shown, verify
 
 _MARKER = "untraced(reason): plants a fault on purpose, or checks its machines against the protocol in another way"
 #: How many findings are shown; the rest are counted.
@@ -59,6 +59,8 @@ class TraceResult:
     #: What TLC reported; empty if it was not run.
     followed: str = ""
     tool_missing: str = ""
+    #: Why TLC did not follow all runs to their ends, if it failed.
+    tlc_failed: str = ""
     #: How many lines are wrong, and the first of them in words.
     wrong: int = 0
     shown: list[str] = field(default_factory=list)
@@ -68,7 +70,7 @@ class TraceResult:
     @property
     def fails(self) -> bool:
         """Whether the session fails because of it."""
-        return bool(self.wrong or (self.tool_missing and os.environ.get("CI")))
+        return bool(self.wrong or self.tlc_failed or (self.tool_missing and os.environ.get("CI")))
 
 
 @dataclass
@@ -128,6 +130,8 @@ class Recording:
             followed = follow(find_toolchain(), verdict.runs)
         except ToolMissingError as error:
             result.tool_missing = str(error)
+        except TlcFailedError as error:
+            result.tlc_failed = str(error)
         else:
             result.followed = followed.summary()
             findings += followed.findings
@@ -222,16 +226,20 @@ class TraceReporter:
                 terminalreporter.line(result.followed)
             if result.tool_missing:
                 terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {result.tool_missing}", yellow=True)
+            if result.tlc_failed:
+                terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {result.tlc_failed}", red=True)
             for line in result.shown:
                 terminalreporter.line(line)
             if result.wrong:
-                terminalreporter.line(f"{result.wrong} lines are wrong. The traces are kept in {result.folder}.")
+                terminalreporter.line(f"{result.wrong} lines are wrong.", red=True)
+            if result.wrong or result.tlc_failed:
+                terminalreporter.line(f"The traces are kept in {result.folder}.")
 
     def pytest_unconfigure(self) -> None:
         """Delete the traces unless they are to be kept."""
         if self.recording is not None:
             self.recording.pause()
-        if not (self.keeps or any(result.wrong for result in self.results)):
+        if not (self.keeps or any(result.wrong or result.tlc_failed for result in self.results)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

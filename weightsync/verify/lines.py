@@ -101,13 +101,17 @@ class TraceFile:
 def find_files(places: Sequence[Path]) -> list[Path]:
     """The trace files in the given places, which are files or folders of them; each once.
 
-    Raises UnreadableTraceError: a place does not exist, or has no trace.
+    Raises UnreadableTraceError: a place does not exist, or has no trace, or cannot be read.
     """
     found: dict[Path, Path] = {}
     for place in places:
-        # A process that was killed before it wrote its first line leaves an empty file.
-        files = sorted(file for file in place.rglob(PATTERN) if file.stat().st_size) if place.is_dir() else [place]
-        if not files or not all(file.is_file() for file in files):
+        try:
+            # A process that was killed before it wrote its first line leaves an empty file.
+            files = sorted(file for file in place.rglob(PATTERN) if file.stat().st_size) if place.is_dir() else [place]
+            whole = bool(files) and all(file.is_file() for file in files)
+        except OSError as error:  # a folder may not be searched, or a link leads nowhere
+            raise UnreadableTraceError(f"{place} cannot be read: {error}.") from error
+        if not whole:
             raise UnreadableTraceError(
                 f"there is no trace at {place}: a trace is a file {PATTERN}, or a folder of them."
             )
@@ -161,7 +165,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
 def _parsed(raw: str) -> dict[str, Any] | None:
     try:
         parsed = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
 
@@ -185,7 +189,10 @@ def _damage(line: Line, raw: str, before: int) -> tuple[Finding | None, int]:
         return _damaged(line, "it is cut off, or is not a line of a trace"), before
     if fields.get("i") != due:
         return _damaged(line, f"it is numbered {fields.get('i')} (from 0), but line {due} belongs here"), before
-    sealed, checksum = seal(fields, before)
+    try:
+        sealed, checksum = seal(fields, before)
+    except RecursionError:
+        return _damaged(line, "it is nested deeper than any line of a trace"), before
     if sealed != raw:
         return _damaged(
             line, "it was changed after it was written: its checksum does not match the file up to here"

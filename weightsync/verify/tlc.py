@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from weightsync.errors import WeightSyncError
 from weightsync.model.manifest import find_model
@@ -99,10 +100,45 @@ def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) 
         every_action, others = _with_every_action(ways)
         batches = [every_action, *_batches(others)]
         checked = [(_OF_FOLLOWING,), *repeat((), len(batches) - 1)]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for batch, accepted in zip(batches, pool.map(partial(_accepted, tools), batches, checked), strict=True):
-                _count(tools, batch, accepted, followed)
+        with ThreadPoolExecutor(_AT_ONCE) as pool, Jvms() as jvms:
+            found = pool.map(partial(_accepted, tools, jvms), batches, checked)
+            for batch, accepted in zip(batches, found, strict=True):
+                _count(tools, jvms, batch, accepted, followed)
     return followed
+
+
+class Jvms:
+    """The JVMs that follow runs, in several threads. All have ended with the context, however that is left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started: list[subprocess.Popen[str]] = []
+        self._over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._over = True
+            for process in self._started:
+                process.kill()
+
+    def run(self, command: Sequence[str], folder: Path) -> tuple[int, str]:
+        """Run one; returns its exit code and its output. Raises subprocess.TimeoutExpired: it took too long."""
+        with self._lock:
+            if self._over:
+                raise TlcFailedError("TLC was ended before it had followed all traces.")
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+            )
+            self._started.append(process)
+        with process:
+            try:
+                output, _ = process.communicate(timeout=_SECONDS)
+            finally:
+                process.kill()
+        return process.returncode, output
 
 
 def _with_every_action(ways: Mapping[str, list[Modelled]]) -> tuple[list[list[Modelled]], list[list[Modelled]]]:
@@ -131,27 +167,32 @@ def _batches(ways: Sequence[list[Modelled]]) -> Iterator[list[list[Modelled]]]:
         yield batch
 
 
-def _accepted(tools: Toolchain, batch: Sequence[Sequence[Modelled]], more: Sequence[str]) -> set[int]:
-    return accepted_of(tools, [alike[0] for alike in batch], more)
+def _accepted(tools: Toolchain, jvms: Jvms, batch: Sequence[Sequence[Modelled]], more: Sequence[str]) -> set[int]:
+    return accepted_of(tools, [alike[0] for alike in batch], more, jvms)
 
 
-def _count(tools: Toolchain, batch: Sequence[Sequence[Modelled]], accepted: set[int], followed: Followed) -> None:
+def _count(
+    tools: Toolchain, jvms: Jvms, batch: Sequence[Sequence[Modelled]], accepted: set[int], followed: Followed
+) -> None:
     followed.accepted += sum(len(alike) for number, alike in enumerate(batch, 1) if number in accepted)
     followed.ways += len(accepted)
     followed.events += sum(len(alike[0].acts) for alike in batch)
     refused = [alike[0] for number, alike in enumerate(batch, 1) if number not in accepted]
-    followed.findings += _where(tools, refused) if refused else []
+    followed.findings += _where(tools, jvms, refused) if refused else []
 
 
-def accepted_of(tools: Toolchain, traces: Sequence[Modelled], more: Sequence[str] = ()) -> set[int]:
+def accepted_of(
+    tools: Toolchain, traces: Sequence[Modelled], more: Sequence[str] = (), jvms: Jvms | None = None
+) -> set[int]:
     """Which of the traces, counted from 1, TLC follows to their ends. Raises TlcFailedError: TLC failed."""
-    return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, _config(traces, (), more)))}
+    output = _run(tools, traces, _config(traces, (), more), jvms or Jvms())
+    return {int(number) for number in _ACCEPTED.findall(output)}
 
 
-def _where(tools: Toolchain, refused: Sequence[Modelled]) -> list[Finding]:
+def _where(tools: Toolchain, jvms: Jvms, refused: Sequence[Modelled]) -> list[Finding]:
     """How far the model could follow each run that it refused."""
     reached: Counter[int] = Counter()
-    for number, at in _REACHED.findall(_run(tools, refused, _config(refused, ("Reached",), ()))):
+    for number, at in _REACHED.findall(_run(tools, refused, _config(refused, ("Reached",), ()), jvms)):
         reached[int(number)] = max(reached[int(number)], int(at))
     findings = []
     for number, trace in enumerate(refused, 1):
@@ -161,25 +202,20 @@ def _where(tools: Toolchain, refused: Sequence[Modelled]) -> list[Finding]:
     return findings
 
 
-def _run(tools: Toolchain, traces: Sequence[Modelled], config: str) -> str:
+def _run(tools: Toolchain, traces: Sequence[Modelled], config: str, jvms: Jvms) -> str:
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for module in ("AckProtocol", "Tables", "WeightSync", "Trace"):
             shutil.copy(find_model() / f"{module}.tla", folder)
         (folder / "TraceData.tla").write_text(data_module(traces), encoding="utf-8")
         (folder / "Trace.cfg").write_text(config, encoding="utf-8")
-        command = _command(tools, folder)
         try:
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False, encoding="utf-8"
-            )
+            exit_code, output = jvms.run(_command(tools, folder), folder)
         except subprocess.TimeoutExpired as error:
             raise TlcFailedError(f"TLC did not follow {len(traces)} traces within {_SECONDS:.0f} s.") from error
-    if done.returncode != 0:
-        raise TlcFailedError(
-            f"TLC failed on {len(traces)} traces (exit {done.returncode}):\n{_message_of(done.stdout)}"
-        )
-    return done.stdout
+    if exit_code != 0:
+        raise TlcFailedError(f"TLC failed on {len(traces)} traces (exit {exit_code}):\n{_message_of(output)}")
+    return output
 
 
 def _command(tools: Toolchain, folder: Path) -> list[str]:

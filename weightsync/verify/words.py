@@ -11,6 +11,8 @@ from weightsync.protocol.machine import Role
 from weightsync.verify.lines import Finding, Line
 
 _SHORT = 24
+#: No value of the protocol is nested as deeply.
+_DEEPEST = 20
 
 
 def story(line: Line) -> str:
@@ -49,13 +51,15 @@ def shown(finding: Finding) -> Iterator[str]:
     yield f"  rule:       {finding.rule}"
 
 
-def value(recorded: Any) -> str:
+def value(recorded: Any, depth: int = 0) -> str:
     """A recorded value, shortened for reading."""
+    if depth > _DEEPEST:
+        return "..."
     if isinstance(recorded, dict):
-        inner = ", ".join(f"{name}={value(each)}" for name, each in recorded.items() if name not in _DULL)
+        inner = ", ".join(f"{name}={value(each, depth + 1)}" for name, each in recorded.items() if name not in _DULL)
         return f"{recorded.get('is', '')}({inner})"
     if isinstance(recorded, list):
-        return f"[{', '.join(map(value, recorded))}]"
+        return f"[{', '.join(value(each, depth + 1) for each in recorded)}]"
     if isinstance(recorded, int) and not isinstance(recorded, bool):
         return number(recorded)
     text = repr(recorded) if isinstance(recorded, str) else str(recorded)

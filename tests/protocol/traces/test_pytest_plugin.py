@@ -15,6 +15,7 @@ import pytest
 from recorded import recorded
 
 from weightsync.testing import pytest_plugin
+from weightsync.verify import TlcFailedError
 
 #: Seconds; reached only by a failure. Two processes import torch, and one of them starts TLC.
 PATIENCE = 280.0
@@ -100,6 +101,30 @@ def test_the_session_fails_for_one_of_its_workers_and_tells_of_all(tmp_path: Pat
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
     assert json.loads(counts.read_text(encoding="utf-8")) == {"a": [2, 12], "b": [1, 2]}
     assert {"in b:", "2 traces of 5 events conform (0.0 s)"} <= set(lines)
+
+
+def test_the_session_fails_if_tlc_does_and_says_why_and_keeps_the_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise TlcFailedError("TLC did not follow 3 traces within 300 s.")
+
+    monkeypatch.setattr(pytest_plugin, "find_toolchain", lambda: None)
+    monkeypatch.setattr(pytest_plugin, "follow", fails)
+    recording, lines = pytest_plugin.Recording(tmp_path), list[str]()
+    trace = recorded(tmp_path)
+    reporter = pytest_plugin.TraceReporter(tmp_path, recording, False, None)
+    session: Any = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+    terminal: Any = SimpleNamespace(section=lines.append, line=lambda text, **_: lines.append(text))
+
+    next(reporter.pytest_sessionfinish(session))
+    reporter.pytest_terminal_summary(terminal)
+    reporter.pytest_unconfigure()
+
+    assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
+    assert "TLC DID NOT FOLLOW THEM: TLC did not follow 3 traces within 300 s." in lines
+    assert f"The traces are kept in {tmp_path}." in lines
+    assert trace.is_file()
 
 
 def test_counts_that_cannot_be_written_are_a_usage_error_before_the_first_test(tmp_path: Path) -> None:

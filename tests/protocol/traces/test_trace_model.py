@@ -202,12 +202,12 @@ def test_one_run_for_each_action_is_asked_whether_following_adds_nothing_and_the
     shipped, asked = tlc._run, list[tuple[bool, int]]()
     every_action = {act.action["a"] for run in runs for act in modelled(run, Bounds()).acts}
 
-    def run(tools: Toolchain, traces: Any, config: str) -> str:
+    def run(tools: Toolchain, traces: Any, config: str, jvms: tlc.Jvms) -> str:
         of_following = "OnlyTheModels" in config
         asked.append((of_following, len(traces)))
         if of_following:
             assert {act.action["a"] for trace in traces for act in trace.acts} == every_action
-        return shipped(tools, traces, config)
+        return shipped(tools, traces, config, jvms)
 
     monkeypatch.setattr(tlc, "_run", run)
     monkeypatch.setattr(tlc, "_BATCH", 1)

@@ -81,6 +81,17 @@ def test_a_damaged_line_is_shown_whatever_is_in_it(good: Path, tmp_path: Path, o
     assert f"{file}:{number}: it " in result.output
 
 
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_a_line_that_is_nested_too_deeply_is_damaged(good: Path, tmp_path: Path, depth: int) -> None:
+    file = tmp_path / good.name
+    deep = f'"message":{{"deep":{"[" * depth}{"]" * depth},'
+    file.write_text(good.read_text(encoding="utf-8").replace('"message":{', deep, 1), encoding="utf-8")
+
+    result = run(file)
+
+    assert (result.exit_code, type(result.exception)) == (DOES_NOT, SystemExit)
+
+
 def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:
     file, number = forged
     result = run(file, "--json", tmp_path / "verdict.json")
@@ -98,13 +109,16 @@ def test_the_json_can_be_printed_alone(good: Path) -> None:
     assert json.loads(result.stdout)["conforms"] is True
 
 
-@pytest.mark.parametrize("what", ["nothing", "an empty folder", "no trace"])
+@pytest.mark.parametrize("what", ["nothing", "an empty folder", "no trace", "a link to nowhere", "deep" * 100])
 def test_where_nothing_can_be_said_it_gives_2_and_says_why(tmp_path: Path, what: str) -> None:
     place = tmp_path / what
     if what == "an empty folder":
         place.mkdir()
     if what == "no trace":
         place.write_text("hello\n", encoding="utf-8")
+    if what == "a link to nowhere":
+        place.mkdir()
+        (place / "trace-1-a.jsonl").symlink_to("nowhere")
     result = run(place)
 
     assert result.exit_code == CANNOT_SAY

@@ -6,6 +6,7 @@ import ast
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -506,7 +507,11 @@ class Undeclared(Wrong):
 
 @pytest.mark.parametrize(
     ("connect", "match"),
-    [(lambda model_id: local_pair(), "made a tuple"), (factory(Undeclared), "declares delivery 'ordered'")],
+    [
+        (lambda model_id: local_pair(), "made a tuple"),
+        (factory(Undeclared), "declares delivery 'ordered'"),
+        (lambda model_id: Ends(*[SimpleNamespace()] * 2), "declares delivery None"),
+    ],
 )
 def test_a_factory_that_makes_something_else_is_told_what_to_make(connect: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):

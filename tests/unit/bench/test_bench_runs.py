@@ -310,6 +310,26 @@ def test_results_that_nothing_could_be_done_with_are_not_measured(
     assert said in str(refused.exception)
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_results_are_shown_although_a_file_cannot_be_written_in_the_end(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed("matplotlib", what="WHAT THE BENCH SHOWS WITHOUT ITS PICTURE", extra="plot")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    why = {"all": "takes about 9 GiB and 1 GiB are free"}
+
+    def measured(*_: object) -> Results:
+        folder.rmdir()
+        return Results({"cores": "2"}, 0.25, (Case("G", 8, 1, 1, "cpu", 1, "auto", "weightsync bench", (), why),))
+
+    monkeypatch.setattr("weightsync.bench.running.run", measured)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(build(), ["bench", option, str(folder / "a.png")])
+
+    assert isinstance(shown.exception, ConfigurationError)
+    assert "left out: G with 1 worker: takes about 9 GiB and 1 GiB are free." in shown.output
+
+
 @pytest.mark.rpc
 @pytest.mark.timeout(300)  # on a loaded machine its processes take most of a minute to start
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])

@@ -196,12 +196,13 @@ def test_results_that_cannot_be_written_are_one_line_and_exit_code_1(
 
 
 @pytest.mark.parametrize("name", ["soak", "bench", "demo"])
-@pytest.mark.parametrize("nowhere", ["no/folder.json", "."])
+@pytest.mark.parametrize("nowhere", ["no/folder.json", ".", "long" * 100, "file/folder.json"])
 def test_results_that_cannot_be_written_are_refused_before_the_command_takes_its_time(
     name: str, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for begin in ("weightsync.bench.running.run", "weightsync.soak.run.Soak.run", "weightsync.cli.demo.run"):
         monkeypatch.setattr(begin, lambda *_: pytest.fail("it begins"))
+    (tmp_path / "file").touch()
 
     refused = CliRunner().invoke(build(), [name, "--json", str(tmp_path / nowhere)])
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from weightsync.cli._app import ended_by_signals
+import weightsync
+from weightsync.cli import check
+from weightsync.cli._app import build, ended_by_signals
+from weightsync.engine import recorder
+from weightsync.model import Toolchain
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -61,3 +73,34 @@ def test_rays_handler_of_sigterm_gives_the_exit_code_of_sigterm(code: int, exit_
         sys.exit(code)  # as Ray's handler does while Ray starts
 
     assert error.value.code == exit_code
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_ends_the_jvms_that_follow_traces_and_removes_their_folders(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java, begun, temporary = tmp_path / "java", tmp_path / "begun", tmp_path / "temporary"
+    java.write_text(f"#!/bin/sh\necho $$ > {begun}.new\nmv {begun}.new {begun}\nexec sleep 600\n")
+    java.chmod(0o755)
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(check, "find_toolchain", lambda: Toolchain(java, tmp_path / "tlatools.jar"))
+    ours, theirs = multiprocessing.Pipe()
+    with recorder.record(tmp_path), ours, theirs:
+        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
+        sender.add_worker(0, ours)
+        sender.send_async(torch.nn.Linear(2, 2))
+        sender.close()
+
+    def interrupt(main: int) -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        signal.pthread_kill(main, number)
+
+    threading.Thread(target=interrupt, args=(threading.get_ident(),), daemon=True).start()
+    ended = CliRunner().invoke(build(), ["verify", "--tlc", str(tmp_path)])
+
+    assert ended.exit_code == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
+    assert list(temporary.iterdir()) == []

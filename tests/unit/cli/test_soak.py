@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from fleet import PATIENCE
 from rpc_over import apart
 from typer.testing import CliRunner
 
 from weightsync import ConfigurationError, OutcomeKind
 from weightsync.cli._app import build
+from weightsync.cli.soak import soak as command
 from weightsync.local_workers import LocalWorker, SchemeName
 from weightsync.soak import run
 from weightsync.soak.members import RpcMembers
@@ -200,6 +203,16 @@ def test_a_size_without_end_is_a_wrong_option() -> None:
     done = CliRunner().invoke(build(), ["soak", "--mib", "inf"])
 
     assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["minutes", "mib"])
+def test_nan_is_a_wrong_option_though_it_is_in_the_range_for_releases_of_typer_that_use_click(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Soak, "run", lambda *_: pytest.fail("it begins"))
+
+    with pytest.raises(typer.BadParameter, match="not a number"):
+        command(**{option: math.nan})
 
 
 def test_findings_give_exit_code_1_and_json_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
