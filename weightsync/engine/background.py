@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weightsync.clock import Deadline
+from weightsync.engine.driver import Shield
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import PATIENCE, Hook, calling_frame, compiled_frame
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError, thread_not_started
@@ -99,7 +100,7 @@ class ForwardGuard:
 
         Raises ConfigurationError: the module takes no hooks (a ScriptModule); the previous one stays guarded.
         """
-        with self._lock:
+        with Shield(lambda: None), self._lock:  # a signal handler may close the receiver
             if model is self._model:
                 return
             hooks = self._hooked(model) if isinstance(model, nn.Module) else []
@@ -125,7 +126,7 @@ class ForwardGuard:
 
     def clear(self) -> None:
         """Stop guarding the model."""
-        with self._lock:
+        with Shield(lambda: None), self._lock:
             self._remove()
 
     def forget(self) -> None:
