@@ -150,7 +150,8 @@ class Packer:
         self._finite_model_id = finite_model_id
         self._pool = Pool()
         self._on_devices = DevicePools()
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler may close the sender, or send, while its own thread reserves buffers.
+        self._lock = threading.RLock()
         self._plan: SendPlan | None = None
 
     def layout_of(self, weights: Any) -> Layout:
@@ -218,7 +219,7 @@ class Packer:
             device = device_at(plan.place)
         buffer: Buffer | None = None
         try:  # an interrupt may come as soon as the buffer is pinned
-            with self._lock:
+            with Shield(lambda: None), self._lock:  # a signal handler that sends might be given the same buffer
                 slot = None if device is None else self._on_devices.acquire(device, layout, readers)
                 if slot is not None:
                     self._pool.close()  # its buffers were for the first version, sent before any handshake
