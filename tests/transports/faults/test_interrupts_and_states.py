@@ -18,6 +18,7 @@ from torch import nn
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, State, StateError, TransportError
 from weightsync.protocol._tables import ReceiverInput, SenderInput
 from weightsync.transports.pipe.connection import Channel
+from weightsync.weights.unpacking import present_as
 
 
 class Alarm(Exception):
@@ -161,6 +162,26 @@ def test_an_interrupt_in_a_swap_is_deferred_until_it_is_answered(pair: Pair, sig
 
     assert (pair.receiver.version, pair.receiver.state) == (1, State.READY)
     assert pair.sender.wait_async(timeout=0).ok
+
+
+def test_an_update_that_an_interrupt_kept_from_the_caller_is_taken_by_the_next_call(
+    pair: Pair, signum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def struck(*given: Any) -> Any:
+        os.kill(os.getpid(), signum)
+        return present_as(*given)
+
+    pair.sender.send_async()
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.engine.manual_ack.present_as", struck)
+        with pytest.raises((KeyboardInterrupt, Alarm)):
+            pair.receiver.take_update(PATIENCE)
+    assert not pair.receiver.owes_ack
+    assert pair.receiver.has_update()
+
+    assert pair.receiver.take_update() is not None
+    pair.receiver.ack()
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
 
 
 def test_a_handler_that_raises_nothing_disturbs_nothing(pair: Pair) -> None:
