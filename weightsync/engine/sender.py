@@ -374,8 +374,8 @@ class WeightSender(Participant):
 
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they were sent, 16 bytes, or empty."""
-        packed = self._driver.packed(self.version)
-        return packed.digested() if packed else b""
+        with self._driver.lock:  # otherwise another thread may send meanwhile, and write over it
+            return packed.digested() if (packed := self._driver.packed(self.version)) else b""
 
     def _carried(self) -> dict[int, Any]:
         return self._workers.open_endpoints() if pipes_travel() else {}
