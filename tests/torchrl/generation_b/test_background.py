@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -252,6 +253,25 @@ def test_the_receivers_own_receive_waits_for_the_thread(duo: Duo) -> None:
 
     assert duo.receiving.get_receiver().receive(timeout=PATIENCE) is True
     assert duo.receiving.get_receiver().receive(timeout=0) is False
+
+
+def test_an_interrupt_just_as_receive_begins_does_not_stop_the_thread(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left the lock taken for good, and the thread answered nothing any more."""
+
+    def struck(condition: Any) -> None:
+        condition._lock.acquire()
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt  # a handler runs once a function in C has returned
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Condition, "__enter__", struck)
+        with contextlib.suppress(KeyboardInterrupt):
+            duo.receiving.get_receiver().receive(timeout=0.0)
+
+    for fill in (2.0, 3.0):
+        assert duo.send(fill, timeout=PATIENCE).ok
 
 
 def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(duo: Duo) -> None:
