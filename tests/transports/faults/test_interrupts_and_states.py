@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, Pair, constants, filled, small
+from pools import statistics
 from torch import nn
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, State, StateError, TransportError
+from weightsync.engine.packer import Packed
 from weightsync.protocol._tables import ReceiverInput, SenderInput
 from weightsync.transports.pipe.connection import Channel
 from weightsync.weights.unpacking import present_as
@@ -141,6 +144,27 @@ def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(thre
     assert three.sender.state is State.PENDING_ASYNC
     assert [receiver.receive(timeout=0) for receiver in three.receivers] == [True] * 3
     assert three.sender.wait_async().ok
+
+
+@pytest.mark.parametrize("call", ["send", "send_async"])
+def test_an_interrupt_between_the_packing_and_the_dispatch_keeps_no_buffer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It was kept until the sender was closed, as large as the payload."""
+
+    def struck(value: object, kind: type) -> bool:
+        if isinstance(value, Packed):
+            raise KeyboardInterrupt
+        return isinstance(value, kind)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.engine.sender.isinstance", struck, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(pair.sender, call)()
+    gc.collect()
+
+    assert statistics(pair.sender._packer._pool).pinned == 0
+    assert pair.sync().ok
 
 
 def test_an_interrupt_while_answers_are_read_loses_none(three: Pair, signum: int) -> None:
