@@ -235,12 +235,16 @@ class Packer:
             device = device_at(plan.place)
         hold = Hold()
         try:  # an interrupt may come as soon as the buffer is pinned
-            with Shield(lambda: None), self._lock:  # a signal handler that sends might be given the same buffer
-                slot = None if device is None else self._on_devices.acquire(device, layout, readers)
-                if slot is not None:
-                    self._pool.close()  # its buffers were for the first version, sent before any handshake
-                hold.buffer = buffer = slot or self._pool.acquire(layout.nbytes)
-                buffer.pins.add(id(hold))
+            with self._lock:
+                while True:
+                    slot = None if device is None else self._on_devices.acquire(device, layout, readers)
+                    if slot is not None:
+                        self._pool.close()  # its buffers were for the first version, sent before any handshake
+                    hold.buffer = buffer = slot or self._pool.acquire(layout.nbytes)
+                    buffer.pins.add(id(hold))
+                    if len(buffer.pins) == 1:
+                        break
+                    hold.let_go()  # a signal handler has sent meanwhile, and was given the same buffer
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype, hold=hold)
             if device is None and layout.nbytes <= LEAST_PART:
