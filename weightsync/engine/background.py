@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weightsync.clock import Deadline
+from weightsync.engine.driver import Shield
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.serving_lock import PATIENCE, Hook, calling_frame, compiled_frame
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError, thread_not_started
@@ -99,7 +100,7 @@ class ForwardGuard:
 
         Raises ConfigurationError: the module takes no hooks (a ScriptModule); the previous one stays guarded.
         """
-        with self._lock:
+        with Shield(lambda: None), self._lock:  # a signal handler may close the receiver
             if model is self._model:
                 return
             hooks = self._hooked(model) if isinstance(model, nn.Module) else []
@@ -125,7 +126,7 @@ class ForwardGuard:
 
     def clear(self) -> None:
         """Stop guarding the model."""
-        with self._lock:
+        with Shield(lambda: None), self._lock:
             self._remove()
 
     def forget(self) -> None:
@@ -152,7 +153,9 @@ class Background:
     def __init__(self, receiver: WeightReceiver, relay: Callable[[], RelayCall | None]) -> None:
         self._receiver = receiver
         self._relay = relay
-        self._news = threading.Condition()
+        # Entered itself: a Condition is entered in Python code, where a handler may raise just after it took the lock.
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._stopping = False
         #: Whether `stop` has ended: the receiver's own callers read the links again.
@@ -197,7 +200,7 @@ class Background:
         A thread that runs code of the user's cannot be stopped: it is waited for `JOIN_SECONDS`, and ends when that
         code returns.
         """
-        with self._news:
+        with self._lock:
             self._stopping = True
             thread = self._thread
         self._receiver.driver.waker.fire()
@@ -212,7 +215,7 @@ class Background:
                 )
         self._receiver.set_background_reader(None)
         self._pass_on_what_is_left(thread)
-        with self._news:
+        with self._lock:
             self._stopped = True
             self._news.notify_all()
         self._guard.clear()
@@ -230,7 +233,8 @@ class Background:
 
     def forget(self) -> None:
         """In a forked child: there is no thread."""
-        self._news = threading.Condition()
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
         self._thread = None
         atexit.unregister(self.stop)
 
@@ -240,7 +244,7 @@ class Background:
         return self._thread is not None
 
     def _spawn(self) -> None:
-        with self._news:
+        with self._lock:
             if self._thread is not None or self._stopping:
                 return
             name = f"weightsync receiver of {self._receiver.model_id!r}"
@@ -313,7 +317,7 @@ class Background:
         return self._stopping or self._receiver.state is State.CLOSED
 
     def _end(self, error: BaseException | None) -> bool:
-        with self._news:
+        with self._lock:
             self._thread = None
             self._error = error or self._error
             self._news.notify_all()
@@ -327,24 +331,24 @@ class Background:
         Args:
             added: how many links had been added when this round began.
         """
-        with self._news:
+        with self._lock:
             return self._added != added or self._end(gone)
 
     def _notify(self, error: Exception | None = None) -> None:
-        with self._news:
+        with self._lock:
             self._error = error or self._error
             self._news.notify_all()
 
     def link_added(self) -> None:
         """Read the new link too. The loss of an earlier link is no longer reported."""
-        with self._news:
+        with self._lock:
             self._added += 1
             self._error = None if isinstance(self._error, TransportError) else self._error
         self._spawn()
 
     def version_decided(self) -> None:
         """Wake callers that wait in `receive`, and the thread if there is something to pass on or to write."""
-        with self._news:
+        with self._lock:
             self._news.notify_all()
         self._receiver.driver.waker.fire()
 
@@ -390,7 +394,7 @@ class Background:
             if not self.running and self._error is None and self._receiver.broken is None:
                 self._receiver.check_links()
                 self._spawn()
-            with self._news:
+            with self._lock:
                 self._news.wait_for(lambda: met() or self._error is not None or not self.running, deadline.nap)
                 error = self._error or self._receiver.broken
                 if met() and (error is None or isinstance(error, TransportError)):

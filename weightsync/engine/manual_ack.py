@@ -51,14 +51,20 @@ class ManualAck:
         """See `WeightReceiver.take_update`."""
         self._require_no_background_reader("take_update")
         deadline = Deadline(timeout)
-        with Shield(self._driver.waker.fire) as shield:
-            while True:
-                seen = self._driver.waker.fired
-                weights = self._take()
-                if weights is not None or deadline.passed:
-                    return weights
-                shield.deliver()
-                self._driver.wait(deadline.nap, seen)
+        weights: Any = None
+        try:
+            with Shield(self._driver.waker.fire) as shield:
+                while True:
+                    seen = self._driver.waker.fired
+                    weights = self._take()
+                    if weights is not None or deadline.passed:
+                        return weights
+                    shield.deliver()
+                    self._driver.wait(deadline.nap, seen)
+        except BaseException:
+            if weights is not None:  # a signal that came meanwhile was handled, and its handler has raised
+                self._taken = None
+            raise
 
     def has_update(self) -> bool:
         """See `WeightReceiver.has_update`."""

@@ -71,6 +71,20 @@ class _NoWorkers:
 nobody = _NoWorkers()
 
 
+class Hold:
+    """Keeps a buffer from being written, by a pin of its own, until this is dropped: an interrupt may lose it."""
+
+    #: Its pin is the id of this object, which the buffer is not to keep.
+    buffer: Buffer | None = None
+
+    def let_go(self) -> None:
+        """Keep it no longer."""
+        if self.buffer is not None:
+            self.buffer.pins.discard(id(self))
+
+    __del__ = let_go
+
+
 class Packed(Struct):
     """One version's weights as they are sent."""
 
@@ -93,6 +107,8 @@ class Packed(Struct):
     trace_context: str = ""
     #: What each worker is sent, where deltas may be sent; None: all are sent the whole payload.
     payloads: VersionPayloads | None = None
+    #: Keeps the buffer until it is handed over; None: others keep it.
+    hold: Hold | None = None
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +166,8 @@ class Packer:
         self._finite_model_id = finite_model_id
         self._pool = Pool()
         self._on_devices = DevicePools()
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler may close the sender, or send, while its own thread reserves buffers.
+        self._lock = threading.RLock()
         self._plan: SendPlan | None = None
 
     def layout_of(self, weights: Any) -> Layout:
@@ -216,16 +233,20 @@ class Packer:
             device = _device_of_odd(read)
         elif plan.place.type in backends:
             device = device_at(plan.place)
-        buffer: Buffer | None = None
+        hold = Hold()
         try:  # an interrupt may come as soon as the buffer is pinned
             with self._lock:
-                slot = None if device is None else self._on_devices.acquire(device, layout, readers)
-                if slot is not None:
-                    self._pool.close()  # its buffers were for the first version, sent before any handshake
-                buffer = slot or self._pool.acquire(layout.nbytes)
-                buffer.pins.add(self)
+                while True:
+                    slot = None if device is None else self._on_devices.acquire(device, layout, readers)
+                    if slot is not None:
+                        self._pool.close()  # its buffers were for the first version, sent before any handshake
+                    hold.buffer = buffer = slot or self._pool.acquire(layout.nbytes)
+                    buffer.pins.add(id(hold))
+                    if len(buffer.pins) == 1:
+                        break
+                    hold.let_go()  # a signal handler has sent meanwhile, and was given the same buffer
             form = form_of(weights) if form is None else form
-            packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
+            packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype, hold=hold)
             if device is None and layout.nbytes <= LEAST_PART:
                 _copy(read, packed, readers, plan, None)
             else:
@@ -241,7 +262,7 @@ class Packer:
                 refuse_non_finite(self._finite_model_id, layout, flat_of(buffer))
             return packed
         except BaseException:
-            self._let_go(buffer)
+            hold.let_go()  # now: what is raised may keep this call, and with it the hold
             raise
 
     def _parts(self, packed: Packed, readers: Readers, targets: tuple[int, ...] | None) -> OutgoingParts | None:
@@ -252,12 +273,7 @@ class Packer:
 
     def handed_over(self, packed: Packed) -> None:
         """Release our pin: the readers of the packed weights have pinned them."""
-        packed.buffer.pins.discard(self)
-
-    def _let_go(self, buffer: Buffer | None) -> None:
-        """Release our pin of a buffer that nothing was packed into; None: there is none yet."""
-        if buffer is not None:
-            buffer.pins.discard(self)
+        packed.buffer.pins.discard(id(packed.hold))
 
     def close(self) -> None:
         """Release all buffers. Workers keep what they map."""

@@ -25,7 +25,6 @@ from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
-from weightsync.weights.layout import Layout
 
 
 class WeightSender(Participant):
@@ -46,6 +45,8 @@ class WeightSender(Participant):
         self._workers = Workers(self._scheme, self._driver, self._packer)
         self._outgoing = OutgoingWeights(self._scheme, self._driver, self._packer, self._context)
         self._reporter = Reporter(self._driver)
+        #: The layout that the handshake carries if no other weights are named, or None.
+        self._known_layout = self._outgoing.registered_layout
         #: The least number of workers that a send needs; None means one.
         self.expected_workers: int | None = None
 
@@ -104,10 +105,6 @@ class WeightSender(Participant):
             self._driver.layout = layout if self._driver.layout is None else self._driver.layout
             self._driver.take(pure.Connect(incarnation))
         self._packer.reserve()  # while the workers start
-
-    def _known_layout(self) -> Layout | None:
-        """The layout that the handshake carries if no other weights are named, or None."""
-        return self._outgoing.registered_layout()
 
     def await_workers(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
         """Wait until every worker has answered the handshake: a rendezvous without weights.
@@ -176,7 +173,8 @@ class WeightSender(Participant):
             if isinstance(packed, SyncReport):
                 return self._delivered(packed, failing)
             with Shield(self._driver.waker.fire) as shield:
-                version = self._dispatch(pure.Send(targets), packed, wanted)
+                with self._driver.lock:  # until it is noted for reports, no other thread makes one of this version
+                    version = self._dispatch(pure.Send(targets), packed, wanted)
                 report = self._reporter.empty() if version is None else self._wait_for(version, deadline, shield)
         except (WorkerLostError, RefusedError) as ended:  # every target is lost already, or has refused
             if failing is OnFailure.RAISE:
@@ -374,8 +372,8 @@ class WeightSender(Participant):
 
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they were sent, 16 bytes, or empty."""
-        packed = self._driver.packed(self.version)
-        return packed.digested() if packed else b""
+        with self._driver.lock:  # otherwise another thread may send meanwhile, and write over it
+            return packed.digested() if (packed := self._driver.packed(self.version)) else b""
 
     def _carried(self) -> dict[int, Any]:
         return self._workers.open_endpoints() if pipes_travel() else {}

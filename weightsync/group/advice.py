@@ -37,6 +37,14 @@ NO_COPY: Final = (
     "a WorkerGroup can be neither pickled nor copied. If run= or make_model= is a method, its object may have the "
     "group as an attribute: give a function, or have the object's __getstate__() leave the group out."
 )
+#: What to know of a worker in such a state that gave no result in time.
+_LATE: Final = {
+    MemberState.STARTING: " A worker that starts imports the program and torch first: it may need a longer timeout=.",
+    MemberState.HELD: (
+        " One that waits for a newer version has not applied the newest one: wait_async() says why, unless send() did. "
+        "It goes on with the next version that it applies."
+    ),
+}
 _SENDS: Final = ("send", "send_async")
 _ALLOWED: Final[Mapping[State, tuple[str, ...]]] = {
     State.UNINITIALIZED: ("start",),
@@ -87,6 +95,6 @@ def in_words_of_group(report: SyncReport, members: Members, sender: WeightSender
 def too_late(members: Mapping[int, Member]) -> str:
     """The message when no worker gave a result in time."""
     lives = ", ".join(f"{index} {member.state_in_words}" for index, member in members.items())
-    starting = any(member.state is MemberState.STARTING for member in members.values())
-    advice = " A worker that starts imports the program and torch first: it may need a longer timeout=." * starting
+    states = {member.state for member in members.values()}
+    advice = "".join(words for state, words in _LATE.items() if state in states)
     return f"no worker gave a result in time (worker {lives}). results() may be called again.{advice}"

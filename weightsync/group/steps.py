@@ -128,7 +128,7 @@ class Steps:
         self._receiver = receiver
         self._announced = announced
         self._staleness = staleness
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may put a result too
         self._versions: list[int] = []
         self._is_old = False  # the result that these versions belong to was put
         self._without_a_step = 0

@@ -351,11 +351,10 @@ class Pool:
         held: list[Buffer] = []
         fitting: list[Buffer] = []
         for buffer in self._buffers:
-            if buffer.retired:
-                continue
-            if buffer.pins:
-                held.append(buffer)
-            elif buffer.nbytes >= nbytes:
+            if buffer.pins:  # first: another thread that retires a buffer releases its pins after that
+                if not buffer.retired:
+                    held.append(buffer)
+            elif not buffer.retired and buffer.nbytes >= nbytes:
                 fitting.append(buffer)
         fitting.sort(key=_NBYTES)
         chosen = fitting[0] if fitting else self._make(nbytes)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-from duo import Duo, beside, reader
+from duo import Duo, Reader, beside, reader
 from fleet import PATIENCE, constants, filled, small
 from hours import hours
 from torch import nn
@@ -251,6 +253,25 @@ def test_the_receivers_own_receive_waits_for_the_thread(duo: Duo) -> None:
 
     assert duo.receiving.get_receiver().receive(timeout=PATIENCE) is True
     assert duo.receiving.get_receiver().receive(timeout=0) is False
+
+
+def test_an_interrupt_just_as_receive_begins_does_not_stop_the_thread(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left the lock taken for good, and the thread answered nothing any more."""
+
+    def struck(condition: Any) -> None:
+        condition._lock.acquire()
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt  # a handler runs once a function in C has returned
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Condition, "__enter__", struck)
+        with contextlib.suppress(KeyboardInterrupt):
+            duo.receiving.get_receiver().receive(timeout=0.0)
+
+    for fill in (2.0, 3.0):
+        assert duo.send(fill, timeout=PATIENCE).ok
 
 
 def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(duo: Duo) -> None:
@@ -548,6 +569,26 @@ def test_the_guard_moves_with_the_model_and_an_equal_model_serves_the_same_versi
     assert duo.receiving.get_receiver().version == 1
     assert duo.send(2.0).ok
     assert (duo.model(), another()) == ({1.0}, {2.0})
+
+
+def test_a_signal_handler_may_close_the_receiver_while_its_thread_moves_the_guard(duo: Duo) -> None:
+    receiver = duo.receiving.get_receiver()
+
+    class Struck(Reader):
+        def register_forward_pre_hook(self, *given: Any, **named: Any) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            assert receiver.state is not State.CLOSED, "the handler would wait for its own thread forever"
+            return super().register_forward_pre_hook(*given, **named)
+
+    another, before = Struck(), signal.signal(signal.SIGUSR1, lambda *_: receiver.close())
+    try:
+        receiver.register_model(another)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert receiver.state is State.CLOSED
+    assert [len(model._forward_hooks) for model in (duo.model, another)] == [0, 0]
+    assert not another._forward_pre_hooks
 
 
 def test_a_model_that_holds_other_weights_serves_no_version_yet(duo: Duo) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from weightsync import (
     SharedMemWeightSyncScheme,
     State,
     StateError,
+    TransportError,
 )
+from weightsync.transports.pipe.link import PipeLink
 
 
 def filled(fill: float) -> TensorDict:
@@ -133,6 +136,30 @@ def test_a_pipe_registered_later_is_brought_up_to_date(pipes: list[Any]) -> None
         assert trainer.wait_ack().ok
         with pytest.raises(ConfigurationError, match="already"):
             trainer.register_pipe(pipes[0][0])
+
+
+def test_a_pipe_that_only_some_models_could_be_given_may_be_registered_again(
+    pipes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as registered, and the models after the failure never reached its worker."""
+    links = count(1)
+
+    def failing(*given: Any, **named: Any) -> Any:
+        if next(links) == 2:
+            raise TransportError("No file descriptor to wait on.")
+        return PipeLink(*given, **named)
+
+    with SharedMemTransport() as trainer:
+        trainer.register_pipe(pipes[0][0])
+        for name in ("policy", "value"):
+            trainer.send_weights_async(name, filled(1.0))
+        monkeypatch.setattr("weightsync.torchrl.transports.shared.PipeLink", failing)
+        with pytest.raises(TransportError, match="No file descriptor"):
+            trainer.register_pipe(pipes[1][0])
+        trainer.register_pipe(pipes[1][0])
+        assert [sender.worker_ids for sender in trainer._senders.values()] == [(0, 1), (0, 1)]
+        with pytest.raises(ConfigurationError, match="already"):
+            trainer.register_pipe(pipes[1][0])
 
 
 def test_fault_07_a_worker_serves_a_version_until_it_receives_the_next(pipes: list[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -336,6 +337,26 @@ def test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest(
     shutil.rmtree(tmp_path / "3")
     with pytest.raises(FileNotFoundError):
         transport.receive_weights()
+
+
+def test_versions_that_two_threads_write_each_have_a_directory_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both took the same number, and readers got parts of both."""
+    transport, write, threads = llm.VLLMDoubleBufferTransport(str(tmp_path)), double_buffer.TensorDict.memmap, []
+
+    def write_while_another_thread_does(weights: Any, at: Path, **options: Any) -> Any:
+        if not threads:
+            threads.append(threading.Thread(target=transport.send_weights, args=("policy", {"a": torch.zeros(2)})))
+            threads[0].start()
+            threads[0].join(0.05)  # it would have written by then
+        return write(weights, at, **options)
+
+    monkeypatch.setattr(double_buffer.TensorDict, "memmap", write_while_another_thread_does)
+    transport.send_weights("policy", {"a": torch.ones(2)})
+    threads[0].join(PATIENCE)
+    assert double_buffer.newest(tmp_path) == 2
+    assert [double_buffer.TensorDict.load_memmap(tmp_path / name)["a"].tolist() for name in "12"] == [[1, 1], [0, 0]]
 
 
 def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_path: Path) -> None:

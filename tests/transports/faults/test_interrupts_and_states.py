@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, Pair, constants, filled, small
+from pools import statistics
 from torch import nn
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, State, StateError, TransportError
+from weightsync.engine.packer import Packed
 from weightsync.protocol._tables import ReceiverInput, SenderInput
 from weightsync.transports.pipe.connection import Channel
+from weightsync.weights.unpacking import present_as
 
 
 class Alarm(Exception):
@@ -142,6 +146,27 @@ def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(thre
     assert three.sender.wait_async().ok
 
 
+@pytest.mark.parametrize("call", ["send", "send_async"])
+def test_an_interrupt_between_the_packing_and_the_dispatch_keeps_no_buffer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It was kept until the sender was closed, as large as the payload."""
+
+    def struck(value: object, kind: type) -> bool:
+        if isinstance(value, Packed):
+            raise KeyboardInterrupt
+        return isinstance(value, kind)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.engine.sender.isinstance", struck, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(pair.sender, call)()
+    gc.collect()
+
+    assert statistics(pair.sender._packer._pool).pinned == 0
+    assert pair.sync().ok
+
+
 def test_an_interrupt_while_answers_are_read_loses_none(three: Pair, signum: int) -> None:
     three.sender.send_async()
     for receiver in three.receivers:
@@ -161,6 +186,26 @@ def test_an_interrupt_in_a_swap_is_deferred_until_it_is_answered(pair: Pair, sig
 
     assert (pair.receiver.version, pair.receiver.state) == (1, State.READY)
     assert pair.sender.wait_async(timeout=0).ok
+
+
+def test_an_update_that_an_interrupt_kept_from_the_caller_is_taken_by_the_next_call(
+    pair: Pair, signum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def struck(*given: Any) -> Any:
+        os.kill(os.getpid(), signum)
+        return present_as(*given)
+
+    pair.sender.send_async()
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.engine.manual_ack.present_as", struck)
+        with pytest.raises((KeyboardInterrupt, Alarm)):
+            pair.receiver.take_update(PATIENCE)
+    assert not pair.receiver.owes_ack
+    assert pair.receiver.has_update()
+
+    assert pair.receiver.take_update() is not None
+    pair.receiver.ack()
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
 
 
 def test_a_handler_that_raises_nothing_disturbs_nothing(pair: Pair) -> None:

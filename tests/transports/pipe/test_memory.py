@@ -413,6 +413,22 @@ def test_a_retired_buffer_is_never_seen_again():
     assert statistics(pool).segments == 1
 
 
+def test_a_buffer_that_another_thread_retires_while_the_pool_looks_at_it_is_not_taken():
+    """A worker that cannot be asked may still map it: it would serve parts of two versions."""
+    link, pool = Pins(), Pool(Buffer)
+
+    class LastPins(set):
+        def __len__(self):
+            link.retire()  # as another thread may, whenever this one has looked at something
+            return super().__len__()
+
+    buffer = pool.acquire(10)
+    buffer.pins = LastPins()
+    link.hold(update(1), buffer)
+    assert pool.acquire(10) is not buffer
+    assert (len(buffer.pins), buffer.retired) == (0, True)
+
+
 def test_a_pool_takes_the_smaller_of_two_and_passes_over_one_that_is_retired():
     pool = Pool(Buffer)
     large = pool.acquire(300)

@@ -21,7 +21,7 @@ from weightsync.transports.store import group, heartbeat
 from weightsync.transports.store.announcing import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.group import RendezvousStore
 from weightsync.transports.store.heartbeat import process_name
-from weightsync.transports.store.listener import _OtherProcess
+from weightsync.transports.store.listener import _Listener, _OtherProcess
 from weightsync.transports.store.store import Client
 
 #: Seconds; reached only by a failure.
@@ -259,14 +259,19 @@ def test_a_model_for_which_the_list_had_no_room_is_not_said_to_be_missing(store:
         assert not models.without(client, "policy")
 
 
+@pytest.mark.parametrize("times", [1, 2])
 def test_a_process_that_receives_for_a_rank_as_another_one_does_says_so(
-    store: Any, caplog: pytest.LogCaptureFixture
+    store: Any, caplog: pytest.LogCaptureFixture, times: int
 ) -> None:
     caplog.set_level("WARNING", "weightsync")
     place, other = "weightsync/policy/1/receiver", "f" * 32
     with contextlib.closing(Client(store)) as client, DistributedWeightSyncScheme() as scheme:
         client.set(place, other.encode())
         scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(2, 2))
+        for _ in range(times - 1):
+            while client.value(place) == other.encode():
+                time.sleep(0.01)
+            scheme.get_receiver().register_worker_transport((store, 1))
         for beat in itertools.count():
             client.set(f"weightsync/heartbeat/{other}", str(beat).encode())
             if "model 'policy': another process receives for rank 1 of this store too" in caplog.text:
@@ -276,6 +281,33 @@ def test_a_process_that_receives_for_a_rank_as_another_one_does_says_so(
         scheme.close()
         while client.value(place):
             time.sleep(0.01)
+
+
+def test_a_receiver_that_listens_again_keeps_its_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its former listener left the place that is the newer one's too: nobody noticed a second process afterwards."""
+    find, wake, listens = _OtherProcess.find, _Listener._wake, threading.Event()
+
+    def found(other: _OtherProcess, client: Client) -> None:
+        find(other, client)
+        listens.set()
+
+    def late(listener: _Listener) -> None:
+        assert listens.wait(PATIENCE)
+        wake(listener)
+
+    with contextlib.closing(Client(store)) as client, DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(2, 2))
+        while not client.value("weightsync/policy/1/receiver"):
+            time.sleep(0.01)
+        receiver = scheme.get_receiver()
+        [former] = receiver._listening._listeners
+        monkeypatch.setattr(_OtherProcess, "find", found)
+        monkeypatch.setattr(_Listener, "_wake", late)
+        receiver.register_worker_transport((store, 1))
+        while not former.ended:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+
+        assert client.value("weightsync/policy/1/receiver") == process_name().encode()
 
 
 def test_a_worker_that_takes_the_place_of_a_dead_one_says_nothing(store: Any) -> None:

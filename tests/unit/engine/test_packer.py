@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,8 @@ from weightsync.engine.device_slots import write_slot
 from weightsync.engine.packer import OutgoingWeights, Packer
 from weightsync.options import Verify, WireDtype
 from weightsync.protocol.messages import WeightsForm
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES
+from weightsync.transports import buffers
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest_of_weights
@@ -99,6 +100,72 @@ def test_an_interrupt_just_as_a_buffer_was_taken_leaves_it_free() -> None:
 
     buffer.pins = set()
     assert packer.pack(weights()).buffer is buffer
+    packer.close()
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Have SIGUSR1 call something, once."""
+
+    def set_handler(call: Callable[[], object]) -> None:
+        calls = iter([call])
+        signal.signal(signal.SIGUSR1, lambda *_: next(calls, lambda: None)())
+
+    before = signal.getsignal(signal.SIGUSR1)
+    yield set_handler
+    signal.signal(signal.SIGUSR1, before)
+
+
+def struck_as_memory_is_made(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGUSR1 comes whenever the kernel allocates pages of a buffer, which may take seconds."""
+
+    def populate(_: object) -> None:
+        assert packer._lock.acquire(blocking=False), "the handler would wait for its own thread forever"
+        packer._lock.release()
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(buffers, "_populate", populate)
+
+
+def test_a_signal_handler_may_close_the_packer_while_its_thread_makes_a_buffer(
+    on_signal: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer = Packer()
+    on_signal(packer.close)
+    struck_as_memory_is_made(packer, monkeypatch)
+
+    packed = packer.pack(weights())
+    assert packed.digested() == digest_of_weights(weights())
+
+
+def test_a_signal_handler_may_close_the_packer_while_its_thread_reserves_buffers(
+    on_signal: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer, closed = Packer(), list[bool]()
+    packer.layout_of({"a": torch.zeros(INLINE_BELOW_NBYTES)})
+    on_signal(lambda: closed.append(packer.close() is None))
+    struck_as_memory_is_made(packer, monkeypatch)
+
+    packer.reserve()
+    assert closed == [True]
+
+
+def test_a_signal_handler_that_packs_while_its_thread_takes_a_buffer_gets_another(
+    on_signal: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the weights of the one would be written over those of the other."""
+    packer, acquire, handlers = Packer(), Pool.acquire, list[Any]()
+    packer.handed_over(packer.pack(weights()))  # there is a buffer to be taken
+    on_signal(lambda: handlers.append(packer.pack(weights(2.0))))
+
+    def struck(pool: Pool, nbytes: int) -> Any:
+        taken = acquire(pool, nbytes)
+        signal.raise_signal(signal.SIGUSR1)
+        return taken
+
+    monkeypatch.setattr(Pool, "acquire", struck)
+    packed = packer.pack(weights(1.0))
+    assert handlers[0].buffer is not packed.buffer
     packer.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from weightsync.clock import Deadline, Timeout, replaced_by, seconds
 from weightsync.errors import GIVE_RESTARTS, ConfigurationError, WorkerFailedError
+from weightsync.group.advice import too_late
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, Released, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
 from weightsync.group.ranks import RankLauncher
@@ -357,6 +358,18 @@ def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, live
     waiting.died()
     waiting.stop()
     assert waiting.state is MemberState.FINISHED
+
+
+def test_a_worker_that_waits_for_a_newer_version_is_not_only_said_to_be_late(lives: Lives) -> None:
+    """It may have refused the newest one, of which results() said nothing."""
+    member = started(lives)
+    lives.channels[0].frames = [Started()]
+    member.read()
+    assert "wait_async()" not in too_late({0: member})
+    lives.channels[0].frames = [Held()]
+    member.read()
+    assert "(worker 0 is waiting for a newer version)" in too_late({0: member})
+    assert "wait_async() says why" in too_late({0: member})
 
 
 class Unpickled(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -135,6 +136,25 @@ def test_a_worker_whose_wait_a_signal_handler_ends_counts_as_waiting_no_longer(m
         steps.begin()
 
     assert trainer.heard == [Held(), Released()]
+
+
+def test_a_signal_handler_may_put_a_result_while_its_thread_puts_one() -> None:
+    steps, handled, once = steps_of(Receiver(), None)[0], list[tuple[int, ...]](), iter([True])
+    steps.acts()
+
+    class Struck(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            assert steps._lock.acquire(blocking=False), "the handler would wait for its own thread forever"
+            steps._lock.release()
+            signal.raise_signal(signal.SIGUSR1)
+            return super().__iter__()
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: next(once, False) and handled.append(steps.versions()))
+    steps._versions = Struck(steps._versions)
+    try:
+        assert (steps.versions(), handled) == ((1,), [(1,)])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_older_announcement_takes_nothing_back() -> None:

@@ -1364,3 +1364,23 @@ def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argumen
 def test_a_switch_of_a_scheme_that_is_neither_on_nor_off_is_named(scheme_class: Any, argument: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{argument}="):
         scheme_class(**{argument: value})
+
+
+def test_a_report_that_another_thread_asks_for_as_a_version_is_dispatched_is_of_that_version(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named the bytes, and counted from the dispatch, of the version before."""
+    dispatched, polls = Reporter.dispatched, list[Thread]()
+
+    def late(reporter: Reporter, *given: Any) -> None:
+        polls.append(Thread(pair.sender.poll))
+        polls[0].start()
+        polls[0].join(0.05)  # by then it would have made its report
+        dispatched(reporter, *given)
+
+    monkeypatch.setattr(Reporter, "dispatched", late)
+    report = pair.sender.send(timeout=0, on_failure="report")
+    polls[0].done()
+
+    assert report.nbytes == polls[0].result.nbytes > 0
+    assert report.version == polls[0].result.version == 1

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Storage
 from weightsync.transports.mapping import Mapping
 from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.tree_digest import digest
 
 
 class LocalScheme(MultiProcessWeightSyncScheme):
@@ -363,3 +365,30 @@ def test_g10_an_older_sender_is_answered_when_a_newer_one_takes_over_on_its_link
     assert [(each.incarnation, type(each)) for each in (first, second)] == [(7, Hello), (8, Hello)]
     assert isinstance(refused, Refusal)
     assert (refused.incarnation, refused.version, refused.kind, refused.fence) == (7, 1, RefusalKind.STALE, 8)
+
+
+def test_the_digest_of_a_version_is_of_that_alone_though_another_thread_sends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its slot was filled again while it was read: the digest was of no version."""
+
+    def send_on() -> None:
+        for fill in (2.0, 3.0):
+            filled(pair.source, fill)
+            assert pair.sync().ok
+
+    sending = threading.Thread(target=send_on)
+
+    def late(*given: Any) -> bytes:
+        sending.start()
+        sending.join(0.1)  # by then it would have filled the slot again
+        return digest(*given)
+
+    with contextlib.closing(Pair(SharedMemWeightSyncScheme, model=large)) as pair:
+        pair.sync()
+        sent = pair.receiver.digest()
+        monkeypatch.setattr("weightsync.engine.packer.digest", late)
+
+        assert pair.sender.digest() == sent
+        sending.join(PATIENCE)
+        assert constants(pair.model) == {3.0}

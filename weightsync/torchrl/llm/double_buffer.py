@@ -21,6 +21,7 @@ from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.vllm import require_reset
 from weightsync.torchrl.llm.senders import EngineSender
+from weightsync.transports.process import PerProcess
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import DTYPES
@@ -33,6 +34,16 @@ _READABLE: Final = {dtype for name, dtype in DTYPES.items() if not name.startswi
 _NOTHING: Final = 0, 0
 #: Seconds between two checks for a newer version.
 _STEP: Final = 0.02
+
+
+class _Turn(PerProcess):
+    """Held by the thread that writes a version: two threads would write into the directory of one number."""
+
+    def _begin(self) -> None:
+        self.lock = threading.RLock()
+
+
+_turn: Final = _Turn()
 
 
 class VLLMDoubleBufferTransport:
@@ -65,14 +76,15 @@ class VLLMDoubleBufferTransport:
         _refuse_unreadable(found)
         at = Path(self.remote_addr)
         at.mkdir(parents=True, exist_ok=True)
-        before = newest(at)
-        version = before + 1
-        shutil.rmtree(at / str(version), ignore_errors=True)  # left by a trainer that died while it wrote
-        found.memmap(at / str(version), copy_existing=True)  # its threads would outlive the call
-        named = at / f"{_NEWEST}.{version}"
-        named.write_text(str(version), encoding="utf-8")
-        named.replace(at / _NEWEST)
-        shutil.rmtree(at / str(before - 1), ignore_errors=True)
+        with _turn.lock:
+            before = newest(at)
+            version = before + 1
+            shutil.rmtree(at / str(version), ignore_errors=True)  # left by a trainer that died while it wrote
+            found.memmap(at / str(version), copy_existing=True)  # its threads would outlive the call
+            named = at / f"{_NEWEST}.{version}"
+            named.write_text(str(version), encoding="utf-8")
+            named.replace(at / _NEWEST)
+            shutil.rmtree(at / str(before - 1), ignore_errors=True)
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None

@@ -80,11 +80,15 @@ class SharedMemTransport(MPTransport):
         pipe = connection_of(pipe)
         Channel.of(pipe)
         with self._lock:
-            if any(known is pipe for known in self._pipes):
+            known = [id(each) for each in self._pipes]
+            worker = known.index(id(pipe)) if id(pipe) in known else len(known)
+            lacking = [sender for sender in self._senders.values() if worker not in sender.worker_ids]
+            if worker == len(known):
+                self._pipes.append(pipe)
+            elif not lacking:  # as when an earlier call failed halfway
                 raise ConfigurationError("This pipe is registered already: give one pipe per worker.")
-            self._pipes.append(pipe)
-            for sender in self._senders.values():
-                sender.add_worker(len(self._pipes) - 1, pipe)
+            for sender in lacking:
+                sender.add_worker(worker, pipe)
 
     def register_weights(
         self,

@@ -77,6 +77,8 @@ class _Place:
     unproven: set[StoreLink] = field(default_factory=set)
     #: Links whose senders have proved it, and that the receiver does not have yet.
     admitted: set[StoreLink] = field(default_factory=set)
+    #: Whether another process listens for the same worker; None: no listener has asked yet.
+    other: _OtherProcess | None = None
 
 
 class _OtherProcess:
@@ -91,10 +93,10 @@ class _OtherProcess:
         self._name, self._beat = "", b""
 
     def find(self, client: Client) -> None:
-        """Take its place in the store. Raises TransportError: the store is gone."""
+        """Take its place in the store, or keep it. Raises TransportError: the store is gone."""
         name = (client.value(self._key) or b"").decode("ascii", "replace")
         client.set(self._key, heartbeat.process_name().encode())
-        self._name = name if name != heartbeat.process_name() else ""
+        self._name = name if name != heartbeat.process_name() else self._name
 
     def is_alive(self, client: Client) -> bool:
         """Whether it lives. Asked now and then, and said once. Raises TransportError: the store is gone."""
@@ -134,7 +136,7 @@ class _Listener:
         self._model_id = model_id
         self.where = where_of(endpoint, model_id)
         self._accept, self._place, self._leave = accept, place, leave
-        self._other = _OtherProcess(self.where.key)
+        self._other = place.other = place.other or _OtherProcess(self.where.key)
         self._over = threading.Event()
         #: Whether its thread has ended, as it does without its store.
         self.ended = False
@@ -310,7 +312,8 @@ class _Listener:
         # Without this client the thread is not waiting yet: it checks before it waits.
         try:
             if self._waking_client is not None:
-                self._other.leave(self._waking_client)  # first: the thread closes the client
+                if all(each._over.is_set() for each in _listeners.at(self.where)):  # else we receive there all the same
+                    self._other.leave(self._waking_client)  # first: the thread closes the client
                 self._waking_client.claim(self._next_key, _NOBODY)
         except TransportError:
             self.cut()
