@@ -235,16 +235,7 @@ class Packer:
             device = device_at(plan.place)
         hold = Hold()
         try:  # an interrupt may come as soon as the buffer is pinned
-            with self._lock:
-                while True:
-                    slot = None if device is None else self._on_devices.acquire(device, layout, readers)
-                    if slot is not None:
-                        self._pool.close()  # its buffers were for the first version, sent before any handshake
-                    hold.buffer = buffer = slot or self._pool.acquire(layout.nbytes)
-                    buffer.pins.add(id(hold))
-                    if len(buffer.pins) == 1:
-                        break
-                    hold.let_go()  # a signal handler has sent meanwhile, and was given the same buffer
+            buffer = self._taken(device, layout, readers, hold)
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype, hold=hold)
             if device is None and layout.nbytes <= LEAST_PART:
@@ -264,6 +255,19 @@ class Packer:
         except BaseException:
             hold.let_go()  # now: what is raised may keep this call, and with it the hold
             raise
+
+    def _taken(self, device: Device | None, layout: Layout, readers: Readers, hold: Hold) -> Buffer:
+        """A buffer for a payload of this layout, which the hold alone keeps."""
+        with self._lock:
+            while True:
+                slot = None if device is None else self._on_devices.acquire(device, layout, readers)
+                if slot is not None:
+                    self._pool.close()  # its buffers were for the first version, sent before any handshake
+                hold.buffer = buffer = slot or self._pool.acquire(layout.nbytes)
+                buffer.pins.add(id(hold))
+                if len(buffer.pins) == 1:
+                    return buffer
+                hold.let_go()  # a signal handler has sent meanwhile, and was given the same buffer
 
     def _parts(self, packed: Packed, readers: Readers, targets: tuple[int, ...] | None) -> OutgoingParts | None:
         """The object that sends the payload in parts; None: it is sent whole, as deltas are."""
