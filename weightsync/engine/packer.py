@@ -221,11 +221,12 @@ class Packer:
             NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
-        read, plan = self._read(weights), self._plan
+        read = self._read(weights)
+        # Before the plan is compared: what makes the extra state is the user's, and may give tensors other memory.
+        extras, plan = encode_extras(read.extras()) if read.slots else b"", self._plan
         if plan is None or not plan.fits(read):
             plan = self._plan = plan_for(read, plan, self.wire_dtype)
         layout = plan.sent
-        extras = encode_extras(read.extras()) if read.slots else b""
         if len(plan.names) + len(extras) > MAX_NAMES_AND_EXTRAS_NBYTES:
             raise _too_large(layout, extras)
         device = None

@@ -273,8 +273,9 @@ def draw(
     """
     host, found = on_host(payload, layout.nbytes), renamed(layout, names)
     viewable = not host.readonly and address_of(host) % ALIGNMENT == 0
-    flat = owning(host) if viewable else borrowed(address_of(host), layout.nbytes)
+    flat = borrowed(address_of(host), layout.nbytes)
     for first, last in buckets(layout, bucket_bytes):
         start, end = layout.entries[first].offset, _end(layout.entries[last - 1])
-        piece = flat[start:end] if viewable else flat[start:end].clone()
+        # A storage for each bucket: `torch.save` refuses tensors of several dtypes in one.
+        piece = owning(host, start, end - start) if viewable else flat[start:end].clone()
         yield from zip(found[first:last], map(Tensor.contiguous, views(layout, piece, first, last)), strict=True)

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictParams
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
+from torch.nn.parameter import is_lazy
 
 from weightsync.errors import LayoutError
 from weightsync.weights.device.registry import devices_of
@@ -46,7 +47,8 @@ def fill_in(module: nn.Module) -> bool:
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
             for key, tensor in held.items():
-                if tensor is not None and _is_meta(tensor):
+                # A lazy one has no shape yet, so it gets no memory: the target refuses it by name.
+                if tensor is not None and tensor.is_meta and not is_lazy(tensor):
                     held[key] = filled.setdefault(id(tensor), _filled(tensor))  # type: ignore[assignment]
     return bool(filled) or any(given)
 

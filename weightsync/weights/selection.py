@@ -71,20 +71,24 @@ class Selection:
     def _has(self, name: str) -> bool:
         known = self._known.get(name)
         if known is None:
-            known = self._known[name] = any(fnmatchcase(name, pattern) for pattern in self._patterns)
+            known = self._known[name] = any(_matches(name, pattern) for pattern in self._patterns)
         return known
 
     def _refuse_unmatched(self, chosen: Weights, found: Weights) -> None:
         names = [*chosen.tensors, *map(extra_state_name, chosen.slots)]
         if names == self._matched:
             return
-        unmatched = [each for each in self._patterns if not any(fnmatchcase(name, each) for name in names)]
+        unmatched = [each for each in self._patterns if not any(_matches(name, each) for name in names)]
         if unmatched:
             has = listed([quoted(name) for name in sorted(found.tensors)]) or "no tensors"
             lacking = listed([quoted(each) for each in unmatched])
             text = f"no weights match {lacking} in names=. Available: {has}."
             raise LayoutError(text, missing=unmatched)
         self._matched = names
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)  # a name may have brackets, which are a set in a pattern
 
 
 def _refuse_hidden_state(found: Weights, chosen: Weights, customising: dict[str, nn.Module]) -> None:

@@ -160,7 +160,8 @@ def _replace(destination: object, weights: Weights) -> None:
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    moved = new.to(old.device)
+    # Each owns its memory: `torch.save` writes whole storages, and none in which there are tensors of several dtypes.
+    moved = new.to(old.device, copy=True)
     return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
 
 

@@ -88,8 +88,8 @@ class Form:
         """Whether these tensors, in the same order, have the same form."""
         try:
             with self.reading():
-                if list(map(Tensor.data_ptr, tensors)) != self.addresses:
-                    return False
+                if list(map(Tensor.data_ptr, tensors)) != self.addresses or any(map(_IS_NESTED, tensors)):
+                    return False  # the guards end the process at a nested tensor, which may be where another was
                 distinct, twins = _distinct(tensors) if self._twins else (tensors, self._twins)
                 if self._guards is not None and twins == self._twins and self._guards.check(*distinct):
                     return True
@@ -106,11 +106,10 @@ class Form:
         try:
             with self.reading():
                 moved.addresses = list(map(Tensor.data_ptr, tensors))
-                nested = any(map(_IS_NESTED, tensors))  # the guards end the process at one of these
         except RuntimeError:  # one of them is sparse by now
             return None
         # One that is not empty, and has no address, has no memory.
-        return None if nested or moved.addresses.count(0) != self.addresses.count(0) else moved
+        return moved if moved.addresses.count(0) == self.addresses.count(0) else None
 
     def _guard(self, tensors: Collection[Tensor]) -> None:
         distinct, self._twins = _distinct(tensors)

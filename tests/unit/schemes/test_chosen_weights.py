@@ -90,6 +90,16 @@ def link(scheme_class: Any) -> Iterator[Any]:
         each.close()
 
 
+def test_a_name_with_brackets_chooses_the_weight_of_that_name(link: Any) -> None:
+    def model(fill: float) -> nn.Module:
+        return filled(nn.ModuleDict({"layer[0]": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2)}), fill)
+
+    one = link(["layer[0].weight"], ["layer[0].weight"], model(1.0), model(0.0))
+
+    assert one.sync().ok
+    assert (constants(one.model["layer[0]"]), constants(one.model["other"])) == ({1.0}, {0.0})
+
+
 @pytest.mark.parametrize("kind", [Mergeable, Quantised])
 def test_only_the_chosen_weights_change_and_the_digest_covers_them(link: Any, kind: Any) -> None:
     one = link(source=kind(1.0), destination=kind(0.0))

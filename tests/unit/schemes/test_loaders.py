@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -299,6 +300,18 @@ def test_tensors_are_views_of_what_arrived() -> None:
     assert all(start <= tensor.data_ptr() < start + layout.nbytes for tensor in found.values())
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     assert found.keys() == weights.keys()
+
+
+def test_a_loader_can_save_tensors_of_several_dtypes_with_torch() -> None:
+    layout, payload, weights = packed()
+    file = io.BytesIO()
+    torch.save(dict(draw(layout, payload, None, 1 << 30)), file)
+    file.seek(0)
+    saved = torch.load(file)
+
+    assert len({tensor.dtype for tensor in saved.values()}) > 1
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
 def test_what_cannot_be_viewed_is_copied_one_bucket_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,15 +112,30 @@ def test_a_form_that_moves_fits_only_where_it_is_then() -> None:
     assert (moved.fits(first), moved.fits(second)) == (False, True)
 
 
-def test_a_form_does_not_move_to_a_tensor_without_memory_or_sizes() -> None:
+def test_a_form_does_not_move_to_a_tensor_without_memory() -> None:
     form = Form([torch.ones(2, 2)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, since such tensors are new
-        nested = torch.nested.nested_tensor([torch.ones(2)] * 2)
 
-    assert form.moved([nested]) is None  # torch's guards would end the process
     assert form.moved([torch._efficientzerotensor(2, 2)]) is None
     assert form.moved([torch.ones(2, 2, device="meta")]) is None
+
+
+def test_a_nested_tensor_does_not_fit_even_where_another_was() -> None:
+    first, second = torch.ones(2, 2), torch.ones(2, 2)
+    sizes, strides = torch.full((2, 1), 2), torch.ones((2, 1), dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, since such tensors are new
+        there, elsewhere = (
+            torch._nested_view_from_buffer(tensor.flatten(), sizes, strides, torch.arange(2) * 2)
+            for tensor in (first, second)
+        )
+        none = torch.nested.nested_tensor([])
+    form = Form([first])
+    moved = form.moved([elsewhere])
+
+    assert there.data_ptr() == first.data_ptr()
+    assert not form.fits([there])  # torch's guards would end the process
+    assert moved is None or not moved.fits([elsewhere])
+    assert not Form([torch.empty(0)]).fits([none])
 
 
 @pytest.mark.parametrize(

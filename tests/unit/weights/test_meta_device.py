@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import pickle
+import warnings
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
-from weightsync import LayoutError, WeightStrategy
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, WeightStrategy
 from weightsync.weights.meta_device import fill_in
 from weightsync.weights.reading import read_live
 from weightsync.weights.target import Mode, Target
@@ -119,3 +121,15 @@ def test_a_model_with_hooks_of_accelerate_and_all_of_its_weights_is_not_refused(
     model._hf_hook = object()
 
     assert not fill_in(model)
+
+
+def test_a_lazy_module_on_the_meta_device_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, since lazy modules are new
+        model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.LazyLinear(3, device="meta"))
+    worker, (ours, theirs) = MultiProcessWeightSyncScheme(), multiprocessing.Pipe()
+
+    with worker, pytest.raises(LayoutError, match=r"'1\.weight' is not initialised: run a forward pass first"):
+        worker.init_on_receiver(model_id="policy", pipe=theirs, model=model)
+    ours.close()
+    theirs.close()

@@ -164,6 +164,37 @@ def test_memory_that_was_shrunk_is_not_read_even_where_it_was() -> None:
         packer.pack(model)
 
 
+class Moving(nn.Module):
+    """Gives its tensors other memory whenever its extra state is read, as one that flushes what it has gathered may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(5))
+        self.reads = 0
+        self.gathered: list[Tensor] = []
+
+    def get_extra_state(self) -> int:
+        self.reads += 1
+        for parameter in self.parameters():
+            parameter.data = torch.full_like(parameter.data, self.reads)
+            # Takes the memory that has just become free.
+            self.gathered += [torch.full_like(parameter.data, -1) for _ in range(3)]
+        return self.reads
+
+    def set_extra_state(self, state: int) -> None:
+        """Nothing to do."""
+
+
+def test_weights_that_move_as_their_extra_state_is_read_are_sent_from_where_they_are_then() -> None:
+    model, packer = Moving(), Packer()
+    for _ in range(5):
+        found = sent(packer, model)
+        assert {name: set(tensor.flatten().tolist()) for name, tensor in found.items()} == {
+            "large": {float(model.reads)},
+            "small": {float(model.reads)},
+        }
+
+
 def test_small_tensors_are_joined_once_they_have_stayed_where_they_were() -> None:
     model = Model()
     packer = planned(model)

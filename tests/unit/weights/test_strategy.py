@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import types
 
@@ -107,6 +108,21 @@ def test_out_of_place_gives_new_tensors_and_leaves_the_old(wrap) -> None:
     assert not destination["n"]["b"].requires_grad
     weights["a"].zero_()
     assert destination["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("wrap", [TensorDict, dict])
+def test_out_of_place_gives_each_tensor_memory_of_its_own_so_that_torch_can_save_it(wrap) -> None:
+    destination, file = wrap({"a": torch.zeros(100), "b": torch.zeros(2), "n": torch.tensor(0)}), io.BytesIO()
+    weights = {"a": torch.ones(100), "b": torch.ones(2), "n": torch.tensor(3)}
+
+    WeightStrategy().apply_weights(destination, weights, inplace=False)
+    torch.save(dict(destination.items()), file)  # raises where tensors of two dtypes lie in one storage
+    file.seek(0)
+
+    assert {name: tensor.tolist() for name, tensor in torch.load(file).items()} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in destination.values())
 
 
 def test_out_of_place_gives_parameters_new_memory() -> None:
