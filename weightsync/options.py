@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -98,6 +99,15 @@ def switch(value: bool, argument: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{argument}={value!r} is not a bool: pass True or False. Nothing has changed.")
     return value
+
+
+def whole_number(value: Any) -> int | None:
+    """The value as an int of 0 or more; None: it is not one. Numpy's integers are, and bools are not."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+    return number if number >= 0 else None
 
 
 def items_of(value: object) -> list[Any] | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing.context
-import operator
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, Final
 
 from weightsync.clock import MAX_FENCE
 from weightsync.errors import ConfigurationError
+from weightsync.options import whole_number
 from weightsync.protocol.codec import MAX_NAME_NBYTES
 
 #: More workers than any trainer has. A larger number is a mistake, and would take all memory.
@@ -21,7 +21,7 @@ def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
 
     Raises ConfigurationError: it is not an int of 0 or more.
     """
-    number = _whole(worker_id)
+    number = whole_number(worker_id)
     if number is None:
         raise ConfigurationError(
             f"{argument}= is {worker_id!r}: a worker's id is an int of 0 or more. Nothing has changed."
@@ -51,7 +51,7 @@ def require_whole(value: Any, argument: str, what: str) -> int:
 
     Raises ConfigurationError: it is not an int of 0 or more.
     """
-    number = _whole(value)
+    number = whole_number(value)
     if number is None:
         raise ConfigurationError(f"{argument}= is {value!r}: give {what} as an int, 0 or more. Nothing has changed.")
     return number
@@ -87,14 +87,6 @@ def expected_number(value: Any) -> int | None:
     Raises ConfigurationError: it is not a number of workers.
     """
     return None if value is None else require_whole(value, "expected_workers", "the number of workers")
-
-
-def _whole(value: Any) -> int | None:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-    return number if number >= 0 else None
 
 
 def require_context(value: Any) -> None:

@@ -11,7 +11,12 @@ import pytest
 from fleet import PATIENCE, Pair
 from torch import nn
 
-from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, StateError, WeightSyncScheme
+from weightsync import (
+    ConfigurationError,
+    MultiProcessWeightSyncScheme,
+    StateError,
+    WeightSyncScheme,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +59,17 @@ def test_an_entry_of_pipes_that_is_none_is_named_by_its_index(entry: Any) -> Non
             scheme.init_on_sender("policy", pipes=[ours, entry], model=nn.Linear(2, 2))
 
         scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"processes": b"x"}, r"^processes= is b'x': give the process of each of the 1 workers"),
+        ({"processes": {True: 1}}, r"^processes= is True: a worker's id is an int of 0 or more"),
+        ({"devices": b"x"}, r"^devices= is b'x': give a list with one device per worker"),
+    ],
+)
+def test_bytes_are_no_list_and_true_is_no_worker(given: dict[str, Any], match: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MultiProcessWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=match):
+        scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2), **given)
