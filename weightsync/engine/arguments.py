@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.context
+import traceback
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, Final
@@ -115,3 +116,12 @@ def require_name(value: Any) -> str:
             f"{MAX_NAME_NBYTES} bytes. Nothing has changed."
         )
     return value
+
+
+def reason_and_trace(error: Any) -> tuple[str, str]:
+    """An exception's type and text, and its traceback. Raises ConfigurationError: it is not an exception."""
+    if not isinstance(error, BaseException):
+        raise ConfigurationError(
+            f"error= is {error!r}: give an exception, such as RuntimeError(...). Nothing was closed."
+        )
+    return "".join(traceback.format_exception_only(error)).strip(), "".join(traceback.format_exception(error))

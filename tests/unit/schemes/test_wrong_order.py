@@ -14,6 +14,7 @@ from torch import nn
 from weightsync import (
     ConfigurationError,
     MultiProcessWeightSyncScheme,
+    State,
     StateError,
     WeightSyncScheme,
 )
@@ -59,6 +60,16 @@ def test_an_entry_of_pipes_that_is_none_is_named_by_its_index(entry: Any) -> Non
             scheme.init_on_sender("policy", pipes=[ours, entry], model=nn.Linear(2, 2))
 
         scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_fail_takes_an_exception_and_closes_nothing_otherwise(side: str, pair: Pair) -> None:
+    participant = getattr(pair, side)
+    with pytest.raises(ConfigurationError, match=r"^error= is 'text': give an exception, .* Nothing was closed\."):
+        participant.fail("text")
+
+    assert participant.state is not State.CLOSED
+    assert pair.sync().ok
 
 
 @pytest.mark.parametrize(
