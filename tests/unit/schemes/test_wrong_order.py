@@ -72,6 +72,14 @@ def test_fail_takes_an_exception_and_closes_nothing_otherwise(side: str, pair: P
     assert pair.sync().ok
 
 
+def test_a_module_that_makes_no_pipes_is_no_context() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        with pytest.raises(ConfigurationError, match=r"^ctx= is <module 'copy' .*: give a multiprocessing context"):
+            scheme.init_on_sender("policy", num_workers=1, ctx=copy, model=nn.Linear(2, 2))
+
+        scheme.init_on_sender("policy", num_workers=1, ctx=multiprocessing, model=nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize(
     ("given", "match"),
     [
