@@ -17,6 +17,7 @@ from weightsync import (
     State,
     StateError,
     WeightSyncScheme,
+    WorkerLostError,
 )
 
 
@@ -78,6 +79,24 @@ def test_a_module_that_makes_no_pipes_is_no_context() -> None:
             scheme.init_on_sender("policy", num_workers=1, ctx=copy, model=nn.Linear(2, 2))
 
         scheme.init_on_sender("policy", num_workers=1, ctx=multiprocessing, model=nn.Linear(2, 2))
+
+
+def test_both_ends_of_one_pipe_are_named_as_the_cause() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours, theirs], model=nn.Linear(2, 2))
+        with pytest.raises(WorkerLostError, match=r"At its other end is a sender, perhaps this one: give init_on_sen"):
+            scheme.connect(timeout=PATIENCE)
+
+
+def test_both_ends_of_one_pipe_are_named_before_anything_is_sent() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours, theirs])
+        with pytest.raises(
+            WorkerLostError, match=r"worker 0 sent a sender's handshake; .* At its other end is a sender"
+        ):
+            scheme.connect(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(
