@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NoReturn
 
 from weightsync.errors import ConfigurationError
@@ -108,6 +109,11 @@ def whole_number(value: Any) -> int | None:
     except TypeError:
         return None
     return number if number >= 0 else None
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a real number; numpy's are, and bools are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def items_of(value: object) -> list[Any] | None:

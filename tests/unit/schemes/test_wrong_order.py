@@ -73,6 +73,21 @@ def test_fail_takes_an_exception_and_closes_nothing_otherwise(side: str, pair: P
     assert pair.sync().ok
 
 
+class MakesNothing(MultiProcessWeightSyncScheme):
+    """A scheme of a user's own whose method forgets to return its link."""
+
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+        super().create_link(endpoint, model_id, peer)
+
+
+def test_a_scheme_of_ones_own_that_returns_no_link_is_named_at_init() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MakesNothing() as scheme:
+        missing = r"^create_link\(\) of MakesNothing returned an object of type NoneType, which lacks delivery, peer"
+        with pytest.raises(ConfigurationError, match=missing):
+            scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2))
+
+
 def test_a_module_that_makes_no_pipes_is_no_context() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         with pytest.raises(ConfigurationError, match=r"^ctx= is <module 'copy' .*: give a multiprocessing context"):
