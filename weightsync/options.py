@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NoReturn
 
 from weightsync.errors import ConfigurationError
@@ -98,6 +100,20 @@ def switch(value: bool, argument: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{argument}={value!r} is not a bool: pass True or False. Nothing has changed.")
     return value
+
+
+def whole_number(value: Any) -> int | None:
+    """The value as an int of 0 or more; None: it is not one. Numpy's integers are, and bools are not."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+    return number if number >= 0 else None
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a real number; numpy's are, and bools are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def items_of(value: object) -> list[Any] | None:

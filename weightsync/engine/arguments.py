@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing.context
-import operator
+import traceback
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, Final
 
 from weightsync.clock import MAX_FENCE
 from weightsync.errors import ConfigurationError
+from weightsync.options import whole_number
 from weightsync.protocol.codec import MAX_NAME_NBYTES
 
 #: More workers than any trainer has. A larger number is a mistake, and would take all memory.
@@ -21,7 +22,7 @@ def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
 
     Raises ConfigurationError: it is not an int of 0 or more.
     """
-    number = _whole(worker_id)
+    number = whole_number(worker_id)
     if number is None:
         raise ConfigurationError(
             f"{argument}= is {worker_id!r}: a worker's id is an int of 0 or more. Nothing has changed."
@@ -51,7 +52,7 @@ def require_whole(value: Any, argument: str, what: str) -> int:
 
     Raises ConfigurationError: it is not an int of 0 or more.
     """
-    number = _whole(value)
+    number = whole_number(value)
     if number is None:
         raise ConfigurationError(f"{argument}= is {value!r}: give {what} as an int, 0 or more. Nothing has changed.")
     return number
@@ -89,17 +90,9 @@ def expected_number(value: Any) -> int | None:
     return None if value is None else require_whole(value, "expected_workers", "the number of workers")
 
 
-def _whole(value: Any) -> int | None:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-    return number if number >= 0 else None
-
-
 def require_context(value: Any) -> None:
     """Check that ``ctx=`` makes pipes and processes. Raises ConfigurationError: it is not a multiprocessing context."""
-    if not isinstance(value, multiprocessing.context.BaseContext | ModuleType):
+    if not isinstance(value, multiprocessing.context.BaseContext | ModuleType) or not callable(getattr(value, "Pipe", None)):
         raise ConfigurationError(
             f"ctx= is {value!r}: give a multiprocessing context, such as multiprocessing.get_context('fork'). "
             "Nothing was started."
@@ -123,3 +116,12 @@ def require_name(value: Any) -> str:
             f"{MAX_NAME_NBYTES} bytes. Nothing has changed."
         )
     return value
+
+
+def reason_and_trace(error: Any) -> tuple[str, str]:
+    """An exception's type and text, and its traceback. Raises ConfigurationError: it is not an exception."""
+    if not isinstance(error, BaseException):
+        raise ConfigurationError(
+            f"error= is {error!r}: give an exception, such as RuntimeError(...). Nothing was closed."
+        )
+    return "".join(traceback.format_exception_only(error)).strip(), "".join(traceback.format_exception(error))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
+from weightsync.engine.arguments import reason_and_trace
 from weightsync.engine.copies import Participant, pipes_travel
 from weightsync.engine.driver import Shield
 from weightsync.engine.events import Events
@@ -396,12 +396,12 @@ class WeightReceiver(Participant):
         This worker stays among the sender's workers, LOST in each report, until it joins again or is removed. Leaving
         a ``with receiver:`` block by an exception does this.
         """
-        self._end(lambda: self.fail_links(error))
+        reason, trace = reason_and_trace(error)
+        self._end(lambda: self._driver.fail(reason, trace))
 
     def fail_links(self, error: BaseException) -> None:
         """Close the links for good because ``error`` was raised, for a background reader: see `fail`."""
-        reason = "".join(traceback.format_exception_only(error)).strip()
-        self._driver.fail(reason, "".join(traceback.format_exception(error)))
+        self._driver.fail(*reason_and_trace(error))
 
     def _end(self, close: Callable[[], None]) -> None:
         if self._listening.background_reader is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from weightsync.protocol._tables import State
+from weightsync.protocol.messages import Hello, Message, Part, Update
 from weightsync.protocol.receiver import ReceiverData
 from weightsync.protocol.sender import SenderData
 
@@ -56,3 +57,20 @@ def workers_text(workers: Collection[int]) -> str:
 def _owing(data: SenderData) -> str:
     owed = data.outstanding.owed if data.outstanding is not None else {}
     return f"still awaits {workers_text(owed)}" if owed else "has been answered, but not reported yet"
+
+
+def from_a_sender(worker: int, message: Message) -> str:
+    """What is wrong with a message to a sender that only senders send; empty: it is another message."""
+    match message:
+        case Hello() if message.link and not message.fence:
+            what = "a sender's handshake"
+        case Update():
+            what = "an Update"
+        case Part():
+            what = "a Part"
+        case _:
+            return ""
+    return (
+        f"worker {worker} sent {what}; only senders send them. Its link is taken down. At its other end is a sender, "
+        "perhaps this one: give init_on_sender() one end of each pipe, and the worker's init_on_worker() the other."
+    )

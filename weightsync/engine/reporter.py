@@ -257,7 +257,7 @@ _APPLY_S = attrgetter("apply_s")
 #: What a caller looks at first if a worker has never connected.
 _ABSENT = (
     "is its process running, has it called init_on_worker() or init_on_receiver() (each worker with its own "
-    "worker_idx=), and does it call receive()?"
+    "worker_idx=), and does it call receive() (which raises there as long as it finds no model)?"
 )
 _READ = {
     True: "it has read the update, and has not applied it yet: a step or a loader may be running",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
-from weightsync.engine.arguments import require_fence, worker_ids_of
+from weightsync.engine.arguments import reason_and_trace, require_fence, worker_ids_of
 from weightsync.engine.copies import Participant, pipes_travel
 from weightsync.engine.driver import Shield
 from weightsync.engine.events import Events
@@ -309,8 +308,9 @@ class WeightSender(Participant):
         """Close for good because ``error`` was raised, as leaving a ``with sender:`` block by an exception does.
 
         Like `close`, but the workers' `receive()` raises `TransportError` with its type and text, not `SenderClosed`.
+        Raises ConfigurationError: it is not an exception. Nothing was closed.
         """
-        reason = "".join(traceback.format_exception_only(error)).strip()
+        reason, _ = reason_and_trace(error)
         self._end(lambda: self._driver.fail(reason))
 
     def _end(self, close: Callable[[], None]) -> None:

@@ -11,14 +11,14 @@ from weightsync.engine.delta import VersionPayloads, version_payloads
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, handler_failed, read, watch
 from weightsync.engine.packer import Packed, SentUpdate
 from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worth_parts
-from weightsync.engine.refusal_hints import sender_hint
+from weightsync.engine.refusal_hints import from_a_sender, sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.options import Verify
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
-from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Part, Refusal, Update
+from weightsync.protocol.messages import Ack, BaseRef, Bye, Ending, Hello, Message, NoBase, Refusal, Update
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import CarriesDeltas, Gathering, Gathers, Link, TellsWhatIsRead
 from weightsync.transports.buffers import Buffer
@@ -385,15 +385,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     if waiting:
                         self._send_update(worker, number, waiting)
                         self._finish()
+            case _ if reason := from_a_sender(worker, message):
+                raise ProtocolError(reason)
             case Hello():
                 self._links[number].watched = watch(link, message)
                 self._waitables_changed(link)
                 take(pure.Answer(worker, number, message))
             case Bye():
                 take(pure.Answer(worker, number, message))
-            case Update() | Part():
-                what = "an Update" if isinstance(message, Update) else "a Part"
-                raise ProtocolError(f"worker {worker} sent {what}; only senders send them. Its link is taken down.")
 
     def _require_handshake(self, worker: int, message: Bye | Refusal) -> None:
         """Check that a last message without an incarnation does not come from a worker that we still expect.

@@ -17,7 +17,7 @@ from weightsync.errors import AckTimeoutError, ConfigurationError, RefusedError,
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.protocol.sender import LinkState
-from weightsync.transports.base import Link, Withdraws
+from weightsync.transports.base import Link, Withdraws, require_link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.layout import Layout
@@ -64,6 +64,7 @@ class Workers:
         # An interrupt waits for the new link: its threads would be left without an owner.
         with Shield(self._driver.waker.fire):
             link = self._services.create_link(endpoint, self._driver.model_id, f"worker {worker_id}")
+            require_link(link, f"create_link() of {type(self._services).__name__} returned an object")
             self._join(worker_id, endpoint, link, awaited)
 
     def _join(self, worker_id: int, endpoint: Any, link: Link, process: AwaitedProcess | None) -> None:

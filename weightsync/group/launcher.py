@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
-from numbers import Real
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from weightsync.group.function import require_make_model, require_run
 from weightsync.group.members import Rules, Running
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import MakeModel, Plan, Worker
-from weightsync.options import OnStale, items_of
+from weightsync.options import OnStale, is_number, items_of
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.weights.meta_device import is_on_meta
 from weightsync.weights.reading import merges_into_others
@@ -134,15 +133,11 @@ def _says_nothing(value: object) -> bool:
     return value is None or (isinstance(value, int | Mapping) and not value)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def rules_of(capacity: int, max_restarts: int, restart_delay: float, deadline: float | None) -> Rules:
     """What the group is told about its workers. Raises ConfigurationError: an argument is out of range."""
-    if not _is_number(restart_delay) or not restart_delay >= 0:
+    if not is_number(restart_delay) or not restart_delay >= 0:
         raise ConfigurationError(f"restart_delay= is {restart_delay!r}: give seconds, 0 or more. Nothing was started.")
-    if deadline is not None and not (_is_number(deadline) and deadline > 0):
+    if deadline is not None and not (is_number(deadline) and deadline > 0):
         raise ConfigurationError(
             f"deadline= is {deadline!r}: give seconds, more than 0, or None for no limit. Nothing was started."
         )

@@ -18,7 +18,7 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 from weightsync.clock import Deadline
 from weightsync.engine.driver import Shield
@@ -31,7 +31,7 @@ from weightsync.group.stack_dump import StackDump, request
 from weightsync.group.steps import Announced
 from weightsync.group.worker import InheritedChannel, Job, work
 from weightsync.schemes.pipes import PipeScheme
-from weightsync.transports.process import signal_name, started_at, watching, without_interrupts
+from weightsync.transports.process import forget_after_fork, signal_name, started_at, watching, without_interrupts
 
 #: Seconds that the kernel gets to end a process that was killed.
 _REAP_SECONDS: Final = 5.0
@@ -206,6 +206,14 @@ class ProcessLauncher:
         self._context: Any = multiprocessing.get_context("spawn") if asked.ctx is None else asked.ctx
         #: None: not open.
         self._announced: Announced | None = None
+        #: The trainer's ends of the pipes for weights.
+        self._links: WeakSet[Connection[Any, Any]] = WeakSet()
+        forget_after_fork(self)
+
+    def forget(self) -> None:
+        """In a forked child, such as a worker: it must not hold open the pipe by whose end it notices that we died."""
+        for link in self._links:
+            link.close()
 
     def open(self) -> None:
         """Make the memory that announces versions: see `Launcher.open`."""
@@ -235,6 +243,7 @@ class ProcessLauncher:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             link, far_link = self._context.Pipe()
             ours.enter_context(link)
+            self._links.add(link)
             theirs.enter_context(far_link)
             near, far = socket.socketpair()
             ours.enter_context(near)

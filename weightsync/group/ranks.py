@@ -211,13 +211,19 @@ def run_worker(
             `WEIGHTSYNC_TIMEOUT` or 60.
 
     Raises:
-        ConfigurationError: there is no such world, or this is its rank 0; or ``run`` cannot be called with a worker, or
-            is an async or a generator function.
+        ConfigurationError: there is no such world, or this is its rank 0; ``model`` or ``scheme`` is of another type;
+            or ``run`` cannot be called with a worker, or is an async or a generator function.
         AckTimeoutError: rank 0 has started no group in time.
         TransportError: rank 0 cannot be reached.
         BaseException: what ``run`` has raised. The trainer has its traceback.
     """
     require_run(run)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"model= is {model!r}: give this rank's own nn.Module, with the names and shapes of the trainer's."
+        )
+    if scheme is not None and not isinstance(scheme, DistributedWeightSyncScheme):
+        raise ConfigurationError(f"scheme= is {scheme!r}: give a new DistributedWeightSyncScheme, or leave it out.")
     world, deadline = _world(), Deadline(timeout)
     if world.rank == 0:
         raise ConfigurationError("this is rank 0, the trainer: make a WorkerGroup here, and do not call run_worker().")

@@ -12,7 +12,7 @@ from weightsync.clock import Deadline, seconds
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify, WireDtype, switch
+from weightsync.options import Verify, WireDtype, switch, whole_number
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
@@ -46,23 +46,24 @@ _PORTS: Final = 2**16
 _PAIR: Final = ("store", "rank")
 
 
-def _require_fanout(fanout: int | None, backend: str) -> None:
+def _require_fanout(fanout: int | None, backend: str) -> int | None:
     if fanout is None:
-        return
-    if isinstance(fanout, bool) or not isinstance(fanout, int) or fanout < 1:
+        return None
+    number = whole_number(fanout)
+    if not number:
         raise ConfigurationError(f"fanout is {fanout!r}: give a whole number of at least 1, or None.")
     if backend != "gloo":
         raise ConfigurationError(
             f"fanout={fanout} needs backend='gloo': with {backend!r} each payload travels in a group of two ranks."
         )
+    return number
 
 
 def _address_in(info: Any) -> tuple[str, int]:
     """Host and port of a ``store_info``. Raises ConfigurationError: it has none."""
     host: Any = info.get("host") if isinstance(info, Mapping) else None
-    port: Any = info.get("port") if isinstance(info, Mapping) else None
-    is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < _PORTS
-    if not isinstance(host, str) or "\0" in host or not is_port:
+    port = whole_number(info.get("port")) if isinstance(info, Mapping) else None
+    if not isinstance(host, str) or "\0" in host or not port or port >= _PORTS:
         raise ConfigurationError(
             f"store_info= is {info!r}: give what the trainer's get_store_info() returns, a dict of host and port. "
             "Nothing has changed."
@@ -129,10 +130,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         key: bytes | str | None = None,
     ) -> None:
         require_backend(backend)
-        _require_fanout(fanout, backend)
         #: The number of workers to which the trainer, and each worker, sends a payload; None: the trainer sends it to
         #: all.
-        self.fanout = fanout
+        self.fanout = _require_fanout(fanout, backend)
         self._key = None if key is None else SharedKey(key)
         self.backend = backend
         seconds(timeout)

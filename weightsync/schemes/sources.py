@@ -9,6 +9,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from weightsync.engine.arguments import require_worker_id
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.schemes.relay import is_torchrls, leads_on
@@ -47,8 +48,8 @@ def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        found = dict(given)
-    elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(workers):
+        found = {require_worker_id(worker, "processes"): process for worker, process in given.items()}
+    elif isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) == len(workers):
         found = dict(zip(sorted(workers), given, strict=True))
     else:
         raise ConfigurationError(

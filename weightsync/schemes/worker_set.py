@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch.nn
@@ -134,7 +135,7 @@ def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrate
     if "params_map" in given:
         weights = per_worker(given["params_map"], "params_map")
         return _require_count(WorkerSet(tuple(sorted(weights)), weights), given)
-    if "devices" in given and (not isinstance(given["devices"], Sequence) or isinstance(given["devices"], str)):
+    if "devices" in given and (not isinstance(given["devices"], Sequence) or isinstance(given["devices"], str | bytes)):
         raise ConfigurationError(f"devices= is {given['devices']!r}: give a list with one device per worker.")
     if "devices" in given:
         return _require_count(WorkerSet(tuple(range(len(given["devices"])))), given)
@@ -178,7 +179,7 @@ def per_worker(weights: Any, where: str) -> dict[int, Any]:
 
 def is_per_worker(weights: Any) -> bool:
     """Whether weights are given for each worker: a dict whose keys are ints. Weights have names."""
-    return _is_dict(weights) and bool(weights) and all(isinstance(key, int) for key in weights)
+    return _is_dict(weights) and bool(weights) and all(isinstance(key, Integral) for key in weights)
 
 
 def _is_dict(weights: Any) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Mapping
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.options import is_number, items_of
 from weightsync.protocol._tables import Delivery
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ending_scenarios import ENDING_SCENARIOS
@@ -16,6 +17,7 @@ from weightsync.testing.link_setup import LinkSetup, Scenario
 from weightsync.testing.protocol_scenarios import PROTOCOL_SCENARIOS
 from weightsync.testing.rules import Broken, Conformance, Nonconforming, Rule, RuleViolation
 from weightsync.testing.walks import WALKS
+from weightsync.transports.base import require_link
 
 #: The scenarios by name, in the order in which they run.
 SCENARIOS: dict[str, Scenario] = {
@@ -50,10 +52,14 @@ def check_transport(
 
     Raises:
         Nonconforming: rules were broken; the error says which, where and how.
-        ConfigurationError: a scenario is unknown or is declared unreachable without a reason, the factory does not
-            return `Ends`, or its links declare no `Delivery`.
+        ConfigurationError: an argument is of another type, a scenario is unknown or is declared unreachable without a
+            reason, the factory does not return `Ends` of links, or its links declare no `Delivery`.
     """
-    declared = dict(unreachable or {})
+    if not callable(factory):
+        raise ConfigurationError(f"factory= is {factory!r}: give a function of a model id that returns Ends.")
+    if not is_number(patience) or not patience > 0:
+        raise ConfigurationError(f"patience= is {patience!r}: give seconds, more than 0.")
+    declared = _declared(unreachable)
     chosen = _chosen(declared, only)
     probe = _required(factory("policy"))
     delivery = probe.sender.delivery
@@ -80,20 +86,36 @@ def check_transport(
 def _required(made: object) -> Ends:
     if not isinstance(made, Ends):
         raise ConfigurationError(f"the factory made a {type(made).__name__}: it must return Ends(sender, receiver).")
-    delivery = getattr(made.sender, "delivery", None)
+    require_link(made.sender, "the factory's Ends have a sender")
+    if not callable(made.receiver):
+        require_link(made.receiver, "the factory's Ends have a receiver")
+    delivery = made.sender.delivery
     if not isinstance(delivery, Delivery):
         raise ConfigurationError(f"the sender's link declares delivery {delivery!r}: it must be a weightsync.Delivery.")
     return made
 
 
+def _declared(unreachable: Mapping[str, str] | None) -> dict[str, str]:
+    """The scenarios that are declared unreachable. Raises ConfigurationError: this is no dict of names to reasons."""
+    given = {} if unreachable is None else unreachable
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise ConfigurationError(
+            f"unreachable= is {given!r}: give a dict that maps the name of a scenario to the reason, both str."
+        )
+    return dict(given)
+
+
 def _chosen(declared: Mapping[str, str], only: Collection[str] | None) -> list[Scenario]:
-    unknown = sorted((set(declared) | set(only or ())) - set(SCENARIOS))
+    names = list(SCENARIOS) if only is None else items_of(only)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"only= is {only!r}: give a list of the names of scenarios.")
+    unknown = sorted({*declared, *names} - set(SCENARIOS))
     if unknown:
         raise ConfigurationError(f"no such scenarios: {unknown}. There are {sorted(SCENARIOS)}.")
     silent = sorted(name for name, reason in declared.items() if not reason.strip())
     if silent:
         raise ConfigurationError(f"these scenarios are declared unreachable without a reason: {silent}.")
-    return [scenario for name, scenario in SCENARIOS.items() if only is None or name in only]
+    return [scenario for name, scenario in SCENARIOS.items() if name in names]
 
 
 def _undeclared(scenario: Scenario, probe: Ends) -> Broken | None:

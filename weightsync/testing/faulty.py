@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.options import is_number
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, Update
-from weightsync.transports.base import Link, Received, Waker
+from weightsync.transports.base import Link, Received, Waker, require_link
 from weightsync.transports.buffers import Buffer
 
 
@@ -39,7 +42,7 @@ class FaultyTransport:
             the delivery allows that.
 
     Raises:
-        ConfigurationError: ``delivery`` rules a fault out.
+        ConfigurationError: ``delivery`` rules a fault out, or an argument is of another type.
     """
 
     def __init__(
@@ -52,6 +55,15 @@ class FaultyTransport:
         duplicate: float = 0.0,
         delay: float = 0.0,
     ) -> None:
+        require_link(link, "link= is")
+        if not isinstance(delivery, Delivery):
+            raise ConfigurationError(f"delivery= is {delivery!r}: give a weightsync.Delivery, such as the link's own.")
+        whole: Any = seed  # numpy's integers are no ints
+        if not isinstance(whole, Integral) or not is_number(whole):
+            raise ConfigurationError(f"seed= is {seed!r}: give an int.")
+        for name, asked in (("drop", drop), ("duplicate", duplicate), ("delay", delay)):
+            if not is_number(asked) or not 0 <= asked <= 1:
+                raise ConfigurationError(f"{name}= is {asked!r}: give a probability, from 0 to 1.")
         for asked, allowed, fault in (
             (drop, delivery.loses, "drop"),
             (duplicate, delivery.duplicates, "duplicate"),
@@ -60,7 +72,7 @@ class FaultyTransport:
                 raise ConfigurationError(f"a link of delivery {delivery.name} promises not to {fault} messages.")
         self.link = link
         self.delivery = delivery
-        self._draw = random.Random(seed)
+        self._draw = random.Random(int(seed))
         self._drop, self._duplicate, self._delay = drop, duplicate, delay
         self._held: list[_Held] = []
         self._waker = Waker()

@@ -15,7 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from weightsync.errors import TransportError
+from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, Part
 from weightsync.transports.buffers import Buffer
@@ -112,6 +112,19 @@ class Link(Protocol):
 
         Buffers that the peer may still be reading are retired (never written again), unless the peer is known dead.
         """
+
+
+_MEMBERS: Final = tuple(name for name in {**Link.__annotations__, **vars(Link)} if not name.startswith("_"))
+
+
+def require_link(link: object, what: str) -> None:
+    """Raise ConfigurationError: a user's object lacks members of `Link`. ``what`` begins the message."""
+    missing = [name for name in _MEMBERS if getattr(link, name, None) is None]
+    if missing:
+        raise ConfigurationError(
+            f"{what} of type {type(link).__name__}, which lacks {', '.join(missing)}: give a link, which has all "
+            "members of weightsync.transports.base.Link (docs/testing.md lists them)."
+        )
 
 
 class TellsWhatIsRead(ABC):

@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.options import whole_number
 from weightsync.transports.base import Waker
 from weightsync.transports.process import ProcessWatch, started_at, watching
 
@@ -37,13 +38,15 @@ class AwaitedProcess:
     """
 
     def __init__(self, process: Any) -> None:
-        known = isinstance(process, BaseProcess | subprocess.Popen | FoundLater)
-        if not known and (isinstance(process, bool) or not isinstance(process, int) or process <= 0):
+        given: Any = (
+            process if isinstance(process, BaseProcess | subprocess.Popen | FoundLater) else whole_number(process)
+        )
+        if not given:
             raise ConfigurationError(
                 f"process= is {process!r}: give the worker's multiprocessing.Process (or subprocess.Popen), or its "
                 "process id. Nothing has changed."
             )
-        self._find: Callable[[], _Process | None] = process.find if isinstance(process, FoundLater) else lambda: process
+        self._find: Callable[[], _Process | None] = given.find if isinstance(given, FoundLater) else lambda: given
 
     @property
     def end(self) -> str:

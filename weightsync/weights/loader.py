@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from weightsync.errors import ConfigurationError, LayoutError, PartlyLoadedError
+from weightsync.options import whole_number
 from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import ALIGNMENT, Entry, Layout, listed, quoted
 from weightsync.weights.packing import views
@@ -223,7 +224,7 @@ def require_names(names: Any) -> None:
 
 def require_bucket_bytes(nbytes: Any) -> None:
     """Raise ConfigurationError: this is not a number of bytes, 1 or more."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+    if not whole_number(nbytes):
         raise ConfigurationError(f"bucket_bytes= is {nbytes!r}: give a number of bytes as an int, 1 or more.")
 
 

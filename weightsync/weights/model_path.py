@@ -27,9 +27,9 @@ def _resolve_model(context: object, path: str) -> Any:
             f"The model path '{path}' needs a context, but there is none, or it was garbage-collected: pass a context "
             "and keep it alive, or pass the model itself."
         )
-    if not _PATH.fullmatch(path):
+    if not isinstance(path, str) or not _PATH.fullmatch(path):
         raise ModelPathError(
-            f"'{path}' is not a model path: write names joined by dots, with integers or quoted keys in brackets, for "
+            f"{path!r} is not a model path: write names joined by dots, with integers or quoted keys in brackets, for "
             "example 'env.transform[0]' or 'nets[\"critic\"]'.",
             path,
             path,

@@ -21,12 +21,15 @@ from tensordict import TensorDict
 from weightsync import (
     AckTimeoutError,
     ConfigurationError,
+    DistributedTransport,
     Evidence,
     LayoutError,
     MPTransport,
     MultiProcessWeightSyncScheme,
     OutcomeKind,
     RefusedError,
+    RPCTransport,
+    SharedMemTransport,
     State,
     StateError,
     TransportError,
@@ -464,3 +467,20 @@ def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:
 
         assert 1.0 == value(worker.receive_weights(timeout=PATIENCE))
         assert mine == list(worker._queue("receiver").user_messages)
+
+
+@pytest.mark.parametrize("kind", [MPTransport, SharedMemTransport, DistributedTransport, RPCTransport])
+def test_a_timeout_is_checked_when_it_is_given(kind: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^timeout= is '10': give a number of seconds"):
+        kind(timeout="10")
+
+
+def test_the_second_argument_of_generation_a_may_be_one_of_numpys_numbers() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MPTransport(ours, np.int64(7)) as transport:  # type: ignore[arg-type]
+        assert transport.timeout == 7
+        assert transport.check_connection()
+
+
+def test_what_is_no_pipe_is_not_connected() -> None:
+    assert not MPTransport("a pipe").check_connection()

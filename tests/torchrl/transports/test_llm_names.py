@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from engine_server import Beside, EngineServer, equal, serving
@@ -165,6 +166,40 @@ def test_what_cannot_work_is_refused(make: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- vLLM
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: llm.SGLangWeightSyncScheme("http://localhost:1", num_gpus="2"), r"^num_gpus= is '2': give a whole"),
+        (lambda: llm.SGLangCollectiveTransport("http://localhost:1", "a", 1, 0, "2"), r"^world_size= is '2': give"),
+        (
+            lambda: llm.SGLangCollectiveTransport("http://localhost:1", "a", 1, 0, 2, flush_cache_on_update="no"),
+            r"^flush_cache_on_update='no' is not a bool",
+        ),
+        (lambda: llm.VLLMWeightSyncScheme(gpus_per_replica="2"), r"^gpus_per_replica= is '2': give a whole number"),
+        (lambda: llm.VLLMWeightSyncScheme(num_replicas=0), r"^num_replicas= is 0: give a whole number, 1 or more"),
+        (lambda: llm.VLLMCollectiveTransport("a", 1, 0, 2, timeout="60"), r"^timeout= is '60': give a number of"),
+        (lambda: llm.VLLMWeightSyncScheme(carrier="nccl"), r"^carrier= is 'nccl': give a Carrier"),
+        (lambda: llm.VLLMDoubleBufferSyncScheme(None), r"^remote_addr= is None: give the path of the shared dir"),
+        (lambda: llm.VLLMDoubleBufferTransport("a", b"b"), r"^local_addr= is b'b': give the path of the shared dir"),
+        (lambda: llm.VLLMDoubleBufferSyncScheme("a", num_threads="2"), r"^num_threads= is '2': give a whole number"),
+        (
+            lambda: llm.VLLMWeightSyncScheme().create_sender().register_collector(None),
+            r"^register_collector\(\) was given None, which has no increment_version\(\)",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_when_it_is_given(make: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        make()
+
+
+def test_numpys_numbers_and_paths_are_taken(tmp_path: Path) -> None:
+    assert llm.SGLangWeightSyncScheme("http://localhost:1", num_gpus=numpy.int64(2)).world_size == 3
+    scheme = llm.VLLMDoubleBufferSyncScheme(tmp_path)
+    scheme.create_sender().update_weights({"a": torch.ones(2)})
+    assert scheme.create_transport().receive_weights()["a"].tolist() == [1.0, 1.0]
 
 
 def test_a_program_for_torchrls_vllm_runs_with_a_carrier(server: EngineServer) -> None:

@@ -81,6 +81,12 @@ def test_a_getter_of_weights_is_a_function() -> None:
         MultiProcessedWeightUpdater(get_server_weights=weights(0.0), policy_weights={})
 
 
+@pytest.mark.parametrize("value", [None, 3, [weights(0.0)]])
+def test_vanilla_writes_into_weights(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^policy_weights= is of type \w+: give the TensorDict or the dict"):
+        VanillaWeightUpdater(policy_weights=value)
+
+
 @pytest.mark.parametrize("value", [None, 3, weights(0.0), [weights(0.0)]])
 def test_buffers_are_given_by_device_or_worker(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^policy_weights= is of type .*: give a dict that maps each device"):

@@ -165,6 +165,20 @@ def test_no_workers_or_unknown_ones_are_a_value_error(given: Any) -> None:
     assert updater.log == []
 
 
+@pytest.mark.parametrize("given", [None, [0], 0])
+@pytest.mark.parametrize("ids", [2, "01"])
+def test_workers_ids_that_are_no_list_are_named_with_the_method_that_returned_them(ids: Any, given: Any) -> None:
+    updater = Recorder()
+    updater.all_worker_ids = lambda: ids  # type: ignore[method-assign]
+
+    with pytest.raises(
+        ConfigurationError, match=rf"^all_worker_ids\(\) of Recorder returned {ids!r}: .* a list of ids"
+    ):
+        updater.push_weights(worker_ids=given)
+
+    assert updater.log == []
+
+
 def test_an_updater_of_no_workers_has_an_empty_report() -> None:
     report = Recorder([]).push_weights()
 

@@ -75,6 +75,24 @@ def test_no_fault_goes_beyond_what_is_declared(delivery: Delivery, fault: str) -
         FaultyTransport(local_pair(delivery)[0], delivery, **{fault: 0.5})
 
 
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"delivery": "ORDERED"}, r"^delivery= is 'ORDERED': give a weightsync\.Delivery"),
+        ({"link": None}, r"^link= is of type NoneType, which lacks delivery, peer, send, .*: give a link"),
+        ({"drop": "0.5"}, r"^drop= is '0\.5': give a probability, from 0 to 1"),
+        ({"duplicate": 2}, r"^duplicate= is 2: give a probability"),
+        ({"delay": float("nan")}, r"^delay= is nan: give a probability"),
+        ({"delay": True}, r"^delay= is True: give a probability"),
+        ({"seed": "1"}, r"^seed= is '1': give an int"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_at_once(given: dict[str, Any], match: str) -> None:
+    link = local_pair(Delivery.BEST_EFFORT)[0]
+    with pytest.raises(ConfigurationError, match=match):
+        FaultyTransport(**{"link": link, "delivery": Delivery.BEST_EFFORT, **given})
+
+
 def said(count: int) -> list[Ack | Hello]:
     return [
         Hello(model_id="m", incarnation=1),

@@ -499,6 +499,26 @@ def test_declarations_are_checked(bad: dict[str, str]) -> None:
         check_transport(lambda model_id: Ends(*local_pair()), unreachable=bad)
 
 
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"factory": None}, r"^factory= is None: give a function of a model id that returns Ends"),
+        ({"unreachable": ["a cut"]}, r"^unreachable= is \['a cut'\]: give a dict that maps the name of a scenario"),
+        ({"unreachable": {"a cut": None}}, r"^unreachable= is \{'a cut': None\}: give a dict"),
+        ({"only": "handshake"}, r"^only= is 'handshake': give a list of the names of scenarios"),
+        ({"only": ["handshake", 3]}, r"^only= is \['handshake', 3\]: give a list"),
+        ({"patience": "10"}, r"^patience= is '10': give seconds, more than 0"),
+        ({"patience": 0}, r"^patience= is 0: give seconds, more than 0"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_before_anything_is_connected(given: dict[str, Any], match: str) -> None:
+    def connect(model_id: str) -> Ends:
+        raise AssertionError
+
+    with pytest.raises(ConfigurationError, match=match):
+        check_transport(**{"factory": connect, **given})
+
+
 class Undeclared(Wrong):
     def __init__(self, link: LocalLink) -> None:
         super().__init__(link)
@@ -510,7 +530,10 @@ class Undeclared(Wrong):
     [
         (lambda model_id: local_pair(), "made a tuple"),
         (factory(Undeclared), "declares delivery 'ordered'"),
-        (lambda model_id: Ends(*[SimpleNamespace()] * 2), "declares delivery None"),
+        (
+            lambda model_id: Ends(local_pair()[0], object()),
+            r"Ends have a receiver of type object, which lacks delivery",
+        ),
     ],
 )
 def test_a_factory_that_makes_something_else_is_told_what_to_make(connect: Any, match: str) -> None:

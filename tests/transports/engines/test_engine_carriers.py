@@ -301,6 +301,8 @@ def test_the_memory_is_freed_when_an_engine_fails_too(server: EngineServer) -> N
         (lambda: VLLMIPCCarrier(["cpu"]), r"give a list of the GPUs"),
         (lambda: VLLMIPCCarrier([]), r"give a list of the GPUs"),
         (lambda: VLLMNCCLCarrier(1, device="cpu"), r"world_size= is 1: it counts the trainer"),
+        (lambda: VLLMNCCLCarrier("2", device="cpu"), r"world_size= is '2': it counts the trainer"),
+        (lambda: VLLMNCCLCarrier(2, master_port="1", device="cpu"), r"master_port= is '1': give the number of a port"),
     ],
 )
 def test_a_trainer_without_what_a_carrier_needs_is_told_at_construction(

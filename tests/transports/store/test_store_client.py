@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
+import numpy
 import pytest
 import torch.distributed as dist
 from fleet import descriptors
@@ -65,6 +66,7 @@ def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
         with pytest.raises(ConfigurationError) as caught:
             StoreEndpoint(store, rank)  # type: ignore[arg-type]
         assert str(caught.value) == f"rank is {rank!r}: the trainer is rank 0, worker i is rank i + 1."
+    assert type(StoreEndpoint(store, numpy.int64(2)).rank) is int
     for other in (dist.HashStore(), dist.PrefixStore("ours", dist.HashStore())):
         with pytest.raises(ConfigurationError, match=r"^a HashStore is not a store that trainer and workers can share"):
             StoreEndpoint(other, 1)

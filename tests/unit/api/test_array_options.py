@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -121,3 +123,17 @@ def test_a_call_refuses_arrays(call: str, ends: tuple[Any, Any]) -> None:
         asked = getattr(scheme.get_sender(), call)
         for argument in arguments_of(asked):
             refuses_arrays(lambda **given: asked(**{"timeout": 0.0, **given}), argument)
+
+
+def test_numpys_integers_count_as_ints(ends: tuple[Any, Any]) -> None:
+    one = numpy.int64(1)
+    assert SGLangEngine("http://localhost:1", tp_size=one, bucket_bytes=one).bucket_bytes == 1
+    assert type(weightsync.DistributedWeightSyncScheme(fanout=one).fanout) is int
+    with MultiProcessWeightSyncScheme() as scheme, MultiProcessWeightSyncScheme() as worker:
+        model = nn.Linear(2, 2)
+        scheme.init_on_sender("policy", pipes=[ends[0]], processes={0: numpy.int64(os.getpid())})
+        worker.init_on_worker("policy", pipe=ends[1], model=model, worker_idx=numpy.int64(0))
+        thread = threading.Thread(target=worker.connect)
+        thread.start()
+        scheme.connect(weights={numpy.int64(0): model.state_dict()})
+        thread.join()

@@ -229,7 +229,7 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
     assert reason_of(made, 0) == [
         "never connected",
         "is its process running, has it called init_on_worker() or init_on_receiver() (each worker with its own "
-        "worker_idx=), and does it call receive()?",
+        "worker_idx=), and does it call receive() (which raises there as long as it finds no model)?",
     ]
     made.fleet.receives(0, hello())
     made.fleet.receives(1, ack(1))

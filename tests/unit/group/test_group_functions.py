@@ -92,6 +92,21 @@ def test_a_function_that_no_worker_can_run_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"model": None}, r"^model= is None: give this rank's own nn\.Module"),
+        ({"model": workers.policy}, r"^model= is <function policy .*: give this rank's own nn\.Module"),
+        ({"scheme": "distributed"}, r"^scheme= is 'distributed': give a new DistributedWeightSyncScheme, or leave"),
+    ],
+)
+def test_a_rank_without_a_model_is_told_before_it_joins_the_group(
+    given: dict[str, Any], match: str, model: nn.Module
+) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        run_worker(**{"run": workers.act, "model": model, **given})
+
+
+@pytest.mark.parametrize(
     "run", [workers.act, functools.partial(act_with_more, games=2), AsyncActor().act.__get__, print, lambda *_: None]
 )
 def test_what_can_be_called_with_a_worker_is_taken(run: Any) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NoReturn
 
 import group_workers as workers
@@ -23,10 +23,19 @@ from fleet import descriptors, opened_since
 from group_worlds import Make
 from torch import nn
 
-from weightsync import OnStale, RayWeightSyncScheme, TransportError, Worker, WorkerFailedError, WorkerGroup
+from weightsync import (
+    OnStale,
+    RayWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    TransportError,
+    Worker,
+    WorkerFailedError,
+    WorkerGroup,
+)
 from weightsync.group import process as group_process
 from weightsync.group.actors import ActorLauncher
 from weightsync.group.launcher import GroupArguments
+from weightsync.group.process import ProcessLauncher
 from weightsync.group.steps import Staleness
 
 
@@ -118,6 +127,24 @@ def test_actors_get_a_model_of_a_class_that_the_program_itself_defines(monkeypat
 
     made = pickle.loads(pickle.dumps(plan)).make_model()
     assert (type(made).__name__, made.weight.is_meta) == ("Policy", True)
+
+
+def test_a_forked_child_closes_its_copies_of_the_trainers_ends_of_the_pipes(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that are forked would otherwise hold their own pipe open, and not notice that the trainer has died."""
+    asked = GroupArguments(workers.act, model, 1, None, "policy", 2, 0, Staleness(None, OnStale.BLOCK), None, None)
+    launcher = ProcessLauncher(SharedMemWeightSyncScheme(), asked)
+    monkeypatch.setattr(group_process, "WorkerProcess", lambda _context, _job, dumps: SimpleNamespace(handle=dumps))
+    launcher.open()
+    launched = launcher.launch(0, 0)
+    launched.watched.close()
+    launched.running.channel.close()
+    assert not launched.endpoint.closed
+
+    launcher.forget()
+
+    assert launched.endpoint.closed
 
 
 def test_a_start_waits_for_no_worker_to_read_what_it_runs(make: Make, tmp_path: Path) -> None:

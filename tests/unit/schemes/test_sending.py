@@ -959,7 +959,8 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
 
     assert never == (
         "never connected; is its process running, has it called init_on_worker() or init_on_receiver() "
-        "(each worker with its own worker_idx=), and does it call receive()?"
+        "(each worker with its own worker_idx=), and does it call receive() (which raises there as long as it finds no "
+        "model)?"
     )
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"

@@ -11,7 +11,14 @@ import pytest
 from fleet import PATIENCE, Pair
 from torch import nn
 
-from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, StateError, WeightSyncScheme
+from weightsync import (
+    ConfigurationError,
+    MultiProcessWeightSyncScheme,
+    State,
+    StateError,
+    WeightSyncScheme,
+    WorkerLostError,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +61,68 @@ def test_an_entry_of_pipes_that_is_none_is_named_by_its_index(entry: Any) -> Non
             scheme.init_on_sender("policy", pipes=[ours, entry], model=nn.Linear(2, 2))
 
         scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_fail_takes_an_exception_and_closes_nothing_otherwise(side: str, pair: Pair) -> None:
+    participant = getattr(pair, side)
+    with pytest.raises(ConfigurationError, match=r"^error= is 'text': give an exception, .* Nothing was closed\."):
+        participant.fail("text")
+
+    assert participant.state is not State.CLOSED
+    assert pair.sync().ok
+
+
+class MakesNothing(MultiProcessWeightSyncScheme):
+    """A scheme of a user's own whose method forgets to return its link."""
+
+    def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+        super().create_link(endpoint, model_id, peer)
+
+
+def test_a_scheme_of_ones_own_that_returns_no_link_is_named_at_init() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MakesNothing() as scheme:
+        missing = r"^create_link\(\) of MakesNothing returned an object of type NoneType, which lacks delivery, peer"
+        with pytest.raises(ConfigurationError, match=missing):
+            scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2))
+
+
+def test_a_module_that_makes_no_pipes_is_no_context() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        with pytest.raises(ConfigurationError, match=r"^ctx= is <module 'copy' .*: give a multiprocessing context"):
+            scheme.init_on_sender("policy", num_workers=1, ctx=copy, model=nn.Linear(2, 2))
+
+        scheme.init_on_sender("policy", num_workers=1, ctx=multiprocessing, model=nn.Linear(2, 2))
+
+
+def test_both_ends_of_one_pipe_are_named_as_the_cause() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours, theirs], model=nn.Linear(2, 2))
+        with pytest.raises(WorkerLostError, match=r"At its other end is a sender, perhaps this one: give init_on_sen"):
+            scheme.connect(timeout=PATIENCE)
+
+
+def test_both_ends_of_one_pipe_are_named_before_anything_is_sent() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours, theirs])
+        with pytest.raises(
+            WorkerLostError, match=r"worker 0 sent a sender's handshake; .* At its other end is a sender"
+        ):
+            scheme.connect(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"processes": b"x"}, r"^processes= is b'x': give the process of each of the 1 workers"),
+        ({"processes": {True: 1}}, r"^processes= is True: a worker's id is an int of 0 or more"),
+        ({"devices": b"x"}, r"^devices= is b'x': give a list with one device per worker"),
+    ],
+)
+def test_bytes_are_no_list_and_true_is_no_worker(given: dict[str, Any], match: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, MultiProcessWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=match):
+        scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2), **given)

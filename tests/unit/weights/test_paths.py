@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,12 @@ def test_the_part_that_fails_is_named(path: str, part: str, message: str) -> Non
     "path", ["", ".", "a.", ".a", "a..b", "a[", "a[]", "a[x]", "a]0[", "[0]", "a[0]b", "a b", "a[0", "a\n"]
 )
 def test_malformed_paths_are_refused(path: str) -> None:
+    with pytest.raises(ModelPathError, match="is not a model path"):
+        _resolve_model(CONTEXT, path)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"a", ["a"]])
+def test_a_path_is_text(path: Any) -> None:
     with pytest.raises(ModelPathError, match="is not a model path"):
         _resolve_model(CONTEXT, path)
 

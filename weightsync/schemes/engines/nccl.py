@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.options import whole_number
 from weightsync.schemes.engines.carrier import Carrier
 from weightsync.schemes.engines.client import Bucket
 
@@ -31,8 +32,9 @@ def cuda_device(device: torch.device | str | int | None, what: str) -> torch.dev
         ConfigurationError: it is no device, or it is a CUDA device, and there is no CUDA.
     """
     given: Any = "cuda" if device is None else device
+    index = whole_number(given)
     try:
-        wanted = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+        wanted = torch.device(given) if index is None else torch.device("cuda", index)
     except (RuntimeError, TypeError):
         raise ConfigurationError(f"{what}: {device!r} is no device: give 'cuda:0', for example.") from None
     if wanted.type != "cuda":
@@ -58,7 +60,8 @@ class GroupCarrier(Carrier):
         device: where the tensors are broadcast from; None: the current CUDA device.
 
     Raises:
-        ConfigurationError: the engine's package or CUDA is missing, or ``world_size`` is less than 2.
+        ConfigurationError: the engine's package or CUDA is missing, ``world_size`` is not an int of 2 or more, or
+            ``master_port`` is not the number of a port.
     """
 
     def __init__(
@@ -70,13 +73,17 @@ class GroupCarrier(Carrier):
         device: torch.device | str | int | None = None,
     ) -> None:
         self._join = self._find_join()
-        if world_size < 2:
+        size, port = whole_number(world_size), None if master_port is None else whole_number(master_port)
+        if size is None or size < 2:
             raise ConfigurationError(
-                f"world_size= is {world_size}: it counts the trainer and each GPU of the engine, so it is 2 or more."
+                f"world_size= is {world_size!r}: it counts the trainer and each GPU of the engine, so it is 2 or "
+                "more, as an int."
             )
+        if master_port is not None and port is None:
+            raise ConfigurationError(f"master_port= is {master_port!r}: give the number of a port, or None for any.")
         self._device = cuda_device(device, type(self).__name__)
-        self._world_size, self._address, self._fixed_port = world_size, master_address, master_port
-        self._port = master_port or 0
+        self._world_size, self._address, self._fixed_port = size, master_address, port
+        self._port = port or 0
         self._lock = threading.Lock()
         self._group: Any = None
         self._given_up = threading.Event()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, EngineError
-from weightsync.options import Option, switch
+from weightsync.options import Option, switch, whole_number
 from weightsync.schemes.engines.carrier import Carrier, call_while_carrying, described, refuse_async_carrier
 from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.http import HttpCalls
@@ -76,7 +76,8 @@ class SGLangEngine(Engine):
         bucket_bytes: int = BUCKET_BYTES,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
+        ranks = whole_number(tp_size)
+        if not ranks:
             raise ConfigurationError(f"tp_size= is {tp_size!r}: give the number of ranks as an int, 1 or more.")
         if carrier is not None:
             if not isinstance(carrier, Carrier):
@@ -87,12 +88,12 @@ class SGLangEngine(Engine):
         self._calls = HttpCalls(url, headers)
         self._carrier = carrier
         self._joined = carrier is None
-        self._tp_size = tp_size
+        self._tp_size = ranks
         self._pause = None if pause is None else SGLangPause(pause)
         self._flushes = switch(flush_cache, "flush_cache")
         self.name_map = name_map
         # The call has the tensors once for each rank.
-        self.bucket_bytes = bucket_bytes if carrier is not None else max(bucket_bytes // tp_size, 1)
+        self.bucket_bytes = bucket_bytes if carrier is not None else max(bucket_bytes // ranks, 1)
 
     def load(self, buckets: Iterable[Bucket], version: str) -> None:
         """Load a version: see `Engine.load`."""

@@ -7,6 +7,7 @@ slower than that looks again, or fails.
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -20,7 +21,7 @@ from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.vllm import require_reset
-from weightsync.torchrl.llm.senders import EngineSender
+from weightsync.torchrl.llm.senders import EngineSender, at_least_one
 from weightsync.transports.process import PerProcess
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.strategy import WeightStrategy
@@ -46,6 +47,14 @@ class _Turn(PerProcess):
 _turn: Final = _Turn()
 
 
+def _folder(given: object, argument: str) -> str:
+    """The path of a directory. Raises ConfigurationError: it is not one."""
+    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not path or not isinstance(path, str):
+        raise ConfigurationError(f"{argument}= is {given!r}: give the path of the shared directory.")
+    return path
+
+
 class VLLMDoubleBufferTransport:
     """Writes versions into a directory, and reads the newest.
 
@@ -55,10 +64,15 @@ class VLLMDoubleBufferTransport:
         num_threads: threads with which the engine's workers read.
     """
 
-    def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
-        self.remote_addr = remote_addr
-        self.local_addr = remote_addr if local_addr is None else local_addr
-        self.num_threads = num_threads
+    def __init__(
+        self,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        self.remote_addr = _folder(remote_addr, "remote_addr")
+        self.local_addr = self.remote_addr if local_addr is None else _folder(local_addr, "local_addr")
+        self.num_threads = at_least_one(num_threads, "num_threads")
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Write a version, and make it the newest once it is complete. It may not be applied yet when this returns.
@@ -158,14 +172,14 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
 
     def __init__(
         self,
-        remote_addr: str,
-        local_addr: str | None = None,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
         num_threads: int = 1,
         strategy: WeightStrategy | str = "tensordict",
     ) -> None:
-        self.remote_addr = remote_addr
-        self.local_addr = remote_addr if local_addr is None else local_addr
-        self.num_threads = num_threads
+        self.remote_addr = _folder(remote_addr, "remote_addr")
+        self.local_addr = self.remote_addr if local_addr is None else _folder(local_addr, "local_addr")
+        self.num_threads = at_least_one(num_threads, "num_threads")
         super().__init__(strategy)
 
     def create_transport(self, *_: Any, **__: Any) -> VLLMDoubleBufferTransport:

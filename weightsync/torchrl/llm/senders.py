@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weightsync.clock import Deadline, Timeout
+from weightsync.clock import Deadline, Timeout, seconds
+from weightsync.engine.context import optional
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure
+from weightsync.options import OnFailure, whole_number
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.engines.client import Engine
 from weightsync.schemes.engines.scheme import EngineWeightSyncScheme
@@ -32,6 +33,14 @@ def get_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
     return {name: (value.dtype, value.shape) for name, value in found.items() if isinstance(value, Tensor)}
 
 
+def at_least_one(value: object, argument: str) -> int:
+    """A number, 1 or more. Raises ConfigurationError: it is not."""
+    number = whole_number(value)
+    if not number:
+        raise ConfigurationError(f"{argument}= is {value!r}: give a whole number, 1 or more.")
+    return number
+
+
 class EngineTransport:
     """One engine, and its sender. A send succeeds completely, or raises; a late answer never counts for another send.
 
@@ -40,6 +49,7 @@ class EngineTransport:
     """
 
     def __init__(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        seconds(timeout)
         self.timeout = timeout
         self._scheme: EngineWeightSyncScheme | None = None
         self._sends: SequentialSends | None = None
@@ -121,7 +131,15 @@ class EngineSender:
             ) from None
 
     def register_collector(self, collector: Any) -> None:
-        """Call the collector's ``increment_version()`` after each update that was applied."""
+        """Call the collector's ``increment_version()`` after each update that was applied.
+
+        Raises:
+            ConfigurationError: it has no such method.
+        """
+        if not callable(optional(collector, "increment_version")):
+            raise ConfigurationError(
+                f"register_collector() was given {collector!r}, which has no increment_version(): give the collector."
+            )
         self._collectors.append(collector)
 
     def update_weights(self, weights: Any = None) -> SyncReport:

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 
 from weightsync.errors import ConfigurationError, EngineError, TransportError
+from weightsync.options import switch
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.http import HttpCalls
 from weightsync.schemes.engines.sglang import SGLangEngine, SGLangPause
-from weightsync.torchrl.llm.senders import EngineSender, EngineTransport, Metadata
+from weightsync.torchrl.llm.senders import EngineSender, EngineTransport, Metadata, at_least_one
 from weightsync.weights.strategy import WeightStrategy
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -31,7 +32,8 @@ class SGLangCollectiveTransport(EngineTransport):
         pause_mode: what happens to requests in progress; default: "retract".
 
     Raises:
-        ConfigurationError: (a ValueError) another rank, or a flush without ``pause_mode="abort"``.
+        ConfigurationError: (a ValueError) another rank, a flush without ``pause_mode="abort"``, or an argument of
+            another type.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class SGLangCollectiveTransport(EngineTransport):
     ) -> None:
         if rank != 0:
             raise ConfigurationError(f"rank= is {rank}: the trainer is rank 0, and the server receives by itself.")
+        gpus = at_least_one(world_size, "world_size")
         pause = _pause(flush_cache_on_update, pause_mode)
         flush = flush_cache_on_update is not False
-        self._engine = SGLangEngine(server_url, tp_size=max(1, world_size - 1), pause=pause, flush_cache=flush)
+        self._engine = SGLangEngine(server_url, tp_size=max(1, gpus - 1), pause=pause, flush_cache=flush)
         super().__init__(timeout)
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
@@ -72,7 +75,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         pause_mode: see `SGLangCollectiveTransport`.
 
     Raises:
-        ConfigurationError: (a ValueError) this is not the URL of a server, or a flush without ``pause_mode="abort"``.
+        ConfigurationError: (a ValueError) this is not the URL of a server, or ``num_gpus`` is not a whole number of at
+            least 1, or a flush without ``pause_mode="abort"``.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         _pause(flush_cache_on_update, pause_mode)
         self.server_url = HttpCalls(server_url).url
         self.master_address, self.master_port = master_address, master_port
-        self.num_gpus, self.device = num_gpus, device
+        self.num_gpus, self.device = at_least_one(num_gpus, "num_gpus"), device
         self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode
         super().__init__(strategy)
 
@@ -140,6 +144,8 @@ class SGLangWeightSender(EngineSender):
 
 
 def _pause(flush: bool | None, mode: PauseMode | None) -> SGLangPause:
+    if flush is not None:
+        switch(flush, "flush_cache_on_update")
     pause = SGLangPause(mode or SGLangPause.RETRACT)
     if flush and pause is not SGLangPause.ABORT:
         raise ConfigurationError(

@@ -12,8 +12,15 @@ from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.engines.carrier import Carrier
 from weightsync.schemes.engines.nccl import VLLMNCCLCarrier
 from weightsync.schemes.engines.vllm import VLLMEngine
-from weightsync.torchrl.llm.senders import EngineSender, EngineTransport, Metadata
+from weightsync.torchrl.llm.senders import EngineSender, EngineTransport, Metadata, at_least_one
 from weightsync.weights.strategy import WeightStrategy
+
+
+def _checked(carrier: Carrier | None) -> Carrier | None:
+    """Raise ConfigurationError: this is neither a carrier nor None."""
+    if carrier is not None and not isinstance(carrier, Carrier):
+        raise ConfigurationError(f"carrier= is {carrier!r}: give a Carrier, the object that moves the tensors.")
+    return carrier
 
 
 class VLLMCollectiveTransport(EngineTransport):
@@ -45,7 +52,7 @@ class VLLMCollectiveTransport(EngineTransport):
         super().__init__(timeout)
         self.master_address, self.master_port = master_address, master_port
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._engine, self._carrier = vllm_engine, carrier
+        self._engine, self._carrier = vllm_engine, _checked(carrier)
 
     def init_all_workers_group(self, model_metadata: Metadata, gpus_per_replica: int | None = None) -> None:
         """In the trainer: create a link to the engine. At the first send, engine and carrier join their group.
@@ -101,8 +108,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         self.master_address = master_address or "localhost"
         self.master_port = master_port
-        self.gpus_per_replica, self.num_replicas, self.device = gpus_per_replica, num_replicas, device
-        self.carrier = carrier
+        self.gpus_per_replica = at_least_one(gpus_per_replica, "gpus_per_replica")
+        self.num_replicas, self.device = at_least_one(num_replicas, "num_replicas"), device
+        self.carrier = _checked(carrier)
         super().__init__(strategy)
 
     def create_transport(self, *_: Any, vllm_engine: Any = None, rank: int | None = 0, **__: Any) -> Any:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from weightsync.clock import Deadline, Timeout
+from weightsync.clock import Deadline, Timeout, seconds
 from weightsync.engine.copies import Configured
 from weightsync.engine.manual_ack import UPDATED, other_text
 from weightsync.engine.receiver import WeightReceiver
@@ -56,6 +56,7 @@ class TransportFacade(Configured):
         timeout: float | Timeout | None = Timeout.DEFAULT,
         strategy: WeightStrategy | str = "tensordict",
     ) -> None:
+        seconds(timeout)
         self._form = form
         self.timeout = timeout
         self._strategy = strategy

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from weightsync.clock import Deadline, Timeout, seconds
+from weightsync.engine.context import optional
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
@@ -54,7 +56,7 @@ class MPTransport(TransportFacade):
         weight_queue: Any = None,
         strategy: WeightStrategy | str = "state_dict",
     ) -> None:
-        if isinstance(ack_queue, int | float):
+        if isinstance(ack_queue, Real):
             ack_queue, timeout = None, ack_queue
         given = pipe_connection if weight_queue is None else weight_queue
         self.weight_queue = given if isinstance(given, AnyQueue) else weight_queue
@@ -83,7 +85,7 @@ class MPTransport(TransportFacade):
         """Whether the pipe is open, or there is a queue."""
         if self._form is Form.B:
             return self.weight_queue is not None
-        return self._given is not None and not self.pipe_end().closed
+        return self._given is not None and optional(self.pipe_end(), "closed") is False
 
     def pipe_end(self) -> Any:
         """Our end of the pipe.

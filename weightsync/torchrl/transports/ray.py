@@ -136,7 +136,7 @@ class RayActorTransport(_ActorFacade):
         key: Secret | None = None,
     ) -> None:
         methods = {"tensordict": TENSORDICT_METHOD, "state_dict": STATE_DICT_METHOD}
-        if update_method not in methods:
+        if not isinstance(update_method, str) or update_method not in methods:
             raise ConfigurationError(f"update_method is {update_method!r}: it must be one of {', '.join(methods)}.")
         self._method = methods[update_method]
         super().__init__(actor_ref, tensor_transport, Form.A, key)

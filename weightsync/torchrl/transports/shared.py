@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from tensordict import TensorDict
 
-from weightsync.clock import Timeout
+from weightsync.clock import Timeout, seconds
+from weightsync.engine.arguments import worker_ids_of
 from weightsync.engine.manual_ack import UPDATED
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure, switch
@@ -55,6 +57,7 @@ class SharedMemTransport(MPTransport):
         strategy: WeightStrategy | str = "tensordict",
     ) -> None:
         super().__init__(None, strategy=strategy)
+        seconds(timeout)
         self.timeout = timeout
         self._policy_weights: MutableMapping[str, Any] = (
             {} if policy_weights is None else require_targets(policy_weights)
@@ -229,14 +232,15 @@ class SharedMemTransport(MPTransport):
 
     def _fill(self, weights: Any, worker_ids: Sequence[int] | None) -> SyncReport:
         """Generation B: write the buffers in place; a dict by worker id has weights for each."""
-        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+        if isinstance(weights, dict) and weights and all(isinstance(key, Integral) for key in weights):
             self._require_buffers(list(weights))
             for worker_id, own in weights.items():
                 self._fill(own, [worker_id])
             return _nobody(POLICY)
-        if worker_ids is not None:
-            self._require_buffers(worker_ids)
-        chosen = self._params_map if worker_ids is None else {id_: self._params_map[id_] for id_ in worker_ids}
+        ids = worker_ids_of(worker_ids)
+        if ids is not None:
+            self._require_buffers(ids)
+        chosen = self._params_map if ids is None else {id_: self._params_map[id_] for id_ in ids}
         for target in {id(target): target for target in chosen.values()}.values():
             self._services.strategy.apply_weights(target, weights)
         return _nobody(POLICY)

@@ -18,7 +18,7 @@ from torch import nn
 
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import ConfigurationError
-from weightsync.options import OnFailure
+from weightsync.options import OnFailure, items_of
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.torchrl.updaters.calls import WorkerId
@@ -128,7 +128,7 @@ class WeightUpdaterBase(abc.ABC):
         if type(self)._push_weights is not WeightUpdaterBase._push_weights:
             own = functools.partial(self._push_weights, policy_or_weights=given, worker_ids=worker_ids)
             return self._pushes.push([None], lambda _worker: own(), deadline)
-        targets, watch = _targets(worker_ids, self.all_worker_ids()), Stopwatch()
+        targets, watch = _targets(worker_ids, _known_ids(self)), Stopwatch()
         if not targets:
             return self._pushes.empty()
         weights = self._maybe_map_weights(self._get_server_weights() if given is None else given)
@@ -284,6 +284,18 @@ def _taken(given: Any) -> Any:
         f"push_weights() takes a torch.nn.Module, a TensorDict, a dict of tensors or None, not a "
         f"{type(given).__name__}. Nothing was pushed."
     )
+
+
+def _known_ids(updater: WeightUpdaterBase) -> list[Any] | None:
+    """What `all_worker_ids` returns, as a list. Raises ConfigurationError: it is neither iterable nor None."""
+    given = updater.all_worker_ids()
+    known = None if given is None else items_of(given)
+    if given is not None and known is None:
+        raise ConfigurationError(
+            f"all_worker_ids() of {type(updater).__name__} returned {given!r}: it has to return a list of ids, or None "
+            "if workers have none. Nothing was pushed."
+        )
+    return known
 
 
 def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:

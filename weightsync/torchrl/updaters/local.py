@@ -28,7 +28,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         policy_weights: the weights to overwrite in place.
 
     Raises:
-        ConfigurationError: ``weight_getter`` cannot be called.
+        ConfigurationError: ``weight_getter`` cannot be called, or ``policy_weights`` is of another type.
     """
 
     def __init__(
@@ -38,6 +38,11 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         policy_weights: TensorDictBase,
     ) -> None:
         self.weight_getter = require_getter(weight_getter, "weight_getter")
+        if not isinstance(policy_weights, TensorDictBase | Mapping | nn.Module):
+            raise ConfigurationError(
+                f"policy_weights= is of type {type(policy_weights).__name__}: give the TensorDict or the dict of "
+                "tensors to write into."
+            )
         self.policy_weights = policy_weights
         # If a policy was given, its modules' extra state is written too.
         self._destination: TensorDictBase | nn.Module = policy_weights

@@ -30,6 +30,7 @@ import torch
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
+from weightsync.options import whole_number
 from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.transports.exposure import is_exposed, warn_exposed
 from weightsync.transports.process import forget_after_fork
@@ -155,8 +156,10 @@ class StoreEndpoint:
 
     def __post_init__(self) -> None:
         base_of(self.store)
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        rank = whole_number(self.rank)
+        if not rank:
             raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
+        object.__setattr__(self, "rank", rank)
         if self.backend == "nccl" and torch.cuda.is_available():
             object.__setattr__(self, "gpu", torch.cuda.current_device())
 
