@@ -92,7 +92,8 @@ def expected_number(value: Any) -> int | None:
 
 def require_context(value: Any) -> None:
     """Check that ``ctx=`` makes pipes and processes. Raises ConfigurationError: it is not a multiprocessing context."""
-    if not isinstance(value, multiprocessing.context.BaseContext | ModuleType) or not callable(getattr(value, "Pipe", None)):
+    kinds = multiprocessing.context.BaseContext | ModuleType
+    if not isinstance(value, kinds) or not callable(getattr(value, "Pipe", None)):
         raise ConfigurationError(
             f"ctx= is {value!r}: give a multiprocessing context, such as multiprocessing.get_context('fork'). "
             "Nothing was started."
