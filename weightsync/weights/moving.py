@@ -67,8 +67,10 @@ def _chosen() -> MoveBytes | None:
     except OSError:
         return None
     least = next((least for maker, least in LEAST_PIECES.items() if maker in described), None)
-    copy = found() if least is not None else None
-    return past_caches(copy, least) if least is not None and copy is not None and is_exact(copy, least) else None
+    if least is None:
+        return None
+    copy = found()
+    return past_caches(copy, least) if copy is not None and is_exact(copy, least) else None
 
 
 def found() -> MoveBytes | None:
