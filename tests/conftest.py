@@ -101,6 +101,7 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     names, threads, children = _shared_names(), set(threading.enumerate()), set(multiprocessing.active_children())
     owners = set(copy_threads._helpers._keys)
     yield
+    _forget_frames(request.node)
     for child in set(multiprocessing.active_children()) - children:
         child.join(30)
         assert not child.is_alive(), f"{child} outlived the test"
@@ -111,6 +112,14 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
         thread.join(30)  # a store's connection ends with what its store still has to look up
         assert not thread.is_alive(), f"{thread} outlived the test"
     _end_helpers()
+
+
+def _forget_frames(item: pytest.Item) -> None:
+    """Exceptions that a test is given live as long as the session: what they hold of its calls would too."""
+    given = getattr(item, "callspec", None)
+    for value in given.params.values() if given is not None else ():
+        if isinstance(value, BaseException):
+            value.__traceback__ = value.__context__ = None
 
 
 def _end_helpers() -> None:

@@ -27,6 +27,7 @@ from weightsync import (
     State,
     StateError,
     TransportError,
+    WeightReceiver,
     WeightSyncError,
     WorkerLostError,
 )
@@ -571,16 +572,21 @@ def test_the_guard_moves_with_the_model_and_an_equal_model_serves_the_same_versi
     assert (duo.model(), another()) == ({1.0}, {2.0})
 
 
+class Struck(Reader):
+    """A model that SIGUSR1 comes to as it gets a hook."""
+
+    receiver: WeightReceiver
+
+    def register_forward_pre_hook(self, *given: Any, **named: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        assert self.receiver.state is not State.CLOSED, "the handler would wait for its own thread forever"
+        return super().register_forward_pre_hook(*given, **named)
+
+
 def test_a_signal_handler_may_close_the_receiver_while_its_thread_moves_the_guard(duo: Duo) -> None:
     receiver = duo.receiving.get_receiver()
-
-    class Struck(Reader):
-        def register_forward_pre_hook(self, *given: Any, **named: Any) -> Any:
-            signal.raise_signal(signal.SIGUSR1)
-            assert receiver.state is not State.CLOSED, "the handler would wait for its own thread forever"
-            return super().register_forward_pre_hook(*given, **named)
-
     another, before = Struck(), signal.signal(signal.SIGUSR1, lambda *_: receiver.close())
+    another.receiver = receiver
     try:
         receiver.register_model(another)
     finally:
