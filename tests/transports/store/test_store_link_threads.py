@@ -21,12 +21,12 @@ from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe.framing import ReceiveBuffers
-from weightsync.transports.store import blocking_threads, heartbeat
+from weightsync.transports.store import blocking_threads, heartbeat, link_threads
 from weightsync.transports.store.blocking_threads import WriteQueue
 from weightsync.transports.store.link_threads import LinkThreads
 from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage, Side
 from weightsync.transports.store.seals import NoGuard
-from weightsync.transports.store.store import StoreEndpoint
+from weightsync.transports.store.store import Client, StoreEndpoint
 from weightsync.transports.store.stream import Stream
 
 LARGE, SMALL = memoryview(bytes(INLINE_NBYTES + 1)), memoryview(bytes(3))
@@ -80,6 +80,37 @@ def test_messages_wait_for_the_peer_and_then_arrive_in_order(create_link: Callab
     assert [each.message.version for each in arrived] == [1, 2, 3]
     assert [each.payload and len(each.payload) for each in arrived] == [len(LARGE), None, len(SMALL)]
     _until(sender.flushed)
+
+
+def test_a_link_that_is_cut_while_its_reader_connects_to_the_store_leaves_no_thread(
+    create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its process ends. Nobody was left to end the reader's wait for the peer."""
+    connects, goes_on = threading.Event(), threading.Event()
+
+    class Late(Client):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            if threading.current_thread().name == "weightsync-link-reader":
+                connects.set()
+                assert goes_on.wait(30.0)
+
+    monkeypatch.setattr(link_threads, "Client", Late)
+    before = set(threading.enumerate())
+    link = create_link(0)
+    assert connects.wait(30.0)
+    _until(lambda: link._introduced)
+    link.cut()
+    link.close()
+    started = [each for each in set(threading.enumerate()) - before if each.name.startswith("weightsync-link")]
+    for thread in started:
+        if thread.name == "weightsync-link-writer":
+            thread.join(30.0)
+    goes_on.set()
+
+    for thread in started:
+        thread.join(30.0)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_a_small_message_is_written_by_the_thread_that_sends_it_unless_others_are_before_it(

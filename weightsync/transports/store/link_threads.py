@@ -379,9 +379,9 @@ class LinkThreads:
 
     def _receive_all(self, client: Client) -> None:
         with self._condition:
-            if self._failed is not None:
+            self._reader = client  # first: `cut` either finds it, or is found here
+            if self._failed is not None or self._cut.is_set():
                 return
-            self._reader = client
             inbox = self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
         stream = self._open_stream(inbox, client)
         inbox.delete_read()
