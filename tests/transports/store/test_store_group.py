@@ -28,8 +28,9 @@ class Made:
     def __init__(self) -> None:
         self.aborted = False
         self.unawaited = 0
-        #: What happens while an operation is posted, as NCCL connects in the first.
+        #: What happens while an operation is posted, as NCCL connects in the first; and while one is awaited.
         self.connecting: Callable[[], object] = lambda: None
+        self.carrying: Callable[[], object] = lambda: None
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Made:
         del tensors, to, tag
@@ -45,6 +46,7 @@ class Made:
 
     def wait(self, timeout: Any) -> None:
         assert timeout is not None
+        self.carrying()
         self.unawaited -= 1
 
     def abort(self) -> None:
@@ -108,6 +110,22 @@ def test_every_operation_on_a_payload_is_awaited_before_its_buffer_goes_back(
         "skip": lambda given: making.group.skip(given, client, 5),
     }
     calls[way](stream)
+
+    assert making.made.unawaited == 0
+
+
+@pytest.mark.parametrize("way", ["write", "read", "skip"])
+def test_a_payload_whose_last_bucket_was_aborted_is_not_taken_for_whole(client: Client, way: str) -> None:
+    """NCCL ends the kernels that it aborts, and torch's wait for one of them then returns as usual."""
+    making, stream = Making(), Written()
+    making.made.carrying = making.group.abort
+    calls: dict[str, Callable[[Any], None]] = {
+        "write": lambda given: making.group.write(given, client, b"text", PAYLOAD, lambda: None),
+        "read": lambda given: making.group.read(given, client, memoryview(bytearray(5))),
+        "skip": lambda given: making.group.skip(given, client, 5),
+    }
+    with pytest.raises(TransportError, match="the process group was aborted"):
+        calls[way](stream)
 
     assert making.made.unawaited == 0
 

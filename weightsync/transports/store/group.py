@@ -263,7 +263,7 @@ class Group:
             if ends:
                 self.abort()
             for finish in ends:
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(RuntimeError, TransportError):
                     finish()
 
     def _sending(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
@@ -288,6 +288,8 @@ class Group:
             work.wait(_LONGEST)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
+            if self._over.is_set():  # an operation of NCCL's that is aborted ends as if it had succeeded
+                raise _aborted()
 
         return finish
 
