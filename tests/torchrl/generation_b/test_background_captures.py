@@ -94,17 +94,17 @@ def test_a_forward_makes_no_version_live_while_another_thread_captures(
 ) -> None:
     monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
     assert duo.send(2.0, timeout=PATIENCE).ok
-    receiver, sender = duo.receiving.get_receiver(), duo.sending.get_sender()
+    receiver, sender, graph = duo.receiving.get_receiver(), duo.sending.get_sender(), graph_of(graphs)
     with receiver.serving():  # the version is staged, and waits for the end of the block
         sender.send_async(filled(duo.source, 3.0))
         while receiver._served.staged is None:
             time.sleep(0.001)
-        graph_of(graphs).capture_begin()
+        graph.capture_begin()
     with beside(duo.model) as seen:
         pass
     assert seen == [{2.0}]
 
-    graph_of(graphs).capture_end()
+    graph.capture_end()
     assert sender.wait_async(timeout=PATIENCE).ok
     assert constants(duo.model) == {3.0}
 
@@ -174,7 +174,7 @@ def test_a_capture_that_fails_holds_nobody_up(graphs: Captures, fails: str) -> N
     with pytest.raises(RuntimeError, match=f"capture_{fails}"):
         capture(graph)
 
-    assert graphs._under_way == 0
+    assert not graphs.under_way
 
 
 def test_a_capture_that_never_ends_holds_nobody_up_forever(graphs: Captures, monkeypatch: pytest.MonkeyPatch) -> None:

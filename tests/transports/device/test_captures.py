@@ -39,6 +39,32 @@ def test_memory_that_goes_while_another_thread_captures_is_released_at_the_end_o
     assert driver.calls == ["wait", "unmap 100"]
 
 
+class Inspected(Capturing):
+    """A graph of torch 2.15, whose capture has ended before the graph is made of it."""
+
+    def capture_begin(self) -> None:
+        """Nothing."""
+
+    def capture_end_pre(self) -> None:
+        """Nothing."""
+
+    def capture_end(self) -> None:
+        self.capture_end_pre()
+
+
+@pytest.mark.parametrize("end", ["capture_end", "capture_end_pre"])
+def test_a_capture_ends_by_whichever_method_torch_has_for_it_and_ends_no_other(end: str) -> None:
+    kind = type("Graph", (Inspected,), {})
+    captures, one, other = Captures(kind), kind(), kind()
+    captures.know()
+    one.capture_begin()
+    other.capture_begin()
+    getattr(one, end)()
+    assert captures.under_way
+    getattr(other, end)()
+    assert not captures.under_way
+
+
 def test_the_search_for_graphs_disturbs_no_thread_that_makes_a_tuple_of_an_iterator() -> None:
     class Asked(type):
         """A class of graphs. While it is asked about the first object, the other thread finishes its tuple."""

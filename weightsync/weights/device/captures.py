@@ -49,8 +49,8 @@ class Captures:
         self._lock = threading.Lock()
         self._wrapped = False
         self._changed = threading.Condition()
-        #: How many captures are under way, and the threads that are `apart` from them.
-        self._under_way = 0
+        #: The captures that are under way, by the id of the graph, and the threads that are `apart` from them.
+        self._under_way: set[int] = set()
         self._apart: list[int] = []
 
     def know(self) -> None:
@@ -69,7 +69,7 @@ class Captures:
     @property
     def under_way(self) -> bool:
         """Whether some thread captures a graph, as known from the first `know`, `watch` or `apart` on."""
-        return self._under_way > 0
+        return bool(self._under_way)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -81,22 +81,22 @@ class Captures:
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: not self._under_way, PATIENCE):
-                    self._under_way = 0  # who began it has given it up
+                    self._under_way.clear()  # who began it has given it up
             yield
         finally:
             with self._changed:
                 self._apart.remove(own)
                 self._changed.notify_all()
 
-    def _begins(self) -> None:
+    def _begins(self, graph: object) -> None:
         own = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: all(each == own for each in self._apart), PATIENCE)
-            self._under_way += 1
+            self._under_way.add(id(graph))
 
-    def _ended(self) -> None:
+    def _ended(self, graph: object) -> None:
         with self._changed:
-            self._under_way = max(0, self._under_way - 1)
+            self._under_way.discard(id(graph))
             self._changed.notify_all()
         if not self._under_way:
             self._after()
@@ -106,11 +106,11 @@ class Captures:
         if self._wrapped:
             return
         self._wrapped = True
-        begin, end = self._class.capture_begin, self._class.capture_end
+        begin = self._class.capture_begin
 
         @functools.wraps(begin)
         def capture_begin(graph: Any, *arguments: Any, **options: Any) -> Any:
-            self._begins()
+            self._begins(graph)
             try:
                 with self._lock:
                     watchers = list(self._watchers)
@@ -118,17 +118,26 @@ class Captures:
                     watcher.keep_addresses()
                 return begin(graph, *arguments, **options)
             except BaseException:
-                self._ended()
+                self._ended(graph)
                 raise
+
+        self._class.capture_begin = capture_begin
+        # torch 2.15 ends a capture with the second, which the first calls, and whoever wants to look at the graph.
+        for name in ("capture_end", "capture_end_pre"):
+            if hasattr(self._class, name):
+                setattr(self._class, name, self._ending(getattr(self._class, name)))
+
+    def _ending(self, end: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that ends a capture, wrapped."""
 
         @functools.wraps(end)
         def capture_end(graph: Any, *arguments: Any, **options: Any) -> Any:
             try:
                 return end(graph, *arguments, **options)
             finally:
-                self._ended()
+                self._ended(graph)
 
-        self._class.capture_begin, self._class.capture_end = capture_begin, capture_end
+        return capture_end
 
 
 def _tracked_types() -> list[type]:
