@@ -451,6 +451,15 @@ def test_memory_of_which_torch_makes_a_copy_to_view_it_is_read_where_it_lies(mon
         assert slot[0].tolist() == [fill] * 4
 
 
+def test_half_precision_is_copied_out_of_a_slot_into_a_model_that_was_moved_to_the_host() -> None:
+    device, form, model = CudaDevice(cast(Any, Driver()), 0), Captures(object), [torch.zeros(4).half(), torch.zeros(0)]
+    slot = SlotViews([torch.zeros(4).half(), torch.zeros(0)])
+    for fill in (1.0, 2.0, 3.0):
+        slot[0].fill_(fill)
+        device.copy(model, slot, form)
+        assert model[0].tolist() == [fill] * 4
+
+
 def test_a_capture_does_not_keep_its_watchers() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:

@@ -227,3 +227,23 @@ def test_a_trainer_that_moves_its_model_off_the_gpu_between_two_sends_has_the_me
     model.cpu()
     assert before - torch.cuda.memory_allocated() >= model.weight.nbytes
     packer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
+def test_half_precision_is_copied_out_of_a_slot_into_a_model_that_was_moved_off_the_gpu() -> None:
+    model = nn.Linear(64, 64).bfloat16().cuda()
+    device = device_at(model.weight.device)
+    assert device is not None
+    weights = read_weights({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    layout, target = layout_of(weights), Target(model, Mode.MAP_ON_DEVICE)
+    memory = device.allocate(layout.nbytes)
+    for fill in (1.0, 2.0, 3.0, 4.0):
+        if fill == 2.0:
+            model.cpu()
+        for tensor in weights.tensors.values():
+            tensor.fill_(fill)
+        memory.write(weights, layout)
+        device.finish()
+        target.swap(target.stage(layout, memory))
+        assert {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()} == {fill}

@@ -22,7 +22,16 @@ from weightsync.protocol.messages import SEAL_NBYTES
 from weightsync.weights.device.base import STAGING_NBYTES, DeviceError, DeviceMemory, Piece
 from weightsync.weights.device.captures import Captures, KeepsAddresses
 from weightsync.weights.device.driver import Driver
-from weightsync.weights.tensors import BITS, Group, SlotViews, address_of, copy_groups, groups_of, is_lazily_changed
+from weightsync.weights.tensors import (
+    BITS,
+    Group,
+    SlotViews,
+    address_of,
+    borrowed,
+    copy_groups,
+    groups_of,
+    is_lazily_changed,
+)
 
 logger = logging.getLogger("weightsync")
 
@@ -158,7 +167,9 @@ def _place_of(tensor: Tensor) -> Tensor:
 
 
 def viewed(address: int, nbytes: int, place: torch.device) -> Tensor:
-    """View memory of a device that somebody else keeps."""
+    """View memory of a device, or of the host, that somebody else keeps."""
+    if place.type == "cpu":
+        return borrowed(address, nbytes)
     found = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=found), device=place)
 
