@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from weightsync.protocol.messages import SEAL_NBYTES
 from weightsync.weights.device.base import Device, DeviceError, DeviceMemory, Piece
 from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.device.registry import installed
+from weightsync.weights.tensors import SlotViews
 
 Kernel = Callable[[], None]
 
@@ -111,6 +112,7 @@ class FakeDevice:
         self._streams: dict[Lane, _Stream] = {}
         self._watchers: WeakSet[KeepsAddresses] = WeakSet()
         self._captured = False
+        self._forms: WeakKeyDictionary[object, list[object]] = WeakKeyDictionary()
         #: Called between two tensors of a copy, on its stream.
         self.between: Kernel = lambda: None
         #: Set when somebody waits for kernels that have not ended.
@@ -147,10 +149,13 @@ class FakeDevice:
         self._streams[lane].launch(kernel)
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], form_key: object | None = None) -> None:
-        """A kernel that copies tensor by tensor."""
+        """A kernel that copies tensor by tensor. What is known of a form by its key must still be so."""
         pairs = list(zip(into, tensors, strict=True))
 
         def kernel() -> None:
+            if form_key is not None:
+                form = [_form_of(each, isinstance(some, SlotViews)) for some in (into, tensors) for each in some]
+                assert self._forms.setdefault(form_key, form) == form
             with torch.inference_mode():
                 for index, (target, source) in enumerate(pairs):
                     if index:
@@ -163,14 +168,14 @@ class FakeDevice:
         """One kernel a piece."""
         with torch.inference_mode():
             for piece in pieces:
-                self.copy(piece.among(piece.host), piece.tensors)
+                self.copy(piece.among(piece.host), piece.tensors, piece.form_key)
         self.finish()
 
     def from_host(self, pieces: Sequence[Piece]) -> None:
         """One kernel a piece."""
         with torch.inference_mode():
             for piece in pieces:
-                self.copy(piece.tensors, piece.among(piece.host))
+                self.copy(piece.tensors, piece.among(piece.host), piece.form_key)
         self.finish()
 
     def register(self, view: memoryview, read_only: bool) -> object | None:
@@ -210,6 +215,11 @@ class FakeDevice:
         """End its threads, once their kernels have ended."""
         for stream in self._streams.values():
             stream.close()
+
+
+def _form_of(tensor: Tensor, in_slot: bool) -> object:
+    """What a device keeps of a tensor that it copies again and again: of a slot's view not where it is."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, 0 if in_slot else tensor.data_ptr()
 
 
 def _flat(fd: int, nbytes: int) -> Tensor:
