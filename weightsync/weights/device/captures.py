@@ -123,9 +123,8 @@ class Captures:
 
         self._class.capture_begin = capture_begin
         # torch 2.15 ends a capture with the second, which the first calls, and whoever wants to look at the graph.
-        for name in ("capture_end", "capture_end_pre"):
-            if hasattr(self._class, name):
-                setattr(self._class, name, self._ending(getattr(self._class, name)))
+        for name in {"capture_end", "capture_end_pre"}.intersection(dir(self._class)):
+            setattr(self._class, name, self._ending(getattr(self._class, name)))
 
     def _ending(self, end: Callable[..., Any]) -> Callable[..., Any]:
         """A method that ends a capture, wrapped."""
