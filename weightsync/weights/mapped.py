@@ -29,6 +29,7 @@ KEPT_LARGE: Final = 2
 KEPT_COPIES: Final = 2
 
 _address: Final[Callable[[torch.UntypedStorage], int]] = torch.UntypedStorage.data_ptr
+_nbytes: Final[Callable[[torch.UntypedStorage], int]] = torch.UntypedStorage.nbytes
 
 try:
     #: How many tensors and storages of torch refer to the memory of a storage.
@@ -62,6 +63,7 @@ class MappedPayload:
         #: Its storages, and their addresses. On the host there is one for each dtype.
         self._storages = list(dict.fromkeys(views[group.first].untyped_storage() for group in layout.groups))
         self._addresses = list(map(_address, self._storages))
+        self._sizes = list(map(_nbytes, self._storages))
         self._identities = [storage._cdata for storage in self._storages]
         self._unused = [] if _uses is None else list(map(_uses, self._identities))
 
@@ -72,8 +74,9 @@ class MappedPayload:
 
     @property
     def moved(self) -> bool:
-        """Whether torch has moved a part: it does if a tensor is passed to a process, or shared (`share_memory_`)."""
-        return list(map(_address, self._storages)) != self._addresses
+        """Whether torch has moved or resized a part: it moves a tensor that is passed to a process, or shared."""
+        now = list(map(_address, self._storages)), list(map(_nbytes, self._storages))
+        return now != (self._addresses, self._sizes)
 
     def prepare(
         self, family: object, sources: Iterable[int], copied: Sequence[int], devices: tuple[Waits, ...]
@@ -111,7 +114,7 @@ class MappedPayload:
     def form(self, weights: Weights) -> Form:
         """The form of the destination's tensors, once the parameters have that memory."""
         if self._form is None:
-            self._form = Form(weights.tensors.values())
+            self._form = Form(weights.tensors.values(), sized=bool(self.copied))  # a swap writes into no others
         return self._form
 
 

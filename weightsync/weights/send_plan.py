@@ -15,7 +15,7 @@ from weightsync.weights.casting import sent_layout
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import Pieces, movable
 from weightsync.weights.reading import Weights, layout_of, ordered
-from weightsync.weights.tensors import PLAIN, WITH_STORAGE, Form, past_modes
+from weightsync.weights.tensors import PLAIN, WITH_STORAGE, Form, held, past_modes
 
 _DEVICE: Final = attrgetter("device")
 
@@ -124,5 +124,4 @@ def _offsets(weights: Weights) -> list[int | torch.SymInt]:
 
 def _held(weights: Weights) -> list[int]:
     """The sizes of the tensors' storages, in bytes."""
-    with past_modes():
-        return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, weights.tensors.values())))
+    return held(weights.tensors.values())

@@ -103,7 +103,7 @@ def _laid_out(destination: object, weights: Weights, layout: Layout, sharing: Sh
     """The plan for updates of a layout: its orders say which parameters may be mapped."""
     tensors = ordered(weights, layout)
     may_be_mapped = mappable(layout, tensors, sharing) if isinstance(destination, nn.Module) else {}
-    form = Form(weights.tensors.values())
+    form = Form(weights.tensors.values(), sized=True)
     parameters = [tensors[index] for index in may_be_mapped]
     return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, parameters, devices_of(tensors))
 
@@ -111,7 +111,7 @@ def _laid_out(destination: object, weights: Weights, layout: Layout, sharing: Sh
 def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
     known, found = before.weights.tensors, weights.tensors
     same = list(found) == list(known) and weights.slots.keys() == before.weights.slots.keys()
-    # A storage that was freed or shrunk is noticed too, because its address changes.
+    # A storage that was freed or shrunk is noticed too, even where its address is the same.
     if same and all(map(is_, found.values(), known.values())) and before.form.fits(found.values()):
         return replace(before, weights=weights) if weights.slots else before
     return None
@@ -425,7 +425,7 @@ class Target:
             device.finish()
         with torch.inference_mode(False), torch.no_grad():
             set_data(own)
-        return plan.moved(Form(plan.weights.tensors.values()))
+        return plan.moved(Form(plan.weights.tensors.values(), sized=True))
 
     def keep_addresses(self) -> None:
         """Give parameters that view a slot permanent memory of their own: a graph of kernels is about to be captured.

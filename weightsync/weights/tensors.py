@@ -68,12 +68,14 @@ class Form:
 
     Args:
         tensors: in any order, which counts.
+        sized: whether their storages must keep their sizes: one that was freed or shrunk, and is where it was, may be
+            too small.
 
     Raises:
         RuntimeError: one of them has no memory, or no shape.
     """
 
-    def __init__(self, tensors: Collection[Tensor]) -> None:
+    def __init__(self, tensors: Collection[Tensor], sized: bool = False) -> None:
         #: Makes a context in which these tensors are read, or written, past torch's function modes if all are plain.
         self.reading: Callable[[], contextlib.AbstractContextManager[object]] = (
             past_modes if PLAIN.issuperset(map(type, tensors)) else contextlib.nullcontext
@@ -82,6 +84,10 @@ class Form:
             #: Where the tensors are, in their order.
             self.addresses: list[int] = list(map(Tensor.data_ptr, tensors))
             self._traits = _traits(tensors)
+        self._held: list[int] | None = None
+        if sized:
+            with contextlib.suppress(RuntimeError):  # on some devices storages are opaque
+                self._held = held(tensors)
         self._guard(tensors)
 
     def fits(self, tensors: Collection[Tensor]) -> bool:
@@ -90,6 +96,8 @@ class Form:
             with self.reading():
                 if list(map(Tensor.data_ptr, tensors)) != self.addresses or any(map(_IS_NESTED, tensors)):
                     return False  # the guards end the process at a nested tensor, which may be where another was
+                if self._held is not None and held(tensors) != self._held:
+                    return False
                 distinct, twins = _distinct(tensors) if self._twins else (tensors, self._twins)
                 if self._guards is not None and twins == self._twins and self._guards.check(*distinct):
                     return True
@@ -114,6 +122,12 @@ class Form:
     def _guard(self, tensors: Collection[Tensor]) -> None:
         distinct, self._twins = _distinct(tensors)
         self._guards = _guards_of(distinct)
+
+
+def held(tensors: Collection[Tensor]) -> list[int]:
+    """The sizes of the tensors' storages, in bytes."""
+    with past_modes():
+        return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
 
 
 def _distinct(tensors: Collection[Tensor]) -> tuple[Collection[Tensor], list[int]]:

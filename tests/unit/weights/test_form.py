@@ -102,6 +102,16 @@ def test_what_has_moved_and_changed_does_not_fit_the_moved_form(change: Callable
     assert moved is None or not moved.fits(tensors)
 
 
+def test_a_sized_form_does_not_fit_a_tensor_that_was_shrunk_where_it_is() -> None:
+    tensors = some()
+    form = Form(tensors, sized=True)
+    assert form.fits(tensors)
+    tensors[2].untyped_storage().resize_(8)
+    form.addresses = list(map(Tensor.data_ptr, tensors))
+
+    assert not form.fits(tensors)
+
+
 def test_a_form_that_moves_fits_only_where_it_is_then() -> None:
     first, second = some(), some()
     form = Form(first)

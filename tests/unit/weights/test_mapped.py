@@ -115,6 +115,15 @@ def test_a_copy_that_a_user_still_views_is_not_written_again(
     assert set(kept.tolist()) == {1.0}
 
 
+def test_a_copy_that_was_shrunk_is_not_written_again_even_where_it_was(payloads: MappedPayloads) -> None:
+    layout, memory = inline(1.0)
+    first = payloads.of(layout, memory)
+    first.views[0].untyped_storage().resize_(8)
+    first._addresses = [first.views[0].untyped_storage().data_ptr()]  # as if it had been freed before
+
+    assert payloads.of(layout, inline(2.0)[1]) is not first
+
+
 def test_of_the_copies_in_use_the_oldest_is_forgotten(payloads: MappedPayloads) -> None:
     layout, in_use, copies = None, [], []
     for version in range(KEPT_COPIES + 1):

@@ -143,6 +143,22 @@ def test_a_parameter_freed_after_the_target_was_made_is_refused_and_served_again
     assert packed(worker)[1] == update[1]
 
 
+@modes
+def test_memory_that_was_shrunk_is_not_written_even_where_it_was(mode: Mode) -> None:
+    worker, update = nn.BatchNorm1d(1000), packed(nn.BatchNorm1d(1000))
+    target = Target(worker, mode)
+    for _ in range(2):
+        target.swap(target.stage(*update))
+    staged = target.stage(*update)
+    worker.running_mean.untyped_storage().resize_(8)
+    # As if it had been freed, and got less memory where it was: malloc often does that.
+    target._plan.form.addresses = list(map(Tensor.data_ptr, target._plan.weights.tensors.values()))
+
+    for act in (lambda: target.swap(target.stage(*update)), lambda: target.swap(staged), target.digest):
+        with pytest.raises(LayoutError, match="'running_mean' was freed or shrunk"):
+            act()
+
+
 def test_tensors_that_reach_over_a_storage_that_still_suffices_are_sent() -> None:
     base = torch.arange(12.0)
     source = {
