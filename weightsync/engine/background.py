@@ -198,14 +198,20 @@ class Background:
         """End the thread and the guard. The receiver stays as it is.
 
         A thread that runs code of the user's cannot be stopped: it is waited for `JOIN_SECONDS`, and ends when that
-        code returns.
+        code returns. If an interrupt ends the wait, nothing is stopped.
         """
         with self._lock:
             self._stopping = True
             thread = self._thread
         self._receiver.driver.waker.fire()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(JOIN_SECONDS)
+            try:
+                thread.join(JOIN_SECONDS)
+            except BaseException:  # such as KeyboardInterrupt: the receiver stays open, so it is read on
+                with self._lock:
+                    self._stopping = False
+                self._spawn()
+                raise
             if thread.is_alive():
                 logger.warning(
                     "model %r: after %g s its background reader still runs your own code (a hook, or a relay); the "
@@ -297,7 +303,8 @@ class Background:
                 finally:
                     self._fail(raised)
                 return False
-        return self._end(self._receiver.broken) if self._must_end() else True
+        with self._lock:  # an interrupted `stop` may have it go on
+            return self._end(self._receiver.broken) if self._must_end() else True
 
     def _fail(self, raised: BaseException) -> None:
         """End the thread because of an error, and the links too, unless the error says what to do."""

@@ -461,6 +461,41 @@ def test_a_forward_that_an_interrupt_ends_holds_back_no_version_that_waits_for_a
     assert pair.sender.wait_async(timeout=PATIENCE / 2).ok
 
 
+def test_a_receiver_whose_close_was_interrupted_while_a_hook_runs_is_read_on_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sends to it timed out, without a reason."""
+
+    class Slow(torch.nn.Linear):
+        begun, may_end = threading.Event(), threading.Event()
+
+        def get_extra_state(self) -> int:
+            return 1
+
+        def set_extra_state(self, state: int) -> None:
+            self.begun.set()
+            assert self.may_end.wait(PATIENCE)
+
+    def interrupt(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    pair = Pair(MultiProcessWeightSyncScheme, model=lambda _=0.0: Slow(4, 2))
+    reader = Background(pair.receiver, lambda: None)
+    reader.start()
+    pair.sender.send_async()
+    assert Slow.begun.wait(PATIENCE)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(reader._thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.receiver.close()
+    Slow.may_end.set()
+
+    for _ in range(2):
+        assert pair.sender.wait_async(timeout=PATIENCE / 2).ok
+        pair.sender.send_async()
+    pair.close()
+
+
 @pytest.mark.parametrize("where", ["the same thread", "another thread"])
 def test_g3_a_serving_block_keeps_its_version_though_an_earlier_one_ends_before_it(pair: Pair, where: str) -> None:
     """As tasks of asyncio do, and a generator that another thread ends."""
