@@ -425,8 +425,8 @@ class WorkerGroup:
         while True:
             self._require(State.READY, "results")
             self._members.pump()
-            if self._members.results:
-                waiting, value = self._members.take_first()
+            if taken := self._members.take_first():
+                waiting, value = taken
                 return WorkerResult(waiting.member.index, waiting.put.versions, value)
             self._raise_failed()
             if self._members.over:

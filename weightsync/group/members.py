@@ -363,23 +363,29 @@ class Members:
                 error = member.died(self._served(member.index)) if dead else member.do_what_is_due()
                 self._record_failure(member, error)
 
-    def take_first(self) -> tuple[UntakenResult, Any]:
-        """Take the first result, and unpickle it. An interrupt such as KeyboardInterrupt meanwhile leaves it there."""
-        first = self.results[0]
-        try:
-            value = unpickled(first.put.pickled)
-        except Exception:
-            self._take_off()  # what cannot be unpickled is not tried again
-            raise
-        self._take_off()
-        return first, value
+    def take_first(self) -> tuple[UntakenResult, Any] | None:
+        """Take the first result, and unpickle it; None: there is none. An interrupt meanwhile leaves it there."""
+        while self.results:
+            first = self.results[0]
+            try:
+                value = unpickled(first.put.pickled)
+            except Exception:
+                self._take_off(first.put)  # what cannot be unpickled is not tried again
+                raise
+            if self._take_off(first.put):
+                return first, value
+        return None
 
-    def _take_off(self) -> None:
-        first = self.results[0]
-        with Shield(lambda: None):  # what a handler raises leaves the result there, for which there is room already
-            first.member.take(first)
-            self.results[0] = first._replace(life=None)
-        self.results.popleft()
+    def _take_off(self, put: Put) -> bool:
+        """Whether it was still the first: a signal handler may have taken it meanwhile, here or as it was unpickled."""
+        if self._is_first(put):
+            with Shield(lambda: None):  # what a handler raises leaves the result there, for which there is room already
+                self.results[0].member.take(self.results[0])
+                self.results[0] = self.results[0]._replace(life=None)
+        return self._is_first(put) and bool(self.results.popleft())
+
+    def _is_first(self, put: Put) -> bool:
+        return bool(self.results) and self.results[0].put is put
 
     def starting(self) -> list[Running]:
         """The lives whose functions have not begun, by all that has arrived."""
@@ -401,8 +407,7 @@ class Members:
             )
 
     def _served(self, index: int) -> int | None:
-        feed = self._feed()
-        entry = None if feed is None else feed.workers.get(index)
+        entry = None if (feed := self._feed()) is None else feed.workers.get(index)
         return None if entry is None else entry.served or None
 
     def _record_failure(self, member: Member, error: WorkerFailedError | None) -> None:
@@ -420,13 +425,7 @@ class Members:
         return next(error for error in reversed(self.failures) if error.worker == index)
 
     def restarted(self, index: int, model_id: str, incarnation: int) -> SyncEvent:
-        """The event that a member that has failed is started again.
-
-        Args:
-            index: the member's.
-            model_id: the name of the group's model.
-            incarnation: the sender's.
-        """
+        """The event that a member that has failed is started again; `incarnation` is the sender's."""
         return SyncEvent(
             kind=EventKind.RESTARTED,
             role=SyncRole.TRAINER,

@@ -405,6 +405,60 @@ def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_u
     assert (len(members.results), channel.room) == (1, 1)
 
 
+#: What is called while a result is unpickled, as a signal handler may be.
+HANDLER: list[Callable[[], Any]] = []
+
+
+def handles(value: Any) -> Any:
+    while HANDLER:
+        HANDLER.pop()()
+    return value
+
+
+class Handling:
+    """A result during whose unpickling a signal is handled."""
+
+    def __reduce__(self) -> Any:
+        return handles, ("first",)
+
+
+@pytest.mark.parametrize("more", [["second", "third"], ["second"], []])
+@pytest.mark.parametrize("when", ["unpickled", "taken off"])
+def test_a_result_that_a_signal_handler_has_taken_is_not_taken_again_and_no_other_for_it(
+    when: str, more: list[str], lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take() -> None:
+        found = members.take_first()
+        taken.append(found and found[1])
+
+    taken: list[Any] = []
+    members = Members({0: (member := started(lives))}, lambda: None)
+    (channel,) = lives.channels
+    first = Handling() if when == "unpickled" else "first"
+    channel.frames = [Put((1,), pickle.dumps(each)) for each in (first, *more)]
+    members.results += member.read()
+    before = signal.signal(signal.SIGUSR1, lambda *_: take())
+    if when == "unpickled":
+        HANDLER.append(take)
+    else:
+        make_room = channel.make_room
+
+        def struck() -> None:
+            monkeypatch.setattr(channel, "make_room", make_room)
+            make_room()
+            signal.raise_signal(signal.SIGUSR1)
+
+        monkeypatch.setattr(channel, "make_room", struck)
+    try:
+        while members.results:
+            take()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert [each for each in taken if each] == ["first", *more]
+    assert (channel.room, member.untaken, len(members.results)) == (1 + len(more), 0, 0)
+
+
 def test_g10_an_interrupt_while_a_life_begins_leaves_no_process_that_nobody_ends(lives: Lives) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
