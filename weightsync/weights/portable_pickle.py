@@ -84,7 +84,7 @@ class _Pickler(pickle.Pickler):
         if obj.dtype not in READABLE:
             if obj.dim() != 1:
                 return Tensor.view, (obj.detach().reshape(-1), tuple(obj.shape))
-            return Tensor.view, (obj.detach().contiguous().view(torch.uint8), obj.dtype)
+            return Tensor.view, (obj.detach().resolve_conj().contiguous().view(torch.uint8), obj.dtype)
         if not _is_flat_bytes(obj):
             return NotImplemented
         if obj.dim() != 1:

@@ -50,6 +50,15 @@ def test_every_tensor_is_read_as_it_was_and_can_be_written_to(name: str) -> None
     read.detach().zero_()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_conjugated_complex32_tensor_is_read_as_it_was() -> None:
+    given = torch.tensor([[1 + 2j, 3 - 4j]]).to(torch.complex32).conj()
+
+    read = travelled({"weight": given})["weight"]
+
+    assert (read.dtype, read.to(torch.complex64).tolist()) == (torch.complex32, [[1 - 2j, 3 + 4j]])
+
+
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_every_protocol_of_pickle_can_carry_weights(protocol: int) -> None:
     read = pickle.loads(pickle.dumps(portable({"weight": torch.ones(3)}), protocol=protocol))
