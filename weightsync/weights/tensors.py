@@ -265,13 +265,15 @@ def are_backed(tensors: Sequence[Tensor], sizes: list[int]) -> bool:
     This is also true of tensors on the meta device, which raise when they are copied.
     """
     try:
-        held = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
+        nbytes_held = held(tensors)
     except RuntimeError:  # e.g. sparse tensors have no storage
         return False
-    filled = held == sizes and not any(map(Tensor.storage_offset, tensors))
+    if any(map(Tensor._is_zerotensor, tensors)):  # torch's zeros without memory, whose storage has a size
+        return False
+    filled = nbytes_held == sizes and not any(map(Tensor.storage_offset, tensors))
     if filled and all(map(Tensor.is_contiguous, tensors)):
         return True
-    return all(_bytes_needed(tensor) <= nbytes for tensor, nbytes in zip(tensors, held, strict=True))
+    return all(_bytes_needed(tensor) <= nbytes for tensor, nbytes in zip(tensors, nbytes_held, strict=True))
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:

@@ -89,6 +89,7 @@ odd = pytest.mark.parametrize(
         (_fake, "is a FakeTensor, which has no data"),
         (_masked, "is a MaskedTensor, which has no memory of its own"),
         (_nested, "is a nested tensor"),
+        (lambda: torch._efficientzerotensor(4), "is a Tensor, which has no memory of its own"),
         (lambda: torch.ones(4, device="meta"), "is on the meta device"),
         (lambda: torch.ones(4).to_sparse(), "has the layout torch.sparse_coo"),
         (lambda: Tensor._make_subclass(Silent, torch.ones(4)), "is a Silent, which cannot be"),
