@@ -394,6 +394,32 @@ def test_versions_that_two_threads_write_each_have_a_directory_of_their_own(
     assert [double_buffer.TensorDict.load_memmap(tmp_path / name)["a"].tolist() for name in "12"] == [[1, 1], [0, 0]]
 
 
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_process_writes_no_version_while_another_does(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both took the same number, and readers got parts of both."""
+    transport, write, refused = llm.VLLMDoubleBufferTransport(str(tmp_path)), double_buffer.TensorDict.memmap, []
+
+    def write_while_another_process_does(weights: Any, at: Path, **options: Any) -> Any:
+        with monkeypatch.context() as other:
+            other.setattr(double_buffer, "_turn", double_buffer._Turn())
+            other.setattr(double_buffer.TensorDict, "memmap", write)
+            with pytest.raises(ConfigurationError, match="another process") as caught:
+                transport.send_weights("policy", {"a": torch.zeros(2)})
+            refused.append(caught.value)
+        return write(weights, at, **options)
+
+    if locks:
+        monkeypatch.setattr(double_buffer.TensorDict, "memmap", write_while_another_process_does)
+    else:
+        monkeypatch.setattr(double_buffer.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+    transport.send_weights("policy", {"a": torch.ones(2)})
+    transport.send_weights("policy", {"a": torch.ones(2)})
+    assert (double_buffer.newest(tmp_path), len(refused)) == (2, 2 * locks)
+    assert [double_buffer.TensorDict.load_memmap(tmp_path / name)["a"].tolist() for name in "12"] == [[1, 1], [1, 1]]
+
+
 def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_path: Path) -> None:
     found: list[Any] = []
 

@@ -7,9 +7,12 @@ slower than that looks again, or fails.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +50,25 @@ class _Turn(PerProcess):
 _turn: Final = _Turn()
 
 
+@contextlib.contextmanager
+def _locked(at: Path) -> Iterator[None]:
+    """Hold the lock of a directory, if its file system has locks. Raises ConfigurationError: another process has it."""
+    descriptor = os.open(at, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                f"another process, or a call that a signal handler has interrupted, is writing a version into {at}: "
+                "give each trainer a directory of its own, and of several ranks let one write. Nothing was written."
+            ) from error
+        except OSError:  # some network file systems have no locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _folder(given: object, argument: str) -> str:
     """The path of a directory. Raises ConfigurationError: it is not one."""
     path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
@@ -82,7 +104,7 @@ class VLLMDoubleBufferTransport:
             weights: a module, a TensorDict or a dict.
 
         Raises:
-            ConfigurationError: these are not weights.
+            ConfigurationError: these are not weights, or another process is writing into the directory.
             LayoutError: a tensor has a dtype that readers cannot load. Nothing was written.
             OSError: the directory cannot be written. The newest version stays the same.
         """
@@ -90,7 +112,7 @@ class VLLMDoubleBufferTransport:
         _refuse_unreadable(found)
         at = Path(self.remote_addr)
         at.mkdir(parents=True, exist_ok=True)
-        with _turn.lock:
+        with _turn.lock, _locked(at):
             before = newest(at)
             version = before + 1
             shutil.rmtree(at / str(version), ignore_errors=True)  # left by a trainer that died while it wrote
