@@ -7,7 +7,7 @@ else is closed before anything more is read.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hmac
 import logging
 import secrets
@@ -109,9 +109,10 @@ class ChannelListener:
             raise TransportError(f"Workers cannot connect to {host}: {error.strerror or error}.") from error
         self._listener.setblocking(False)
         self._host, self._key = host, key
-        self._warned = False
+        self._warned = self._warned_of_shortage = False
         self._poll = select.epoll()
-        self._poll.register(self._listener, select.EPOLLIN)
+        # Its edges: a connection that cannot be accepted is not reported again and again.
+        self._poll.register(self._listener, select.EPOLLIN | select.EPOLLET)
         self._strangers: list[_Unidentified] = []
         self._expected: dict[bytes, TrainerEnd] = {}
         forget_after_fork(self)
@@ -132,9 +133,20 @@ class ChannelListener:
         """Give each connection that has shown a token to the end that expects it; send the others away."""
         if self._poll.closed:
             return
-        with contextlib.suppress(OSError):
+        try:
             while True:
                 self._greet(self._listener.accept()[0])
+        except BlockingIOError:
+            pass
+        except OSError as error:  # it waits for the next call
+            self._poll.poll(0)
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._warned_of_shortage:
+                self._warned_of_shortage = True
+                logger.warning(
+                    "a worker that connects to its worker group at %s has to wait, because this process has no file "
+                    "descriptor left (%s): raise its limit (`ulimit -n`). This is logged once per group.",
+                    *(self._host, error.strerror),
+                )
         for stranger in tuple(self._strangers):
             if stranger.listen():
                 self._part_with(stranger)

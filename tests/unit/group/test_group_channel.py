@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import logging
@@ -97,6 +98,33 @@ def test_all_workers_are_let_in_though_they_connect_while_nobody_looks(reception
         assert all(end.attached for _, end in expected)
         for _, end in expected:
             end.close()
+
+
+class Full:
+    """A listening socket of a process that has no descriptor left."""
+
+    def accept(self) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_worker_that_there_is_no_descriptor_for_wakes_the_trainer_once_and_is_let_in_later(
+    reception: ChannelListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer's wait returned at once, again and again."""
+    invitation, end = reception.expect()
+    poller = select.poll()
+    poller.register(reception, select.POLLIN)
+    with contextlib.closing(WorkerEnd(invitation.connect(), 1)):
+        assert poller.poll(60_000)
+        with monkeypatch.context() as full:
+            full.setattr(reception, "_listener", Full())
+            for _ in range(2):
+                reception.admit()
+                assert not poller.poll(0)
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        reception.admit()
+        admit(reception, until=lambda: end.attached)
+        end.close()
 
 
 def test_a_worker_hears_what_was_said_before_it_connected(reception: ChannelListener) -> None:
