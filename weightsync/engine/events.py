@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 from weightsync.clock import wall_time
 from weightsync.engine.context import optional
@@ -173,6 +173,13 @@ class Subscription:
         Does not wait for a call that runs. Calling this again does nothing.
         """
         self._events.cancel(self)
+
+    def __reduce__(self) -> NoReturn:
+        """Raises ConfigurationError: a copy would belong to no scheme."""
+        raise ConfigurationError(
+            "a Subscription of on_event() can be neither pickled nor copied. If it is an attribute of an object that "
+            "is, have that object's __getstate__() leave it out; in the other process call on_event() again."
+        )
 
 
 class Events:

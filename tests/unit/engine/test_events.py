@@ -279,6 +279,15 @@ def test_a_tracer_that_gives_no_text_loses_no_events(fleet: Fleet, seen: Recorde
     assert seen.takes() == [(EventKind.DISPATCH, 0, 1, None), (EventKind.DISPATCH, 1, 1, None)]
 
 
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_subscription_that_is_copied_says_what_to_do_about_it(copied: Any) -> None:
+    """As an attribute of an object of the user's that travels to a worker."""
+    holder = SimpleNamespace(subscription=Events().subscribe(print))
+
+    with pytest.raises(ConfigurationError, match="leave it out"):
+        copied(holder.subscription if copied is copy.copy else holder)
+
+
 def test_a_callback_may_close_the_scheme(pair: Pair) -> None:  # noqa: F811
     closed = threading.Event()
 
