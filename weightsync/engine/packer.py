@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
+from weakref import ref
 
 from msgspec import Struct
 
@@ -395,7 +396,7 @@ class OutgoingWeights:
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._services.weights_to_send(weights, self._driver.model_id, context)
         form = None
-        if is_module(type(prepared)):  # type: ignore[arg-type]  # workers get what the strategy would extract
+        if is_module[ref(type(prepared))]:  # workers get what the strategy would extract
             form = WeightsForm.TENSORDICT if self._strategy.extract_as == "tensordict" else WeightsForm.FLAT
         packed = self._packer.pack(prepared, form, self._driver, targets)
         try:

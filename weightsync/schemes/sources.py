@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -14,6 +14,7 @@ from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.schemes.relay import is_torchrls, leads_on
 from weightsync.transports.wakeup import AwaitedProcess
+from weightsync.weights.extra_state import PerClass
 from weightsync.weights.loader import Loader
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay
@@ -108,10 +109,10 @@ def model_or_empty(model: Any) -> Any:
 
 def is_weightless(model: Any) -> bool:
     """Whether this is a policy without weights: a callable object that is neither a module nor a class."""
-    return is_weightless_kind(type(model))  # type: ignore[arg-type]
+    return is_weightless_kind[ref(type(model))]
 
 
-@lru_cache(maxsize=1024)
+@PerClass
 def is_weightless_kind(kind: type) -> bool:
     """Whether objects of a type are policies without weights: see `is_weightless`."""
     has_weights = issubclass(kind, nn.Module | TensorDictBase | Mapping | type)
@@ -127,7 +128,7 @@ def registered(
         found = source(given, context, model_id)
         if found is None or found is MISSING or (unfit is not None and unfit(found)):
             continue
-        weightless = is_weightless_kind(type(found))  # type: ignore[arg-type]
+        weightless = is_weightless_kind[ref(type(found))]
         return {} if weightless and found is not given.get("weights") else found
     return None
 

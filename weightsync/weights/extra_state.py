@@ -16,8 +16,8 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,29 @@ MAX_DEPTH = 64
 _COUNT = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
+
+
+class PerClass(dict[ref[type[Any]], bool]):
+    """What is true of classes, each asked once: ``answers[ref(kind)]``, which is no call of Python from then on.
+
+    It keeps no class alive, as a `functools.lru_cache` would, with all that the class's methods refer to.
+
+    Args:
+        ask: finds the answer for a class.
+    """
+
+    def __init__(self, ask: Callable[[type[Any]], bool]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __missing__(self, of: ref[type[Any]]) -> bool:
+        kind = of()
+        assert kind is not None
+        answer = self[ref(kind, self._forget)] = self._ask(kind)
+        return answer
+
+    def _forget(self, of: ref[type[Any]]) -> None:
+        self.pop(of, None)
 
 
 class _UnsupportedError(TypeError):
@@ -228,7 +251,7 @@ _SAVE = nn.Module._save_to_state_dict
 STATE_DICT_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 
 
-@lru_cache(maxsize=1024)
+@PerClass
 def overrides_state_dict(kind: type[Any]) -> bool:
     """Whether modules of a kind customise their part of the state dict."""
     replaced = kind._save_to_state_dict is not _SAVE or kind.state_dict is not _STATE_DICT
@@ -283,7 +306,7 @@ def _refuse_invisible_state(customising: Mapping[str, nn.Module]) -> None:
         raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
 
 
-@lru_cache(maxsize=1024)
+@PerClass
 def is_fsdp(kind: type) -> bool:
     """Whether `torch.distributed.fsdp.fully_shard` has made this type of module."""
     made: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
@@ -296,7 +319,7 @@ def refuse_fsdp(customising: Mapping[str, nn.Module]) -> None:
     Between two forward passes their parameters may be whole, but need not be those that the optimizer has changed.
     """
     for name, module in customising.items():
-        if is_fsdp(type(module)):  # type: ignore[arg-type]
+        if is_fsdp[ref(type(module))]:
             why = (
                 "is wrapped by fully_shard(): this rank holds only its shards. To send the model, call "
                 "weightsync.send_sharded() on every rank; a worker's model must hold plain tensors"

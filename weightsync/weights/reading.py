@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Protocol, TypeGuard, runtime_checkable
+from weakref import ref
 
 import torch
 from msgspec import Struct, field
@@ -18,6 +19,7 @@ from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.extra_state import (
     STATE_DICT_HOOKS,
     ExtraState,
+    PerClass,
     is_fsdp,
     overrides_state_dict,
     refuse_fsdp,
@@ -102,11 +104,11 @@ def merges_into_others(model: nn.Module) -> bool:
 def _is_mergeable(source: object) -> TypeGuard[_Mergeable]:
     kind: Any = type(source)
     # It is asked only where it is worthwhile: that takes a dozen calls in Python.
-    may_merge = isinstance(source, nn.Module) and ("merge_and_unload" in vars(source) or _kind_may_merge(kind))
+    may_merge = isinstance(source, nn.Module) and ("merge_and_unload" in vars(source) or _kind_may_merge[ref(kind)])
     return may_merge and isinstance(source, _Mergeable)
 
 
-@lru_cache(maxsize=1024)
+@PerClass
 def _kind_may_merge(kind: type[nn.Module]) -> bool:
     # A class with its own __getattr__ (such as peft's) may forward to the method of a module in it.
     finds_more = kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__
@@ -116,7 +118,7 @@ def _kind_may_merge(kind: type[nn.Module]) -> bool:
 def read_live(source: object) -> Weights:
     """Read a source without ever merging it. This is what a receiver overwrites."""
     weights, customising = read_unchecked(source)
-    if isinstance(source, nn.Module) and (customising or is_fsdp(type(source))):  # type: ignore[arg-type]
+    if isinstance(source, nn.Module) and (customising or is_fsdp[ref(type(source))]):
         refuse_fsdp({"": source, **customising})
         return _whole(source, weights, customising)
     return weights
@@ -152,7 +154,7 @@ def read_unchecked(source: object) -> tuple[Weights, dict[str, nn.Module]]:
     """The weights, and the modules that customise their state dict, by name: they may keep more than that."""
     weights, customising = Weights({}, {}), dict[str, nn.Module]()
     try:
-        if is_module(type(source)):  # type: ignore[arg-type]
+        if is_module[ref(type(source))]:
             assert isinstance(source, nn.Module)
             _read_module(source, "", weights, customising, {})
         else:
@@ -162,7 +164,7 @@ def read_unchecked(source: object) -> tuple[Weights, dict[str, nn.Module]]:
     return weights, customising
 
 
-@lru_cache(maxsize=1024)
+@PerClass
 def is_module(kind: type) -> bool:
     """Whether weights of a type are read as those of a module."""
     # TensorDictParams is a module too, but its names are those of the TensorDict.
@@ -188,7 +190,7 @@ def _read_module(
     kind: Any = type(module)
     tensors, is_usual = into.tensors, usual.get(kind)
     if is_usual is None:
-        is_usual = usual[kind] = kind.get_extra_state is _GET_EXTRA_STATE and _is_usual(kind)
+        is_usual = usual[kind] = kind.get_extra_state is _GET_EXTRA_STATE and _is_usual[ref(kind)]
     # To look up each attribute in the module would take longer than all of the rest.
     own = module.__dict__ if is_usual else _read_unusual(module, prefix, into, customising)
     for name, parameter in own["_parameters"].items():
@@ -215,7 +217,7 @@ def _read_unusual(
     """Read what is unusual about a module; returns its attributes."""
     if type(module).get_extra_state is not _GET_EXTRA_STATE:
         into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
-    if overrides_state_dict(type(module)):  # type: ignore[arg-type]
+    if overrides_state_dict[ref(type(module))]:
         customising[prefix[:-1]] = module
     return {**vars(module), **{name: getattr(module, name) for name in _ATTRIBUTES}}
 
@@ -226,12 +228,12 @@ _STATE_DICT, _SAVE = "state_dict", "_save_to_state_dict"
 _GET_EXTRA_STATE = nn.Module.get_extra_state
 
 
-@lru_cache(maxsize=1024)
+@PerClass
 def _is_usual(kind: type[nn.Module]) -> bool:
     """Whether modules of a kind have the usual state dict, and their own dict has all of their attributes."""
     given = any(map(_ATTRIBUTES.intersection, map(vars, kind.__mro__)))
     found = kind.__getattribute__ is object.__getattribute__ and not given
-    return found and not overrides_state_dict(kind)  # type: ignore[arg-type]
+    return found and not overrides_state_dict[ref(kind)]
 
 
 def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None:

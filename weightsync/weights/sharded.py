@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ def is_sharded(source: object) -> bool:
 
     Nothing is imported: who made a DTensor has imported what makes them.
     """
-    if isinstance(source, nn.Module) and any(map(is_fsdp, map(type, source.modules()))):
+    if isinstance(source, nn.Module) and any(map(is_fsdp.__getitem__, map(ref, map(type, source.modules())))):
         return True
     return any(isinstance(each, Tensor) and is_dtensor(each) for each in _values(source))
 
@@ -98,7 +99,7 @@ def _resharded(source: object) -> object:
     """The source, whose parameters are shards again: those that a forward pass made whole may be older."""
     modules: Iterable[Any] = source.modules() if isinstance(source, nn.Module) else ()
     for module in modules:
-        if is_fsdp(type(module)):  # type: ignore[arg-type]
+        if is_fsdp[ref(type(module))]:
             module.reshard()
     return source
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
 import types
 import warnings
+from weakref import ref
 
 import pytest
 import torch
@@ -15,8 +17,12 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from weightsync import ConfigurationError, LayoutError
+from weightsync.engine.packer import Packer
+from weightsync.schemes.sources import is_weightless
+from weightsync.weights.extra_state import PerClass
 from weightsync.weights.layout import Layout
-from weightsync.weights.reading import layout_of, ordered, read_weights
+from weightsync.weights.reading import layout_of, ordered, read_live, read_weights
+from weightsync.weights.sharded import is_sharded
 
 
 def test_a_module_is_read_as_its_state_dict_is() -> None:
@@ -260,3 +266,25 @@ def test_a_layout_that_no_longer_fits_is_not_taken(other: dict[str, object]) -> 
 
 def test_two_policies_have_one_layout() -> None:
     assert layout_of(read_weights(Policy())) == layout_of(read_weights(trained(3)))
+
+
+def test_a_class_of_the_users_that_was_read_ends_with_its_last_module() -> None:
+    """As one that each run of a notebook's cell, or each trial of a search, makes anew."""
+    data, asked = torch.ones(3), PerClass(lambda kind: issubclass(kind, nn.Linear))
+
+    class Net(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + data
+
+    packer, kind = Packer(), ref(Net)
+    packer.handed_over(packer.pack(Net(2, 3)))
+    assert not is_sharded(Net(2, 3))
+    assert not is_weightless(Net(2, 3))
+    assert read_live(Net(2, 3)).tensors
+    assert asked[kind]
+    assert len(asked) == 1
+    del Net
+    gc.collect()
+
+    assert kind() is None
+    assert not asked
