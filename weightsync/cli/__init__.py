@@ -33,6 +33,21 @@ def main() -> None:
             raise
         print(f"weightsync: {error.strerror}. {TEMPORARY_FILES}", file=sys.stderr)
         sys.exit(FAILED)
+    except OSError as error:
+        if not _standard_output_fails():
+            raise
+        print(f"weightsync: standard output cannot be written: {error.strerror}.", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def _standard_output_fails() -> bool:
+    """Whether nothing more can be written to it, as on a full disk. If so, what is left of it is dropped."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains about it again when it exits
+        return True
+    return False
 
 
 def _open_closed_streams() -> None:

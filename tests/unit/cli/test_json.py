@@ -224,6 +224,22 @@ def test_a_command_whose_caller_closed_its_standard_streams_does_its_work(
     assert (ran.returncode, "Traceback" in ran.stderr, drawn.exists()) == (0, False, True), ran.stderr
 
 
+def test_a_command_whose_output_goes_to_a_full_disk_says_so_and_has_exit_code_1() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "weightsync", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        "weightsync: standard output cannot be written: No space left on device.\n",
+    )
+
+
 def test_what_an_encoding_lacks_is_replaced_in_charts(trace: str) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "weightsync", "trace", "show", trace],
