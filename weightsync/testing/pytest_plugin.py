@@ -267,6 +267,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--no-traces", action="store_true", help="Record no traces.")
 
 
+def _require_folder(kept: str) -> None:
+    try:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise pytest.UsageError(
+            f"No traces can be kept in --traces={kept}: {error.strerror}. Name a folder."
+        ) from error
+    if not os.access(kept, os.W_OK):
+        raise pytest.UsageError(f"No traces can be kept in --traces={kept}: the folder may not be written.")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Start recording, unless nothing is to be recorded."""
     config.addinivalue_line("markers", _MARKER)
@@ -275,6 +286,10 @@ def pytest_configure(config: pytest.Config) -> None:
     kept, counts = config.getoption("traces"), config.getoption("trace_counts")
     if counts and not Path(counts).absolute().parent.is_dir():
         raise pytest.UsageError(f"--trace-counts={counts} cannot be written: its folder is missing.")
+    if counts and Path(counts).is_dir():
+        raise pytest.UsageError(f"--trace-counts={counts} cannot be written: it is a folder. Name a file.")
+    if kept:
+        _require_folder(kept)
     worker = vars(config).get("workerinput")
     where = worker[_SENT_AS] if worker else kept
     folder = Path(where).absolute() if where else Path(tempfile.mkdtemp(prefix="weightsync-traces-"))

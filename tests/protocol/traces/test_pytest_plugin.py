@@ -127,12 +127,35 @@ def test_the_session_fails_if_tlc_does_and_says_why_and_keeps_the_traces(
     assert trace.is_file()
 
 
-def test_counts_that_cannot_be_written_are_a_usage_error_before_the_first_test(tmp_path: Path) -> None:
-    counts = str(tmp_path / "no" / "counts.json")
-    options = {"no_traces": False, "collectonly": False, "traces": None, "trace_counts": counts}
+@pytest.mark.parametrize(
+    ("option", "given", "why"),
+    [
+        ("trace_counts", "no/counts.json", "cannot be written: its folder is missing"),
+        ("trace_counts", ".", "cannot be written: it is a folder"),
+        ("traces", "file", "No traces can be kept in .*file: File exists. Name a folder"),
+        ("traces", "file/traces", "No traces can be kept in .*file/traces: Not a directory"),
+    ],
+)
+def test_what_cannot_be_written_is_a_usage_error_before_the_first_test(
+    option: str, given: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    options: dict[str, Any] = {"no_traces": False, "collectonly": False, "traces": None, "trace_counts": None}
+    options[option] = str(tmp_path / given)
     config: Any = SimpleNamespace(addinivalue_line=lambda *_: None, getoption=options.get)
 
-    with pytest.raises(pytest.UsageError, match="cannot be written: its folder is missing"):
+    with pytest.raises(pytest.UsageError, match=why):
+        pytest_plugin.pytest_configure(config)
+
+
+def test_a_folder_that_may_not_be_written_is_a_usage_error_before_the_first_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    options = {"no_traces": False, "collectonly": False, "traces": str(tmp_path), "trace_counts": None}
+    config: Any = SimpleNamespace(addinivalue_line=lambda *_: None, getoption=options.get)
+
+    with pytest.raises(pytest.UsageError, match="the folder may not be written"):
         pytest_plugin.pytest_configure(config)
 
 
