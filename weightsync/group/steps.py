@@ -31,6 +31,11 @@ _NO_STEP: Final = (
     "of a call, and max_staleness does not hold. A step is a call of worker.model itself (its forward); put "
     "`with worker.step():` around calls of its other methods, or of its submodules. This warning is logged once."
 )
+_PUT_IN_A_STEP: Final = (
+    "this worker has put a result inside a step, that is, in a `with worker.step():` block or a forward. While put() "
+    "waits for the trainer, the step goes on and no version can go live; so if the trainer is inside send(), both wait "
+    "until its deadline. Call put() after the block. This warning is logged once."
+)
 
 #: Seconds after which a worker that waits for a newer version looks again whether it still has to.
 LOOK_SECONDS: Final = 0.1
@@ -132,6 +137,7 @@ class Steps:
         self._versions: list[int] = []
         self._is_old = False  # the result that these versions belong to was put
         self._without_a_step = 0
+        self._warned = False
 
     @contextlib.contextmanager
     def guard(self, model: nn.Module) -> Iterator[None]:
@@ -201,6 +207,12 @@ class Steps:
                 self._versions, self._is_old = [], False
             if version is not None and version not in self._versions:
                 self._versions.append(version)
+
+    def warn_inside(self) -> None:
+        """Log, once, that this thread puts a result inside a step, if it does."""
+        if self._receiver.serves_here and not self._warned:
+            self._warned = True
+            logger.warning(_PUT_IN_A_STEP)
 
     def versions(self) -> tuple[int, ...]:
         """The versions of the steps since the last call, oldest first; where there were none, those of the last."""

@@ -81,6 +81,7 @@ class Worker:
         """Give the trainer a result. Waits while ``capacity`` results of this worker have not been taken.
 
         The result names the versions of all steps since the previous result; without any, it has the previous result's.
+        Call it outside a step: while it waits inside one, no version can go live.
 
         Args:
             item: anything that can be pickled. Tensors are copied.
@@ -89,6 +90,7 @@ class Worker:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
             ConfigurationError: the item cannot be pickled. Nothing was sent.
         """
+        self._steps.warn_inside()
         self._channel.put(item, self._steps.versions)
 
 

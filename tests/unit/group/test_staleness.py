@@ -12,6 +12,7 @@ from itertools import islice
 from multiprocessing import heap
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import group_workers as workers
@@ -22,6 +23,7 @@ from torch import nn
 from weightsync import OnStale, SenderClosed, StaleWeightsError, WorkerGroup
 from weightsync.group.channel import Held, Released
 from weightsync.group.steps import Announced, Staleness, Steps
+from weightsync.group.worker import Worker
 
 
 class Receiver:
@@ -29,6 +31,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.version: int | None = 1
+        self.model: object = None
         self.staged = 0
         self.serves_here = False
         self.waited = threading.Event()
@@ -96,6 +99,23 @@ def test_results_without_any_step_are_warned_of_once(caplog: pytest.LogCaptureFi
                 steps.acts()
     [warned] = [record.getMessage() for record in caplog.records]
     assert "A step is a call of worker.model itself" in warned
+
+
+def test_results_that_are_put_inside_a_step_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    receiver = Receiver()
+    steps, _ = steps_of(receiver, None)
+    channel: Any = SimpleNamespace(put=lambda *_: None)
+    job: Any = SimpleNamespace(index=0, restarts=0, scheme=None)
+    worker = Worker(job, receiver, steps, channel)  # type: ignore[arg-type]
+
+    worker.put(1)
+    assert caplog.records == []
+    receiver.serves_here = True
+    worker.put(2)
+    worker.put(3)
+
+    [warned] = [record.getMessage() for record in caplog.records]
+    assert "Call put() after the block" in warned
 
 
 def test_a_worker_that_blocks_goes_on_with_a_version_that_is_near_enough() -> None:
