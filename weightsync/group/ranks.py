@@ -132,7 +132,12 @@ class RankLauncher:
         self.scheme = scheme
         self._world = _world()
         self.size = self._world.size - 1
-        if self._world.rank != 0 or not self.size:
+        if not self.size:
+            raise ConfigurationError(
+                "this world has one rank only, and the group needs another one as its worker: start two or more, for "
+                "example by torchrun --nproc-per-node 2. Nothing was started."
+            )
+        if self._world.rank != 0:
             raise ConfigurationError(
                 f"this is rank {self._world.rank} of {self._world.size}: rank 0 makes the WorkerGroup, and each other "
                 "rank calls run_worker(). Nothing was started."

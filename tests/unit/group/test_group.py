@@ -781,20 +781,25 @@ def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its
 
 
 @pytest.mark.gloo
-def test_each_rank_is_told_what_it_has_to_call(model: nn.Module, request: pytest.FixtureRequest) -> None:
+def test_each_rank_is_told_what_it_has_to_call(
+    model: nn.Module, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for call in (lambda: WorkerGroup(None, model, scheme="distributed"), lambda: run_worker(workers.act, model)):
         with pytest.raises(ConfigurationError, match="init_process_group"):
             call()
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
-    with pytest.raises(ConfigurationError, match="rank 0 of 1: rank 0 makes the WorkerGroup"):
+    with pytest.raises(ConfigurationError, match="one rank only, and the group needs another"):
         WorkerGroup(None, model, scheme="distributed")
     with pytest.raises(ConfigurationError, match="rank 0, the trainer"):
         run_worker(workers.act, model)
     for _ in range(2):  # a call that nobody has answered counts for nothing
         with pytest.raises(AckTimeoutError, match="WorkerGroup number 1 "):
             ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
+    monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 1, 2))
+    with pytest.raises(ConfigurationError, match="rank 1 of 2: rank 0 makes the WorkerGroup"):
+        WorkerGroup(None, model, scheme="distributed")
 
 
 @pytest.mark.gloo
