@@ -79,7 +79,8 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     if not number >= 0:
         source = f"the environment's {ENVIRONMENT}" if default else "timeout="
         raise ConfigurationError(
-            f"{source} is {value!r}: give a number of seconds, 0 or more (None waits forever). Nothing has changed."
+            f"{source} is {value!r}: give a number of seconds, 0 or more. To wait without limit: timeout=None, or "
+            f"{ENVIRONMENT}=inf. Nothing has changed."
         )
     return number * START_FACTOR if timeout is Timeout.START else number
 

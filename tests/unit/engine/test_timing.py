@@ -36,12 +36,21 @@ def test_what_is_no_number_of_seconds_is_refused(timeout: Any) -> None:
         seconds(timeout)
 
 
-@pytest.mark.parametrize("message", ["soon", "", "-1", "nan"])
+@pytest.mark.parametrize("message", ["soon", "", "-1", "nan", "None"])
 def test_what_the_environment_says_is_held_to_the_same(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", message)
 
-    with pytest.raises(ConfigurationError, match=rf"^the environment's WEIGHTSYNC_TIMEOUT is '{message}'"):
+    with pytest.raises(
+        ConfigurationError, match=rf"^the environment's WEIGHTSYNC_TIMEOUT is '{message}'.*_TIMEOUT=inf"
+    ):
         seconds(Timeout.DEFAULT)
+
+
+def test_the_environment_may_ask_to_wait_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "inf")
+    with replaced_by(Stopped(100.0)):
+        never = Deadline(Timeout.DEFAULT)
+        assert (never.passed, never.nap) == (False, 86400.0)
 
 
 def test_a_timeout_is_the_callers_or_the_environments_or_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
