@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, Self
 
 from torch import nn
 
-from weightsync.clock import Deadline, Timeout
+from weightsync.clock import Deadline, Timeout, seconds
 from weightsync.engine.driver import Shield
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
@@ -60,12 +60,10 @@ class WorkerGroup:
             ``run`` is called again.
         restart_delay: seconds before a worker's first restart; doubled each time, up to 60.
         deadline: seconds within which a worker must put its next result. A worker that takes longer is killed, and
-            counts as failed (a rank is given up). Time in which it waits for the trainer, or starts, does not count.
-            None: no limit.
+            counts as failed (a rank is given up). Its waits for the trainer and its start do not count. None: no limit.
         max_staleness: how many versions a worker may be behind the newest one dispatched when it begins a step. None:
             no limit. 0: each step begins with the newest.
-        on_stale: "block" (default): the worker waits for a newer version. "raise": its step raises
-            `StaleWeightsError`.
+        on_stale: "block" (default): the worker waits for a newer version; "raise": it gets a `StaleWeightsError`.
         ctx: a multiprocessing context, for processes; default: that of "spawn".
         actor_options: options of the actors, for Ray: ``num_cpus`` (default 0), ``num_gpus``, ``resources``,
             ``scheduling_strategy``, ``runtime_env`` and the others, except those for restarts, concurrency and names.
@@ -411,13 +409,15 @@ class WorkerGroup:
             timeout: seconds to wait for each result; None: forever; default: five times `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
+            ConfigurationError: ``timeout`` is no number of seconds. Raised at once, all others by the iterator.
             ResultTimeoutError: no result arrived in time. The workers keep running, and the iterator can go on.
             WorkerFailedError: a worker has failed, and is not restarted. Raised once, after the results that had
                 arrived by then. The other workers keep running, and the iterator can go on.
             Exception: a result cannot be unpickled here. It is dropped, and the iterator can go on.
             StateError: the group is not started, or closed, or another thread uses it.
         """
-        return iter(lambda: self._next(Deadline(timeout)), None)
+        allowed = seconds(timeout)
+        return iter(lambda: self._next(Deadline(allowed)), None)
 
     @in_one_thread("results")
     def _next(self, deadline: Deadline) -> WorkerResult | None:

@@ -677,6 +677,16 @@ def test_a_scheme_that_is_in_use_is_refused_as_such(make: Make) -> None:
             make(workers.act, 1, scheme=scheme)
 
 
+@pytest.mark.parametrize("timeout", ["x", -1.0, True])
+def test_results_refuses_a_timeout_that_is_no_number_of_seconds_before_any_is_asked_for(
+    make: Make, timeout: Any
+) -> None:
+    group = make(workers.act, 1)
+
+    with pytest.raises(ConfigurationError, match="timeout="):
+        group.results(timeout)
+
+
 def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match="max_restarts, name"):
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options={"name": "one", "max_restarts": 1})
