@@ -287,6 +287,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "NoWeightSyncScheme": {
         A: ("test_no_scheme_succeeds_without_anything",),
         B: ("test_no_scheme_needs_nothing_in_generation_b_either",),
+        T: ("test_the_transport_that_sends_nothing_is_closed_like_any_other",),
     },
     "what each scheme's init takes besides": {
         R: (

@@ -209,6 +209,14 @@ def test_transport_backend_is_a_protocol_of_its_methods() -> None:
     assert isinstance(NoWeightSyncScheme().create_transport(None), TransportBackend)
 
 
+def test_the_transport_that_sends_nothing_is_closed_like_any_other() -> None:
+    with NoWeightSyncScheme().create_transport(None) as transport:
+        transport.send_weights(small())
+    transport.close()
+    with pytest.raises(KeyError, match="lost"), transport:
+        raise KeyError("lost")
+
+
 def test_a_users_transport_works_under_send() -> None:
     models = [small(), small()]
     with MailboxScheme().create_sender() as sender:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightsync.engine.copies import Closing
 from weightsync.schemes.facade_services import torchrl_class
 
 
 @torchrl_class
-class NoTransport:
-    """Ignores what is sent, and never receives anything."""
+class NoTransport(Closing):
+    """Ignores what is sent, and never receives anything. Like the other transports it may be closed, or be used by a
+    `with` block; nothing changes then.
+    """
 
     def send_weights(self, model_id: Any = None, weights: Any = None) -> None:
         """Do nothing."""
@@ -42,3 +45,9 @@ class NoTransport:
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> None:
         """There is nothing to connect to."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _close_after(self, error: BaseException) -> None:
+        """There is no sender to notify."""
