@@ -54,7 +54,7 @@ from weightsync.weights.casting import wire_dtype_of
 from weightsync.weights.meta_device import given_memory, lacks_weights
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.selection import Selection
-from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.strategy import WeightStrategy, strategy_of
 from weightsync.weights.target import Mode
 
 #: The keywords of `init_on_worker` that every scheme takes.
@@ -414,7 +414,7 @@ class WeightSyncScheme(Configured):
 
     # --------------------------------------------------------------------------------------- what a send sends
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy | str, context: Any = None) -> Any:
         """The weights that a send sends.
 
         Args:
@@ -422,15 +422,16 @@ class WeightSyncScheme(Configured):
                 `get_model`, the path ``model_id`` on the context, its fallback policy, and the model given at init. A
                 module's weights are extracted; a str is a path on the context; anything else is taken as it is.
             model_id: the model that is sent.
-            strategy: how a module's weights are extracted.
+            strategy: how a module's weights are extracted: "state_dict", "tensordict", or a `WeightStrategy`.
             context: where models are found; None: the one given at init.
 
         Raises:
-            ConfigurationError: None was given and no model is found.
+            ConfigurationError: None was given and no model is found, or the strategy is unknown.
             ModelPathError: a path does not resolve.
         """
+        form = strategy_of(strategy)
         found = self._source(weights, model_id, context)
-        return strategy.extract_weights(found) if isinstance(found, nn.Module) else found
+        return form.extract_weights(found) if isinstance(found, nn.Module) else found
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """Like `prepare_weights`, but a module's tensors are read directly, and not extracted first.

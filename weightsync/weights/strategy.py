@@ -94,6 +94,11 @@ class WeightStrategy:
             _replace(destination, read_weights(weights))
 
 
+def strategy_of(given: WeightStrategy | str) -> WeightStrategy:
+    """A strategy that was given as itself or by its name. Raises ConfigurationError: there is none of that name."""
+    return WeightStrategy(given) if isinstance(given, str) else given
+
+
 def _detached(name: str, tensor: Tensor) -> Tensor:
     # A plain tensor can always be detached; a subclass may raise.
     if type(tensor) not in PLAIN:

@@ -91,6 +91,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         A: (
             "test_prepare_weights_with_none_and_no_model_is_an_error",
             "test_prepare_weights_takes_paths_modules_and_what_is_ready",
+            "test_prepare_weights_takes_a_strategy_by_its_name",
             "test_the_models_weights_are_read_anew_at_each_send",
         ),
         S: (

@@ -195,6 +195,19 @@ def test_a_model_is_not_written_if_a_strategy_of_the_users_cannot_fill_the_buffe
         ends.trainer.wait_ack()
 
 
+def test_receive_weights_takes_a_strategy_by_its_name(ends: Ends) -> None:
+    model = torch.nn.Linear(3, 2)
+    ends.trainer.send_weights_async(filled(4.0))
+    with pytest.raises(ConfigurationError, match="no strategy 'tensor_dict'"):
+        ends.worker.receive_weights(model=model, strategy="tensor_dict")
+
+    ends.worker.receive_weights(model=model, strategy="state_dict")  # the update was left where it was
+    ends.worker.send_ack()
+
+    assert ends.trainer.wait_ack().ok
+    assert 4.0 == value(model.state_dict())
+
+
 def test_an_update_is_handed_out_once(ends: Ends) -> None:
     ends.trainer.send_weights_async(filled(1.0))
 

@@ -170,6 +170,15 @@ def test_prepare_weights_takes_paths_modules_and_what_is_ready(scheme_class: Any
     assert scheme.prepare_weights(ready, "policy", flat, context) is ready
 
 
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+def test_prepare_weights_takes_a_strategy_by_its_name(scheme_class: Any, strategy: str) -> None:
+    found = scheme_class().prepare_weights(small(3.0), "policy", strategy)
+
+    assert isinstance(found, TensorDict if strategy == "tensordict" else dict)
+    with pytest.raises(ValueError, match="no strategy 'dict'"):
+        scheme_class().prepare_weights(small(3.0), "policy", "dict")
+
+
 def constants_of(weights: Any) -> set[float]:
     return {value for tensor in weights.values() for value in tensor.flatten().tolist()}
 

@@ -95,7 +95,7 @@ class DistributedTransport(TransportFacade):
         *,
         weights: Any = None,
         model: Any = None,
-        strategy: WeightStrategy | None = None,
+        strategy: WeightStrategy | str | None = None,
     ) -> Any:
         """The weights of the next update, which stays pending until `send_ack`: see `TransportFacade.receive_weights`.
 

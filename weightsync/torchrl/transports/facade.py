@@ -22,7 +22,7 @@ from weightsync.schemes.facade_services import FacadeServices
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
-from weightsync.weights.strategy import WeightStrategy, refuse_misfit
+from weightsync.weights.strategy import WeightStrategy, refuse_misfit, strategy_of
 
 
 class TransportFacade(Configured):
@@ -274,7 +274,7 @@ class TransportFacade(Configured):
         *,
         weights: Any = None,
         model: Any = None,
-        strategy: WeightStrategy | None = None,
+        strategy: WeightStrategy | str | None = None,
     ) -> Any:
         """The weights of the next update, which stays pending until `send_ack`.
 
@@ -283,25 +283,27 @@ class TransportFacade(Configured):
                 generation A, None in B.
             weights: a TensorDict or dict that the weights are also written into.
             model: the model that the weights are applied to, if a strategy is given.
-            strategy: applies them to the model.
+            strategy: applies them to the model; a `WeightStrategy`, or its name.
 
         Returns:
             Generation A: ``(model_id, weights)``; B: the weights. None: no weights arrived.
 
         Raises:
             StateError: the transport is closed.
-            ConfigurationError: the transport does not receive, or was not given an address to listen at.
+            ConfigurationError: the transport does not receive, or was not given an address to listen at; or there is
+                no strategy of that name.
             LayoutError: the weights do not fit ``weights`` or the model, which are unchanged; the sender was notified.
             TransportError: the sender is gone.
         """
         if not self._receives:
             return None
+        applying = None if strategy is None else strategy_of(strategy)
         found = self._next(Deadline(self._default_wait() if isinstance(timeout, Unset) else timeout))
         if found is None:
             return None
         model_id, given = found
         try:
-            self._write(given, weights, model, strategy)
+            self._write(given, weights, model, applying)
         except Exception as error:
             receiver = self._receivers.get(model_id)
             if receiver is not None:  # the transport was not closed meanwhile
@@ -346,7 +348,12 @@ class TransportFacade(Configured):
         """Do nothing: the first send creates a link, and sends the first weights like all others."""
 
     def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+        self,
+        *,
+        worker_idx: int,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | str | None = None,
     ) -> Any:
         """Do nothing: the first weights arrive like all others."""
 

@@ -154,7 +154,12 @@ class MPTransport(TransportFacade):
         return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
 
     def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+        self,
+        *,
+        worker_idx: int,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | str | None = None,
     ) -> Any:
         """Wait ``timeout`` seconds for the first weights, and return them as `receive_weights` does."""
         return self.receive_weights(seconds(self.timeout), weights=weights, model=model, strategy=strategy)

@@ -24,7 +24,7 @@ from weightsync.transports.pipe.link import PipeLink
 from weightsync.weights.layout import extra_state_name
 from weightsync.weights.packing import views
 from weightsync.weights.reading import layout_of, ordered, read_weights
-from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.strategy import WeightStrategy, strategy_of
 from weightsync.weights.tensors import on_cpu
 
 
@@ -155,7 +155,7 @@ class SharedMemTransport(MPTransport):
         worker_idx: int | None = None,
         weights: Any = None,
         model: Any = None,
-        strategy: WeightStrategy | None = None,
+        strategy: WeightStrategy | str | None = None,
         timeout: float = 60.0,
     ) -> Any:
         """Generation B: take this worker's buffer from its queue, and apply it if a model and a strategy are given.
@@ -167,9 +167,10 @@ class SharedMemTransport(MPTransport):
         self._require_queues("setup_connection_and_weights_on_receiver")
         if worker_idx is None or worker_idx not in self._init_queues:
             raise StateError(type(self).__name__, "without that worker", f"worker {worker_idx}", ["register_weights"])
+        applying = None if strategy is None else strategy_of(strategy)
         found = self._init_queues[worker_idx].get(timeout=timeout)
-        if model is not None and strategy is not None:
-            strategy.apply_weights(model, found)
+        if model is not None and applying is not None:
+            applying.apply_weights(model, found)
         return found
 
     def _require_queues(self, asked: str) -> None:
@@ -272,7 +273,7 @@ class SharedMemTransport(MPTransport):
         *,
         weights: Any = None,
         model: Any = None,
-        strategy: WeightStrategy | None = None,
+        strategy: WeightStrategy | str | None = None,
     ) -> Any:
         """The weights of the next update: see `TransportFacade.receive_weights`.
 
@@ -283,7 +284,7 @@ class SharedMemTransport(MPTransport):
             return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
         if weights is None or model is None or strategy is None:
             return None
-        strategy.apply_weights(model, weights)
+        strategy_of(strategy).apply_weights(model, weights)
         return weights
 
     def send_ack(self, message: str = UPDATED) -> None:
