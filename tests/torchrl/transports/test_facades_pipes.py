@@ -195,6 +195,23 @@ def test_a_model_is_not_written_if_a_strategy_of_the_users_cannot_fill_the_buffe
         ends.trainer.wait_ack()
 
 
+class Interrupted(WeightStrategy):
+    """A strategy whose user presses ctrl-C while it writes."""
+
+    def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_weights_are_written_is_reported_to_the_sender_at_once(ends: Ends) -> None:
+    ends.trainer.send_weights_async(filled(4.0))
+
+    with pytest.raises(KeyboardInterrupt):
+        ends.worker.receive_weights(model=torch.nn.Linear(3, 2), strategy=Interrupted())
+
+    with pytest.raises(RefusedError, match="KeyboardInterrupt"):
+        ends.trainer.wait_ack()
+
+
 def test_receive_weights_takes_a_strategy_by_its_name(ends: Ends) -> None:
     model = torch.nn.Linear(3, 2)
     ends.trainer.send_weights_async(filled(4.0))

@@ -304,7 +304,7 @@ class TransportFacade(Configured):
         model_id, given = found
         try:
             self._write(given, weights, model, applying)
-        except Exception as error:
+        except BaseException as error:  # after an interrupt too the sender would wait for an ack
             receiver = self._receivers.get(model_id)
             if receiver is not None:  # the transport was not closed meanwhile
                 receiver.nack(error)
