@@ -208,3 +208,50 @@ def test_fault_07_a_send_to_some_never_changes_a_buffer_of_others() -> None:
     with pytest.raises(ValueError, match="would also change others"):
         transport.send_weights(filled(1.0), [0])
     assert {0.0} == values(buffer)
+
+
+@pytest.fixture
+def own_buffers() -> tuple[SharedMemTransport, dict[int, TensorDict]]:
+    """A transport with a buffer for each of two workers."""
+    buffers = {0: filled(0.0), 1: filled(0.0)}
+    transport = SharedMemTransport()
+    transport.register_weights(buffers, {0: queue.Queue(), 1: queue.Queue()}, per_worker=True)
+    return transport, buffers
+
+
+def test_send_weights_async_fills_the_workers_buffers_too(
+    own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
+) -> None:
+    """It filled a new buffer of its own, which no worker reads."""
+    transport, buffers = own_buffers
+
+    for send in (
+        lambda: transport.send_weights_async(filled(3.0)),
+        lambda: transport.send_weights_async(weights={0: filled(3.0), 1: filled(3.0)}),
+    ):
+        send()
+        assert [{3.0}, {3.0}] == [values(buffer) for buffer in buffers.values()]
+        transport.send_weights(filled(0.0))
+
+
+def test_weights_of_which_some_do_not_fit_change_no_workers_buffer(
+    own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
+) -> None:
+    transport, buffers = own_buffers
+
+    with pytest.raises(LayoutError, match="do not fit"):
+        transport.send_weights({0: filled(3.0), 1: {"weight": torch.zeros(2)}})
+
+    assert [{0.0}, {0.0}] == [values(buffer) for buffer in buffers.values()]
+
+
+def test_a_closed_transport_changes_no_workers_buffer(
+    own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
+) -> None:
+    transport, buffers = own_buffers
+    transport.close()
+
+    with pytest.raises(StateError, match="closed"):
+        transport.send_weights(filled(3.0))
+
+    assert {0.0} == values(buffers[0])

@@ -24,7 +24,7 @@ from weightsync.transports.pipe.link import PipeLink
 from weightsync.weights.layout import extra_state_name
 from weightsync.weights.packing import views
 from weightsync.weights.reading import layout_of, ordered, read_weights
-from weightsync.weights.strategy import WeightStrategy, strategy_of
+from weightsync.weights.strategy import WeightStrategy, refuse_misfit, strategy_of
 from weightsync.weights.tensors import on_cpu
 
 
@@ -197,7 +197,7 @@ class SharedMemTransport(MPTransport):
 
         Raises:
             LayoutError: (a KeyError) the model is not registered and auto_register is off, or the weights do not fit
-                its buffer, which is unchanged. Nothing was sent.
+                a buffer. No buffer was changed, and nothing was sent.
             WeightSyncError: as for `TransportFacade.send_weights`.
         """
         if self._params_map:
@@ -213,6 +213,8 @@ class SharedMemTransport(MPTransport):
 
     def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
         """Fill the model's buffer, and begin to send: see `send_weights` and `TransportFacade.send_weights_async`."""
+        if self._params_map:
+            return self._fill(model_and_weights(model_id, weights)[1], None)
         model_id, weights = self._registered(model_id, weights)
         if not self._pipes:
             return self._just_fill(model_id, weights)
@@ -232,18 +234,27 @@ class SharedMemTransport(MPTransport):
         return _nobody(model_id)
 
     def _fill(self, weights: Any, worker_ids: Sequence[int] | None) -> SyncReport:
-        """Generation B: write the buffers in place; a dict by worker id has weights for each."""
+        """Generation B: write the buffers in place; a dict by worker id has weights for each.
+
+        Raises LayoutError: some weights do not fit a buffer. Nothing was written.
+        """
         if isinstance(weights, dict) and weights and all(isinstance(key, Integral) for key in weights):
             self._require_buffers(list(weights))
-            for worker_id, own in weights.items():
-                self._fill(own, [worker_id])
-            return _nobody(POLICY)
-        ids = worker_ids_of(worker_ids)
-        if ids is not None:
-            self._require_buffers(ids)
-        chosen = self._params_map if ids is None else {id_: self._params_map[id_] for id_ in ids}
-        for target in {id(target): target for target in chosen.values()}.values():
-            self._services.strategy.apply_weights(target, weights)
+            fills = [(self._params_map[worker_id], own) for worker_id, own in weights.items()]
+        else:
+            ids = worker_ids_of(worker_ids)
+            if ids is not None:
+                self._require_buffers(ids)
+            chosen = self._params_map if ids is None else {id_: self._params_map[id_] for id_ in ids}
+            fills = [(target, weights) for target in {id(target): target for target in chosen.values()}.values()]
+        strategy = self._services.strategy
+        with self._lock:
+            self._require_open("send_weights")
+            if len(fills) > 1 and type(strategy) is WeightStrategy:  # others may rename
+                for target, own in fills:
+                    refuse_misfit(target, own)
+            for target, own in fills:
+                strategy.apply_weights(target, own)
         return _nobody(POLICY)
 
     def _require_buffers(self, worker_ids: Sequence[int]) -> None:
