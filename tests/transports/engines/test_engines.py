@@ -518,6 +518,62 @@ def test_a_version_that_waited_behind_a_call_that_could_not_be_ended_is_not_load
     assert [name for name in engine.loaded if name.isdigit()] == ["1", "2", "3"]
 
 
+class StuckInABucket(Minimal):
+    """Writes each tensor as it comes. The call for the first one ends only when it is let go, whatever `abort` says."""
+
+    bucket_bytes = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, torch.Tensor] = {}
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def load(self, buckets: Any, version: str) -> None:
+        for bucket in buckets:
+            self.held.update((name, tensor.clone()) for name, tensor in bucket)
+            if not self.entered.is_set():
+                self.entered.set()
+                self.let_go.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("newer", ["open", "closed"])
+def test_a_call_that_could_not_be_ended_loads_no_more_of_its_version_beside_a_newer_link(
+    newer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest of its tensors overwrote those of the newer version, which had been acked."""
+    monkeypatch.setattr(client, "PATIENCE", 0.1)
+    engine, source = StuckInABucket(), small(1.0)
+    with scheme_with(engine, source) as scheme:
+        sender = scheme.get_sender()
+        sender.send_async()
+        assert engine.entered.wait(PATIENCE)
+        thread = sender._driver.by_worker()[0]._call_client._thread._thread
+        sender.abandon()
+        sender.add_worker(0, engine)
+        assert sender.send(small(2.0), timeout=PATIENCE).ok
+        if newer == "closed":
+            sender.close()
+        engine.let_go.set()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert {value for tensor in engine.held.values() for value in tensor.flatten().tolist()} == {2.0}
+    assert "a link was closed while a version was loaded" in caplog.text
+
+
+def test_a_call_that_could_not_be_ended_loads_its_whole_version_if_no_newer_link_has_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "PATIENCE", 0.1)
+    engine = StuckInABucket()
+    with scheme_with(engine, small(1.0)) as scheme:
+        scheme.get_sender().send_async()
+        assert engine.entered.wait(PATIENCE)
+        thread = scheme.get_sender()._driver.by_worker()[0]._call_client._thread._thread
+    engine.let_go.set()
+    thread.join(PATIENCE)
+    assert engine.held.keys() == small(1.0).state_dict().keys()
+
+
 class AsyncOwn(Own):
     async def load(self, buckets: Any, version: str) -> None:
         """Never awaited."""

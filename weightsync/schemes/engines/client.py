@@ -44,6 +44,8 @@ class Engine(abc.ABC):
     name_map: Mapping[str, str] | None = None
     #: The client of the newest link to it; None: it has none.
     _client: EngineClient | None = None
+    #: How many links to it were created.
+    _links: int = 0
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -100,6 +102,8 @@ class EngineClient:
         if engine._client is not None:
             engine._client.close()
         engine._client = self
+        engine._links += 1
+        self._number = engine._links
         engine.open()
 
     @property
@@ -146,7 +150,8 @@ class EngineClient:
                 )
             buckets = bucketed(draw(layout, view, engine.name_map, engine.bucket_bytes), engine.bucket_bytes)
             first = list(islice(buckets, 1))  # before the engine is called, so that names that do not fit are refused
-            if is_unawaited(engine.load(chain(first, buckets), f"{update.incarnation}.{update.version}")):
+            taken = self._until_replaced(chain(first, buckets))
+            if is_unawaited(engine.load(taken, f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
         except EngineInDoubtError as error:
             self._lose(answers, str(error), error)
@@ -158,6 +163,20 @@ class EngineClient:
             answers.set_result([raised(update, error, f"{engine}: ")])
         else:
             answers.set_result([ack(update, seconds=stopwatch.seconds)])
+
+    def _until_replaced(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """The buckets. A call that could not be ended gets no more once there is a newer link to the engine.
+
+        Raises TransportError: there is, or was, one.
+        """
+        self._require_unreplaced()
+        for bucket in buckets:
+            yield bucket
+            self._require_unreplaced()
+
+    def _require_unreplaced(self) -> None:
+        if self._engine._links != self._number:
+            raise TransportError(f"{self._peer} was given another link, which may have loaded a newer version.")
 
     def _lose(self, answers: Answers, what: str, error: Exception) -> None:
         """The engine is lost. Nobody hears the answer of a link that was closed, so the log has it."""
