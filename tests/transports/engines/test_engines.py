@@ -362,6 +362,21 @@ def test_a_vllm_engine_is_driven_by_its_handle_too() -> None:
     assert set(handle.names) == set(source.state_dict())
 
 
+class Unfreeing(Inline):
+    """Cannot free what it has carried."""
+
+    def done(self) -> None:
+        raise RuntimeError("the device is gone")
+
+
+def test_a_carrier_that_cannot_free_what_it_carried_changes_no_outcome(caplog: pytest.LogCaptureFixture) -> None:
+    """Each version counted as REFUSED: one that the engine serves, and one that it holds a part of."""
+    with scheme_with(VLLMEngine(Handle(), Unfreeing()), small(1.0)) as scheme:
+        kinds = [scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind for _ in range(2)]
+    assert kinds == [OutcomeKind.APPLIED, OutcomeKind.LOST]
+    assert caplog.text.count("RuntimeError: the device is gone") == 2
+
+
 def test_a_vllm_engines_handle_is_told_to_forget_what_old_weights_computed_if_it_can() -> None:
     handle = Handle()
     vars(handle)["reset_prefix_cache"] = lambda: handle.calls.append("reset")

@@ -46,7 +46,10 @@ class Carrier(abc.ABC):
         return
 
     def done(self) -> None:
-        """Free the resources of a version's calls: the last one has returned, or one has failed."""
+        """Free the resources of a version's calls: the last one has returned, or one has failed.
+
+        An exception is logged, and changes no outcome.
+        """
         return
 
     def give_up(self) -> None:

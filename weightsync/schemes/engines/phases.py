@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import abc
 import enum
+import logging
 from collections.abc import Callable, Iterable
 
 from weightsync.errors import EngineError, PartlyLoadedError, TransportError, reason_of
 from weightsync.schemes.engines.client import Bucket, EngineInDoubtError
 from weightsync.schemes.engines.http import UnreachedError
+
+logger = logging.getLogger("weightsync")
 
 
 class Phases(abc.ABC):
@@ -100,7 +103,14 @@ class Loading:
                 self._resume_after_failure(error)
             raise
         finally:
-            phases.done()
+            self._free()
+
+    def _free(self) -> None:
+        """Free what carried the version. A failure is logged: it changes nothing of what the engine serves by now."""
+        try:
+            self._phases.done()
+        except Exception:
+            logger.warning("%s: done() of the carrier of a version raised", self._name, exc_info=True)
 
     def _begun(self) -> None:
         self._stage = _Stage.CHANGING
