@@ -74,6 +74,22 @@ def test_the_mapping_gets_a_module_as_it_is() -> None:
     assert sorted(updater.synced.keys()) == ["bias", "weight"]
 
 
+class InHalf(Mapping):
+    """Changes what its base extracts, as a subclass of TorchRL's class does."""
+
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
+        return WeightUpdaterBase._maybe_map_weights(self, server_weights).half()
+
+
+def test_a_mapping_that_calls_its_base_gets_the_modules_weights_and_not_the_module() -> None:
+    """It got the module, and converted the trainer's own policy."""
+    updater, policy = InHalf(), nn.Linear(1, 1)
+    updater.push_weights(policy)
+
+    assert {tensor.dtype for tensor in updater.synced.values()} == {torch.float16}
+    assert policy.weight.dtype is torch.float32
+
+
 def test_a_module_that_the_mapping_returns_unchanged_is_extracted() -> None:
     updater = Mapping()
     updater.push_weights(nn.Linear(1, 1))

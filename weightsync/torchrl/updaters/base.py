@@ -173,13 +173,13 @@ class WeightUpdaterBase(abc.ABC):
         return None
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """The weights in the form that workers take; here unchanged.
+        """The weights in the form that workers take; here a module's are extracted to a TensorDict, all else is kept.
 
         Args:
             server_weights: what was given to `push_weights`, a module as a module; or what `_get_server_weights`
                 returned.
         """
-        return server_weights
+        return _extracted(server_weights)
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> Any:
         """To be overridden by a subclass that makes all calls of a push itself, in place of the methods above.
@@ -271,15 +271,17 @@ def _register_with_torchrl() -> None:
         theirs.register(WeightUpdaterBase)
 
 
+def _extracted(weights: Any) -> Any:
+    return WeightStrategy().extract_weights(weights) if isinstance(weights, nn.Module) else weights
+
+
 def _taken(given: Any) -> Any:
     """The given weights: a module is extracted, a TensorDict or dict taken as it is.
 
     Raises ConfigurationError: they are of another type.
     """
-    if isinstance(given, TensorDictBase | Mapping):
-        return given
-    if isinstance(given, nn.Module):
-        return WeightStrategy().extract_weights(given)
+    if isinstance(given, TensorDictBase | Mapping | nn.Module):
+        return _extracted(given)
     raise ConfigurationError(
         f"push_weights() takes a torch.nn.Module, a TensorDict, a dict of tensors or None, not a "
         f"{type(given).__name__}. Nothing was pushed."
