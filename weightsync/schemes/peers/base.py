@@ -170,7 +170,10 @@ class BareTransport(Protocol):
 
 @runtime_checkable
 class InitialSyncTransport(Protocol):
-    """A transport that transfers the first weights in its own way."""
+    """A transport that transfers the first weights in its own way, for programs that call these methods themselves.
+
+    weightsync calls neither: it sends the first weights by ``send_weights``, like all others.
+    """
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Connect, and send the first weights."""
