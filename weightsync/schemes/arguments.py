@@ -27,20 +27,25 @@ class Unset(enum.Enum):
 UNSET: Final = Unset.UNSET
 #: The model id if none is given.
 POLICY: Final = "policy"
+#: A model's id, and its weights.
+_BOTH: Final = 2
 
 
-def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
+def model_and_weights(*given: Any) -> tuple[str, Any]:
     """The model id and the weights in ``send_weights(model_id, weights)``, ``(weights)`` or ``(weights, model_id)``.
 
     Of two arguments the str is the model's id, in either position; a single argument is the weights of "policy".
 
-    Raises ConfigurationError: no weights, or two arguments of which none is a str.
+    Args:
+        given: by position or by name; UNSET: not given.
+
+    Raises ConfigurationError: no weights, more than two arguments, or two of which none is a str.
     """
-    if weights is UNSET:
-        model_id, weights = POLICY, model_id
-    elif model_id is UNSET:
-        model_id = POLICY
-    elif isinstance(weights, str):
+    found = [each for each in given if each is not UNSET]
+    if len(found) > _BOTH:
+        raise ConfigurationError(f"a model's id and its weights are two arguments, not {len(found)}. Nothing was sent.")
+    model_id, weights = found if len(found) == _BOTH else (POLICY, *(found or [UNSET]))
+    if len(found) == _BOTH and isinstance(weights, str):
         model_id, weights = weights, model_id
     if weights is UNSET or weights is None or isinstance(weights, str):
         raise ConfigurationError(

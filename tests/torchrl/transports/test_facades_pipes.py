@@ -94,12 +94,10 @@ def queues() -> Iterator[list[Any]]:
         ((), {"weights": filled(1.0)}, "policy"),
         ((), {"model_id": "value", "weights": filled(1.0)}, "value"),
         ((filled(1.0),), {"model_id": "value"}, "value"),
+        (("value",), {"weights": filled(1.0)}, "value"),
     ],
 )
 def test_both_generations_argument_forms(ends: Ends, args: Any, kwargs: Any, model_id: str) -> None:
-    if args and kwargs:
-        kwargs = {"weights": args[0], **kwargs}
-        args = ()
     ends.trainer.send_weights_async(*args, **kwargs)
 
     assert model_id == ends.worker.receive_weights()[0]
@@ -118,6 +116,20 @@ def test_weights_are_handed_out_as_what_was_sent(ends: Ends) -> None:
         wanted = weights if isinstance(weights, dict | TensorDict) else weights.state_dict()
         assert wanted.keys() == found.keys()
         WeightStrategy().apply_weights(weights, found)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("policy", filled(1.0)), {"model_id": "policy"}),
+        ((filled(1.0),), {"weights": filled(2.0)}),
+        (("policy",), {"model_id": "value"}),
+    ],
+)
+def test_an_argument_that_is_given_twice_is_refused(ends: Ends, args: Any, named: Any) -> None:
+    for send in (ends.trainer.send_weights, ends.trainer.send_weights_async):
+        with pytest.raises(ConfigurationError, match="Nothing was sent"):
+            send(*args, **named)
 
 
 @pytest.mark.parametrize("weights", [None, 3, "policy", [torch.ones(2)]])

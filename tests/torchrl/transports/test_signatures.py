@@ -139,12 +139,12 @@ def test_every_call_of_theirs_is_taken() -> None:
 
 
 def calls_of(function: Any) -> list[Form]:
-    """All that a function takes, as far as possible by position, and as far as possible by name."""
+    """All that a function takes: its first arguments by position and the rest by name, for each number of them."""
     first, *rest = inspect.signature(function).parameters.values()
     places = [each for each in rest if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     keywords = {each.name: X for each in rest if each.kind is each.KEYWORD_ONLY}
-    by_name = {each.name: X for each in places}
-    return [given(*[first, *places], **keywords), given(first, **by_name, **keywords)]
+    named = [{each.name: X for each in places[count:]} for count in range(len(places) + 1)]
+    return [given(first, *places[:count], **by_name, **keywords) for count, by_name in enumerate(named)]
 
 
 def takes(signature: inspect.Signature, call: Form) -> bool:

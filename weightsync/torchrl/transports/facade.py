@@ -139,9 +139,12 @@ class TransportFacade(Configured):
 
     def send_weights(
         self,
+        first: Any = UNSET,
+        second: Any = UNSET,
+        /,
+        *,
         model_id: Any = UNSET,
         weights: Any = UNSET,
-        *,
         timeout: float | Timeout | Unset | None = UNSET,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
@@ -150,7 +153,9 @@ class TransportFacade(Configured):
         An update of that model whose failure was raised already is abandoned first.
 
         Args:
-            model_id: the model's id; alone: the weights.
+            first: the model's id, or the weights.
+            second: the other one of these.
+            model_id: the model's id, by its name.
             weights: a module, a TensorDict or a dict of tensors.
             timeout: seconds; default: the transport's.
             on_failure: "raise", or "report".
@@ -160,19 +165,21 @@ class TransportFacade(Configured):
             ConfigurationError: the transport was not given a worker, or there are no weights. Nothing was sent.
             AckTimeoutError, WorkerLostError, RefusedError, LayoutError: as for `WeightSender.send`.
         """
-        model_id, weights = model_and_weights(model_id, weights)
+        model_id, weights = model_and_weights(first, second, model_id, weights)
         sender = self._sender(model_id)
         pending = self._pending(model_id, sender, "send_weights")
         with self._followed(model_id, sender):
             return sender.send(weights, timeout=self._seconds(timeout), on_failure=on_failure, on_pending=pending)
 
-    def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
+    def send_weights_async(
+        self, first: Any = UNSET, second: Any = UNSET, /, *, model_id: Any = UNSET, weights: Any = UNSET
+    ) -> SyncReport:
         """Send weights and return; `wait_ack` reports the outcome. After the return the caller may change its tensors.
 
         Raises:
             WeightSyncError: as for `send_weights`, except for failed outcomes.
         """
-        model_id, weights = model_and_weights(model_id, weights)
+        model_id, weights = model_and_weights(first, second, model_id, weights)
         sender = self._sender(model_id)
         report = sender.send_async(weights, on_pending=self._pending(model_id, sender, "send_weights_async"))
         with self._lock:

@@ -136,9 +136,12 @@ class MPTransport(TransportFacade):
 
     def send_weights(
         self,
+        first: Any = UNSET,
+        second: Any = UNSET,
+        /,
+        *,
         model_id: Any = UNSET,
         weights: Any = UNSET,
-        *,
         timeout: float | Timeout | Unset | None = UNSET,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
@@ -151,7 +154,9 @@ class MPTransport(TransportFacade):
             raise ConfigurationError(
                 "MPTransport has no ack_queue for answers. Give it one, or use send_weights_async(). Nothing was sent."
             )
-        return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
+        return super().send_weights(
+            first, second, model_id=model_id, weights=weights, timeout=timeout, on_failure=on_failure
+        )
 
     def setup_connection_and_weights_on_receiver(
         self,

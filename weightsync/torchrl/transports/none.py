@@ -14,10 +14,14 @@ class NoTransport(Closing):
     `with` block; nothing changes then.
     """
 
-    def send_weights(self, model_id: Any = None, weights: Any = None) -> None:
+    def send_weights(
+        self, first: Any = None, second: Any = None, /, *, model_id: Any = None, weights: Any = None
+    ) -> None:
         """Do nothing."""
 
-    def send_weights_async(self, model_id: Any = None, weights: Any = None) -> None:
+    def send_weights_async(
+        self, first: Any = None, second: Any = None, /, *, model_id: Any = None, weights: Any = None
+    ) -> None:
         """Do nothing."""
 
     def wait_ack(self) -> None:

@@ -179,17 +179,22 @@ class SharedMemTransport(MPTransport):
 
     def send_weights(
         self,
-        model_id: Any = UNSET,
-        weights: Any = UNSET,
+        first: Any = UNSET,
+        second: Any = UNSET,
+        /,
         worker_ids: Sequence[int] | None = None,
         *,
+        model_id: Any = UNSET,
+        weights: Any = UNSET,
         timeout: float | Timeout | Unset | None = UNSET,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
         """Fill the model's buffer, and send the weights to the workers behind registered pipes.
 
         Args:
-            model_id: as for `TransportFacade.send_weights`.
+            first: as for `TransportFacade.send_weights`.
+            second: as there; generation B: ``worker_ids``.
+            model_id: as there.
             weights: as there.
             worker_ids: generation B: the workers whose buffers are filled; only if each worker has its own.
             timeout: seconds; default: the transport's.
@@ -201,28 +206,30 @@ class SharedMemTransport(MPTransport):
             WeightSyncError: as for `TransportFacade.send_weights`.
         """
         if self._params_map:
-            if isinstance(weights, Sequence) and not isinstance(weights, str):
-                weights, worker_ids = UNSET, weights
-            return self._fill(model_and_weights(model_id, weights)[1], worker_ids)
+            if isinstance(second, Sequence) and not isinstance(second, str):
+                second, worker_ids = UNSET, second
+            return self._fill(model_and_weights(first, second, model_id, weights)[1], worker_ids)
         if worker_ids is not None:
             raise ConfigurationError("worker_ids needs one buffer per worker: register_weights(..., per_worker=True).")
-        model_id, weights = self._registered(model_id, weights)
+        model_id, weights = self._registered(first, second, model_id, weights)
         if not self._pipes:
             return self._just_fill(model_id, weights)
         return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
 
-    def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
+    def send_weights_async(
+        self, first: Any = UNSET, second: Any = UNSET, /, *, model_id: Any = UNSET, weights: Any = UNSET
+    ) -> SyncReport:
         """Fill the model's buffer, and begin to send: see `send_weights` and `TransportFacade.send_weights_async`."""
         if self._params_map:
-            return self._fill(model_and_weights(model_id, weights)[1], None)
-        model_id, weights = self._registered(model_id, weights)
+            return self._fill(model_and_weights(first, second, model_id, weights)[1], None)
+        model_id, weights = self._registered(first, second, model_id, weights)
         if not self._pipes:
             return self._just_fill(model_id, weights)
         return super().send_weights_async(model_id, weights)
 
-    def _registered(self, model_id: Any, weights: Any) -> tuple[str, Any]:
+    def _registered(self, *given: Any) -> tuple[str, Any]:
         """The model's id and weights, if it may be sent."""
-        model_id, weights = model_and_weights(model_id, weights)
+        model_id, weights = model_and_weights(*given)
         if not self.auto_register:
             require_registered(model_id, self._policy_weights)
         return model_id, self._services.prepare_weights(weights, model_id, self._services.strategy)
