@@ -90,7 +90,8 @@ class Metrics(Collector):
         """Count what a scheme does from now on, in the trainer or in a worker.
 
         Returns:
-            The subscription; after `Subscription.cancel` the scheme is no longer counted.
+            The subscription; after `Subscription.cancel` the scheme is no longer counted. If it is watched already, the
+            subscription that there is: nothing is counted twice.
 
         Raises:
             ConfigurationError: this is no scheme.
@@ -101,7 +102,10 @@ class Metrics(Collector):
             self._forget_gone()
             events = subscription._events
             self._watched[events.drops] = weakref.ref(events)
-        return subscription
+        first = next(each for each in (*events._subscriptions, subscription) if each.callback == self.take)
+        if first is not subscription:
+            subscription.cancel()
+        return first
 
     def _forget_gone(self) -> None:
         """Keep of schemes that no longer exist only the sum."""

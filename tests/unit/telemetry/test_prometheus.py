@@ -231,6 +231,18 @@ def test_a_scheme_that_is_watched_twice_has_its_dropped_events_counted_once(coun
     assert sample(counted.page(), "weightsync_dropped_events_total") == 2
 
 
+def test_a_scheme_that_is_watched_already_is_not_counted_twice(counted: Counted) -> None:
+    scheme = MultiProcessWeightSyncScheme()
+    watched = counted.metrics.watch(scheme)
+    assert counted.metrics.watch(scheme) is watched
+    scheme.emit(event(EventKind.DISPATCH, 1, nbytes=5))
+    scheme.close()  # the callbacks have run then
+    assert sample(counted.page(), "weightsync_bytes_total", model="policy") == 5
+
+    watched.cancel()
+    assert counted.metrics.watch(scheme) is not watched
+
+
 def test_of_schemes_that_no_longer_exist_the_metrics_keep_how_many_events_were_dropped(counted: Counted) -> None:
     for count in range(1, 4):
         events = counted.metrics.watch(MultiProcessWeightSyncScheme())._events
