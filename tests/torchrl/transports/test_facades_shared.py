@@ -255,3 +255,15 @@ def test_a_closed_transport_changes_no_workers_buffer(
         transport.send_weights(filled(3.0))
 
     assert {0.0} == values(buffers[0])
+
+
+def test_buffers_by_worker_and_pipes_are_not_mixed(
+    own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]], pipes: list[Any]
+) -> None:
+    """The workers behind the pipes got nothing, and no report said so."""
+    with pytest.raises(ConfigurationError, match="in one way"):
+        own_buffers[0].register_pipe(pipes[0][0])
+    with SharedMemTransport() as transport:
+        transport.register_pipe(pipes[0][0])
+        with pytest.raises(ConfigurationError, match="in one way"):
+            transport.register_weights(params_map={0: filled(0.0)})

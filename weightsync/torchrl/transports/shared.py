@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Final
 
 from tensordict import TensorDict
 
@@ -26,6 +26,12 @@ from weightsync.weights.packing import views
 from weightsync.weights.reading import layout_of, ordered, read_weights
 from weightsync.weights.strategy import WeightStrategy, refuse_misfit, strategy_of
 from weightsync.weights.tensors import on_cpu
+
+#: A send would fill the buffers only, and report no worker: those behind the pipes would get nothing.
+_ONE_WAY: Final = (
+    "A SharedMemTransport reaches its workers in one way, by register_pipe() or by register_weights(params_map=...): "
+    "make another one for the other workers. Nothing has changed."
+)
 
 
 @torchrl_class
@@ -78,10 +84,12 @@ class SharedMemTransport(MPTransport):
         A worker that joins after a send receives the latest version right after its handshake.
 
         Raises:
-            ConfigurationError: it is not a duplex pipe, or is registered already.
+            ConfigurationError: it is not a duplex pipe, or is registered already; or there are buffers by worker.
         """
         pipe = connection_of(pipe)
         Channel.of(pipe)
+        if self._params_map:
+            raise ConfigurationError(_ONE_WAY)
         with self._lock:
             known = [id(each) for each in self._pipes]
             worker = known.index(id(pipe)) if id(pipe) in known else len(known)
@@ -113,7 +121,7 @@ class SharedMemTransport(MPTransport):
                 buffer; none: nothing is put.
 
         Raises:
-            ConfigurationError: neither form.
+            ConfigurationError: neither form; or buffers by worker, and pipes are registered.
         """
         named = model_id if isinstance(model_id, str) else None
         maps = [each for each in (params_map, model_id) if each is not None and each is not named]
@@ -121,6 +129,8 @@ class SharedMemTransport(MPTransport):
             read_weights(weights)
             self._policy_weights[named] = weights
         elif named is None and len(maps) == 1 and isinstance(maps[0], Mapping) and None in (weights, init_queues):
+            if self._pipes:
+                raise ConfigurationError(_ONE_WAY)
             self._params_map, self._per_worker = dict(maps[0]), per_worker
             self._init_queues = dict(weights or init_queues or {})
         else:
