@@ -210,6 +210,19 @@ def test_fault_07_a_send_to_some_never_changes_a_buffer_of_others() -> None:
     assert {0.0} == values(buffer)
 
 
+@pytest.mark.parametrize("weights", [filled(1.0), {0: filled(1.0)}, {0: filled(1.0), 1: filled(2.0)}])
+def test_fault_07_a_buffer_that_two_workers_were_given_is_not_written_for_one(weights: Any) -> None:
+    buffer, transport = filled(0.0), SharedMemTransport()
+    transport.register_weights({0: buffer, 1: buffer, 2: filled(0.0)}, per_worker=True)
+
+    with pytest.raises(ValueError, match="would also change others"):
+        transport.send_weights(weights, None if isinstance(weights, dict) else [0, 2])
+    assert {0.0} == values(buffer)
+
+    transport.send_weights(filled(3.0), [1, 0])
+    assert {3.0} == values(buffer)
+
+
 @pytest.fixture
 def own_buffers() -> tuple[SharedMemTransport, dict[int, TensorDict]]:
     """A transport with a buffer for each of two workers."""

@@ -216,7 +216,7 @@ class SharedMemTransport(MPTransport):
             WeightSyncError: as for `TransportFacade.send_weights`.
         """
         if self._params_map:
-            if isinstance(second, Sequence) and not isinstance(second, str):
+            if second is None or (isinstance(second, Sequence) and not isinstance(second, str)):
                 second, worker_ids = UNSET, second
             return self._fill(model_and_weights(first, second, model_id, weights)[1], worker_ids)
         if worker_ids is not None:
@@ -256,7 +256,8 @@ class SharedMemTransport(MPTransport):
         Raises LayoutError: some weights do not fit a buffer. Nothing was written.
         """
         if isinstance(weights, dict) and weights and all(isinstance(key, Integral) for key in weights):
-            self._require_buffers(list(weights))
+            for worker_id in weights:
+                self._require_buffers([worker_id])
             fills = [(self._params_map[worker_id], own) for worker_id, own in weights.items()]
         else:
             ids = worker_ids_of(worker_ids)
@@ -276,16 +277,17 @@ class SharedMemTransport(MPTransport):
 
     def _require_buffers(self, worker_ids: Sequence[int]) -> None:
         """Refuse a write to workers without a buffer of their own. Raises ConfigurationError: nothing was written."""
-        if not self._per_worker:
-            raise ConfigurationError(
-                f"The workers share their buffers: a send to {list(worker_ids)} would also change others. Register "
-                "them with per_worker=True. Nothing was written."
-            )
         unknown = [worker_id for worker_id in worker_ids if worker_id not in self._params_map]
-        if unknown:
+        if unknown and self._per_worker:
             raise ConfigurationError(
                 f"No buffer is registered for workers {unknown}: known are {sorted(self._params_map)}. Nothing was "
                 "written."
+            )
+        others = [buffer for worker_id, buffer in self._params_map.items() if worker_id not in worker_ids]
+        if not self._per_worker or any(self._params_map[each] is buffer for each in worker_ids for buffer in others):
+            raise ConfigurationError(
+                f"The workers share their buffers: a send to {list(worker_ids)} would also change others. Register "
+                "a buffer for each, with per_worker=True. Nothing was written."
             )
 
     def _published(self, model_id: str, weights: Any) -> None:
