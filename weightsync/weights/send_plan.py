@@ -45,7 +45,7 @@ class SendPlan:
         self.place = _place_of(weights)
         self._plain = self.place is not None
         self._form = Form(weights.tensors.values() if self._plain else ())
-        self._held = _held(weights) if self._plain else []
+        self._held = held(weights.tensors.values()) if self._plain else []
         self._offsets = _offsets(weights) if self._plain else []
         self._pieces: Pieces | None = None
         self._threads = 0
@@ -63,7 +63,7 @@ class SendPlan:
             and PLAIN.issuperset(map(type, weights.tensors.values()))
             and self._form.fits(weights.tensors.values())
             # One whose storage was freed or shrunk may be where it was, if that happened twice.
-            and _held(weights) == self._held
+            and held(weights.tensors.values()) == self._held
         )
         self._recur = self._recur or fits
         return fits
@@ -120,8 +120,3 @@ def _offsets(weights: Weights) -> list[int | torch.SymInt]:
     """Where in their storages the tensors begin, in elements."""
     with past_modes():
         return list(map(Tensor.storage_offset, weights.tensors.values()))
-
-
-def _held(weights: Weights) -> list[int]:
-    """The sizes of the tensors' storages, in bytes."""
-    return held(weights.tensors.values())

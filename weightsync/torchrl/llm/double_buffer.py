@@ -66,6 +66,8 @@ def _locked(at: Path) -> Iterator[None]:
             pass
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(descriptor)
 
 
