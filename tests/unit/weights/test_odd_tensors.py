@@ -145,11 +145,14 @@ def test_a_parameter_freed_after_the_target_was_made_is_refused_and_served_again
 
 
 @modes
-def test_memory_that_was_shrunk_is_not_written_even_where_it_was(mode: Mode) -> None:
+@pytest.mark.parametrize("keeps_addresses", [False, True])
+def test_memory_that_was_shrunk_is_not_written_even_where_it_was(mode: Mode, keeps_addresses: bool) -> None:
     worker, update = nn.BatchNorm1d(1000), packed(nn.BatchNorm1d(1000))
     target = Target(worker, mode)
     for _ in range(2):
         target.swap(target.stage(*update))
+    if keeps_addresses:
+        target.keep_addresses()
     staged = target.stage(*update)
     worker.running_mean.untyped_storage().resize_(8)
     # As if it had been freed, and got less memory where it was: malloc often does that.
