@@ -336,6 +336,11 @@ class OnDemandEvents:
                     report_to(events)
         return subscription
 
+    def subscription_of(self, callback: Callback) -> Subscription | None:
+        """The first subscription of a callback that was not cancelled; None: there is none."""
+        subscriptions = () if self._events is None else self._events._subscriptions
+        return next((each for each in subscriptions if each.callback == callback), None)
+
     @contextlib.contextmanager
     def reported_by(self, report_to: Callable[[Events], None]) -> Iterator[None]:
         """Initialise a side inside; unless an exception leaves the block, it also reports to later callbacks.

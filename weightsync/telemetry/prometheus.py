@@ -97,13 +97,13 @@ class Metrics(Collector):
             ConfigurationError: this is no scheme.
         """
         require_scheme(scheme, "Metrics.watch()")
-        subscription = scheme.on_event(self.take)
+        subscription = scheme._events.subscription_of(self.take) or scheme.on_event(self.take)
         with self._lock:
             self._forget_gone()
             events = subscription._events
             self._watched[events.drops] = weakref.ref(events)
-        first = next(each for each in (*events._subscriptions, subscription) if each.callback == self.take)
-        if first is not subscription:
+        first = scheme._events.subscription_of(self.take) or subscription
+        if first is not subscription:  # another thread has called this too
             subscription.cancel()
         return first
 
