@@ -378,14 +378,14 @@ class Members:
 
     def _take_off(self, put: Put) -> bool:
         """Whether it was still the first: a signal handler may have taken it meanwhile, here or as it was unpickled."""
-        if self._is_first(put):
-            with Shield(lambda: None):  # what a handler raises leaves the result there, for which there is room already
+        with Shield(lambda: None):  # what a handler raises leaves the result there, for which there is room already
+            if self._is_first(put):
                 self.results[0].member.take(self.results[0])
                 self.results[0] = self.results[0]._replace(life=None)
         return self._is_first(put) and bool(self.results.popleft())
 
     def _is_first(self, put: Put) -> bool:
-        return bool(self.results) and self.results[0].put is put
+        return self.results[0].put is put if self.results else False  # no call, after which a handler might run
 
     def starting(self) -> list[Running]:
         """The lives whose functions have not begun, by all that has arrived."""

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from weightsync.clock import Deadline, Timeout, replaced_by, seconds
+from weightsync.engine.driver import Shield
 from weightsync.errors import GIVE_RESTARTS, ConfigurationError, WorkerFailedError
+from weightsync.group import members as members_module
 from weightsync.group.advice import too_late
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, Released, Started
 from weightsync.group.members import Member, Members, MemberState, Rules, Running
@@ -423,7 +425,7 @@ class Handling:
 
 
 @pytest.mark.parametrize("more", [["second", "third"], ["second"], []])
-@pytest.mark.parametrize("when", ["unpickled", "taken off"])
+@pytest.mark.parametrize("when", ["unpickled", "about to be taken off", "taken off"])
 def test_a_result_that_a_signal_handler_has_taken_is_not_taken_again_and_no_other_for_it(
     when: str, more: list[str], lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +442,15 @@ def test_a_result_that_a_signal_handler_has_taken_is_not_taken_again_and_no_othe
     before = signal.signal(signal.SIGUSR1, lambda *_: take())
     if when == "unpickled":
         HANDLER.append(take)
+    elif when == "about to be taken off":
+        shield = members_module.Shield
+
+        def late(wake: Callable[[], None]) -> Shield:
+            monkeypatch.setattr(members_module, "Shield", shield)
+            signal.raise_signal(signal.SIGUSR1)
+            return shield(wake)
+
+        monkeypatch.setattr(members_module, "Shield", late)
     else:
         make_room = channel.make_room
 
