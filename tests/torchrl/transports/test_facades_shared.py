@@ -270,6 +270,17 @@ def test_a_closed_transport_changes_no_workers_buffer(
     assert {0.0} == values(buffers[0])
 
 
+def test_the_workers_that_a_send_names_are_not_overlooked_beside_a_none(
+    own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
+) -> None:
+    transport, buffers = own_buffers
+
+    with pytest.raises(ConfigurationError, match="Nothing was sent"):
+        transport.send_weights(filled(3.0), None, [1])
+
+    assert [{0.0}, {0.0}] == [values(buffer) for buffer in buffers.values()]
+
+
 def test_buffers_by_worker_and_pipes_are_not_mixed(
     own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]], pipes: list[Any]
 ) -> None:

@@ -216,7 +216,8 @@ class SharedMemTransport(MPTransport):
             WeightSyncError: as for `TransportFacade.send_weights`.
         """
         if self._params_map:
-            if second is None or (isinstance(second, Sequence) and not isinstance(second, str)):
+            by_position = second is None or (isinstance(second, Sequence) and not isinstance(second, str))
+            if by_position and worker_ids is None:
                 second, worker_ids = UNSET, second
             return self._fill(model_and_weights(first, second, model_id, weights)[1], worker_ids)
         if worker_ids is not None:
