@@ -194,31 +194,42 @@ class Background:
         data = self._receiver.driver.data
         self._reported = data.decided, data.served
 
-    def stop(self) -> None:
+    def stop(self, reads_on: bool = True) -> None:
         """End the thread and the guard. The receiver stays as it is.
 
         A thread that runs code of the user's cannot be stopped: it is waited for `JOIN_SECONDS`, and ends when that
-        code returns. If an interrupt ends the wait, nothing is stopped.
+        code returns.
+
+        Args:
+            reads_on: whether nothing is stopped if an interrupt, such as KeyboardInterrupt, ends the wait.
         """
-        with self._lock:
-            self._stopping = True
-            thread = self._thread
-        self._receiver.driver.waker.fire()
-        if thread is not None and thread is not threading.current_thread():
-            try:
+        try:
+            with self._lock:
+                self._stopping = True
+                thread = self._thread
+            self._receiver.driver.waker.fire()
+            if thread is not None and thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
-            except BaseException:  # such as KeyboardInterrupt: the receiver stays open, so it is read on
+        except BaseException:
+            if reads_on:
                 with self._lock:
                     self._stopping = False
                 self._spawn()
-                raise
-            if thread.is_alive():
-                logger.warning(
-                    "model %r: after %g s its background reader still runs your own code (a hook, or a relay); the "
-                    "thread ends when that code returns",
-                    self._receiver.model_id,
-                    JOIN_SECONDS,
-                )
+            else:
+                self._stopping = True
+                self._let_go(self._thread)
+            raise
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            logger.warning(
+                "model %r: after %g s its background reader still runs your own code (a hook, or a relay); the thread "
+                "ends when that code returns",
+                self._receiver.model_id,
+                JOIN_SECONDS,
+            )
+        self._let_go(thread)
+
+    def _let_go(self, thread: threading.Thread | None) -> None:
+        """The receiver's own callers read its links from now on, and its model is not guarded."""
         self._receiver.set_background_reader(None)
         self._pass_on_what_is_left(thread)
         with self._lock:

@@ -89,6 +89,31 @@ def test_g3_no_forward_sees_two_versions_and_a_busy_worker_starves_no_swap(
     assert len(set(map(tuple, seen))) > 1
 
 
+def test_a_failed_connect_whose_end_was_interrupted_leaves_no_reader_beside_that_of_the_next(
+    scheme_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first would have acked versions that the second had to pass on."""
+    duo, readers = Duo(scheme_class), list[threading.Thread]()
+    duo.arrive()
+
+    def interrupt(thread: threading.Thread, timeout: float) -> None:
+        readers.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            duo.receiving.connect(worker_idx=0, timeout=0.0)
+    [first] = readers
+    first.join(PATIENCE)
+
+    assert not first.is_alive()
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        duo.receiving.connect(worker_idx=0, timeout=PATIENCE)
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    duo.end()
+
+
 def test_a_version_that_arrives_during_a_forward_goes_live_after_it(duo: Duo) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
