@@ -50,15 +50,20 @@ class PerClass(dict[ref[type[Any]], bool]):
     def __init__(self, ask: Callable[[type[Any]], bool]) -> None:
         super().__init__()
         self._ask = ask
+        self._ends: dict[ref[type[Any]], ref[type[Any]]] = {}
 
     def __missing__(self, of: ref[type[Any]]) -> bool:
         kind = of()
         assert kind is not None
-        answer = self[ref(kind, self._forget)] = self._ask(kind)
+        answer = self._ask(kind)
+        # The key is the one that all callers get from `ref(kind)`: it is found without comparing the classes.
+        self._ends[of] = ref(kind, lambda _: self._forget(of))
+        self[of] = answer
         return answer
 
     def _forget(self, of: ref[type[Any]]) -> None:
         self.pop(of, None)
+        self._ends.pop(of, None)
 
 
 class _UnsupportedError(TypeError):

@@ -288,3 +288,18 @@ def test_a_class_of_the_users_that_was_read_ends_with_its_last_module() -> None:
 
     assert kind() is None
     assert not asked
+
+
+def test_classes_that_cannot_be_compared_are_asked_about_once() -> None:
+    class Incomparable(type):
+        __hash__ = type.__hash__
+
+        def __eq__(cls, other: object) -> bool:
+            raise AssertionError("classes were compared")
+
+    asked = []
+    answers = PerClass(lambda kind: not asked.append(kind))
+    kind = Incomparable("kind", (), {})
+
+    assert [answers[ref(kind)] for _ in range(3)] == [True] * 3
+    assert len(asked) == len(answers) == 1
