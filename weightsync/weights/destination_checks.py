@@ -39,6 +39,17 @@ def refuse_functional_call(known: Weights, found: Weights) -> None:
             )
 
 
+def outside_functional_call(read: Read, known: Weights) -> Read:
+    """`read`, which also raises FunctionalCallError if parameters that were read before are plain tensors now."""
+
+    def reading(destination: object) -> Weights:
+        found = read(destination)
+        refuse_functional_call(known, found)
+        return found
+
+    return reading
+
+
 def expanded(layout: Layout, index: int) -> LayoutError:
     """The error for a tensor in which several elements share one place in memory."""
     name = layout.entries[index].name

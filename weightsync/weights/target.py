@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.errors import LayoutError, ProtocolError, WeightSyncError
 from weightsync.weights import destination_checks as checks
 from weightsync.weights.aliasing import Sharing, mappable, sharing_of
 from weightsync.weights.device.base import Device, DeviceMemory, Waits
@@ -85,8 +85,7 @@ def plan_for(
             with one that is not read, or a module in it keeps state elsewhere.
     """
     weights = read(destination)
-    same = _if_unchanged(weights, before) if before else None
-    if same is not None:
+    if before and (same := _if_unchanged(weights, before)) is not None:
         return same
     # Checked tensor by tensor, because the fast path does not notice meta tensors, where writing has no effect.
     layout = layout_of(weights)
@@ -228,10 +227,14 @@ class Target:
                 values of tied tensors differ from each other, or a tensor of the destination cannot be written.
             ProtocolError: payload or extras do not match the layout.
         """
-        decoded = self._decoded(layout, payload, extras)
-        plan = self._plan
+        decoded, plan = self._decoded(layout, payload, extras), self._plan
         if plan.layout is not layout and plan.layout != layout:
             plan = self._refreshed_plan()
+        try:
+            return Staged(layout, payload, decoded, self._validated(plan, layout, payload), in_slot)
+        except LayoutError:  # its tensors may no longer be expanded, or share memory, as when they were read
+            read = checks.outside_functional_call(self._read, plan.weights)
+            plan = plan_for(self.destination, plan, read)
         return Staged(layout, payload, decoded, self._validated(plan, layout, payload), in_slot)
 
     def swap(self, staged: Staged) -> None:
@@ -278,8 +281,7 @@ class Target:
                     _copy_out(plan, staged, mapped.copied)
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
-        if mapped:
-            plan = plan.moved(mapped.form(plan.weights), mapped)
+        plan = plan.moved(mapped.form(plan.weights), mapped) if mapped else plan
         self._readers, self._plan, self._held = mapped.devices if mapped else (), plan, mapped
 
     def apply(self, weights: object) -> None:
@@ -352,8 +354,7 @@ class Target:
 
     def _validated(self, plan: DestinationPlan, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
         if plan.layout is not layout and plan.layout != layout:
-            misfit = plan.layout.misfit(layout)
-            if misfit is not None:
+            if (misfit := plan.layout.misfit(layout)) is not None:
                 raise misfit
             plan = _laid_out(self.destination, plan.weights, layout, plan.sharing)
         if plan.sharing.expanded:
@@ -405,9 +406,8 @@ class Target:
         if self._held is None:
             return
         try:
-            found = self._read(self.destination)
-            checks.refuse_functional_call(self._plan.weights, found)
-            plan = plan_for(self.destination, self._plan, lambda _: found)
+            read = checks.outside_functional_call(self._read, self._plan.weights)
+            plan = plan_for(self.destination, self._plan, read)
         except Exception as error:  # noqa: BLE001 - reading runs the user's hooks
             logger.debug("a destination leaves its slot as it was read before: %r", error)
             self._moved_out(self._plan, self._held)  # the next swap reads it again, and looks for what is left there

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from data_samples import Counted, packed, snapshot, trained
@@ -175,6 +177,34 @@ def test_a_destination_that_no_longer_fits_at_the_swap_is_refused(mode: Mode) ->
         target.swap(staged)
 
     assert snapshot(worker) == before
+
+
+def _tied(model: nn.Module) -> None:
+    model.b = model.a
+
+
+def _expanded(model: nn.Module) -> None:
+    model.b.data = torch.zeros(1).expand(3)
+
+
+@modes
+@pytest.mark.parametrize("change", [_tied, _expanded])
+def test_what_was_refused_for_the_memory_of_the_destination_fits_once_that_is_mended(
+    mode: Mode, change: Callable[[nn.Module], None]
+) -> None:
+    worker = nn.Module()
+    worker.a, worker.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    target, own = Target(worker, mode), worker.b
+    update = packed({"a": torch.ones(3), "b": torch.full((3,), 2.0)})
+    change(worker)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="'b'"):
+            target.swap(target.stage(*update))
+
+    worker.b, own.data = own, torch.zeros(3)
+    target.swap(target.stage(*update))
+
+    assert (worker.a.tolist(), worker.b.tolist()) == ([1, 1, 1], [2, 2, 2])
 
 
 @modes
