@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.aliasing import Sharing, agrees, same_bits, shared_with
 from weightsync.weights.device.base import DeviceMemory
-from weightsync.weights.layout import Layout
+from weightsync.weights.extra_state import ExtraState, encode_extras
+from weightsync.weights.layout import Layout, extra_state_name
 from weightsync.weights.packing import kept_views
 from weightsync.weights.reading import Weights, ordered
 from weightsync.weights.tensors import PLAIN, address_of, why_unsupported
@@ -88,6 +89,19 @@ def _disagreement(layout: Layout, indices: Iterable[int], how: str) -> LayoutErr
         f"{listed} {how} in the destination, but their values differ in the weights.",
         mismatched=dict.fromkeys(names, f"{how} in the destination, with different values"),
     )
+
+
+def refuse_different_extras(weights: Weights, extras: Mapping[str, ExtraState]) -> None:
+    """Raise LayoutError if a module of the destination that has several names would get different extra state."""
+    owners: dict[object, str] = {}
+    for name, value in extras.items():
+        first = owners.setdefault(weights.slots[name].get, name)  # bound methods of one module are equal
+        if first != name and encode_extras({"": value}) != encode_extras({"": extras[first]}):
+            pair = [extra_state_name(first), extra_state_name(name)]
+            raise LayoutError(
+                f"'{pair[0]}' and '{pair[1]}' belong to one module in the destination, but differ in the weights.",
+                mismatched=dict.fromkeys(pair, "belongs to one module in the destination, with different values"),
+            )
 
 
 def refuse_temporary(destination: object, layout: Layout, tensors: Sequence[Tensor], read: Read) -> None:

@@ -102,8 +102,7 @@ def _laid_out(destination: object, weights: Weights, layout: Layout, sharing: Sh
     """The plan for updates of a layout: its orders say which parameters may be mapped."""
     tensors = ordered(weights, layout)
     may_be_mapped = mappable(layout, tensors, sharing) if isinstance(destination, nn.Module) else {}
-    form = Form(weights.tensors.values(), sized=True)
-    parameters = [tensors[index] for index in may_be_mapped]
+    form, parameters = Form(weights.tensors.values(), sized=True), [tensors[index] for index in may_be_mapped]
     return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, parameters, devices_of(tensors))
 
 
@@ -259,9 +258,10 @@ class Target:
             plan = self._plan
         undo = _Undo()
         try:
-            for module, value in staged.extras.items():
-                undo.set(module, plan.weights.slots[module], value)
             if staged.extras:
+                checks.refuse_different_extras(plan.weights, staged.extras)
+                for module, value in staged.extras.items():
+                    undo.set(module, plan.weights.slots[module], value)
                 plan = self._revalidated(staged)
             for device in {*plan.devices, *self._readers}:
                 device.synchronize()

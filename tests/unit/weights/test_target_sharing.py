@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from data_samples import packed
+from data_samples import Counted, packed
 from torch import Tensor, nn
 
 from weightsync import LayoutError
@@ -110,6 +110,18 @@ def test_memory_that_comes_to_be_shared_later_is_noticed(mode: Mode) -> None:
     for refused in (lambda: target.swap(staged), lambda: target.swap(target.stage(*update))):
         with pytest.raises(LayoutError, match="'a', 'b' are tied"):
             refused()
+
+
+@modes
+def test_extra_state_of_a_module_with_two_names_must_agree(mode: Mode) -> None:
+    shared = Counted()
+    target = Target(nn.ModuleList([shared, shared]), mode)
+    target.swap(target.stage(*packed({"0._extra_state": 1, "1._extra_state": 1})))
+
+    with pytest.raises(LayoutError, match=r"'0\._extra_state' and '1\._extra_state' belong"):
+        target.swap(target.stage(*packed({"0._extra_state": 1, "1._extra_state": 2})))
+
+    assert shared.state == 1
 
 
 def test_neighbours_in_one_memory_are_mapped() -> None:
