@@ -24,7 +24,16 @@ from torch import Tensor, nn
 
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.weights.layout import extra_state_name, is_sane, listed, quoted
-from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, bits_of, on_cpu, why_uncopied, why_unsupported
+from weightsync.weights.tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    PLAIN,
+    bits_of,
+    counts_writes,
+    on_cpu,
+    why_uncopied,
+    why_unsupported,
+)
 
 #: What a module's extra state may be: ``None | bool | int | float | complex | str | bytes | Tensor``, and lists,
 #: tuples and dicts (keys str or int) of them.
@@ -365,7 +374,7 @@ def _call_state_dict(root: nn.Module) -> Mapping[str, Any]:
 
 def _mark(tensor: Tensor) -> tuple[int, object]:
     """How often a tensor was written, and where it is. Inference tensors and subclasses do not count writes."""
-    return tensor._version if type(tensor) in PLAIN and not tensor.is_inference() else 0, _place(tensor)
+    return tensor._version if type(tensor) in PLAIN and counts_writes(tensor) else 0, _place(tensor)
 
 
 def _hidden(state: Mapping[str, Any], tensors: Mapping[str, Tensor], extras: Collection[str]) -> Iterator[Any]:

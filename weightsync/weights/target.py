@@ -29,7 +29,7 @@ from weightsync.weights.mapped import MappedPayload, MappedPayloads
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.packing import Pieces, digest_of, movable, pack, scatter
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
-from weightsync.weights.tensors import Form, address_of, on_cpu, past_dispatch_modes, past_modes, set_data
+from weightsync.weights.tensors import Form, address_of, count_writes, on_cpu, past_dispatch_modes, past_modes, set_data
 
 logger = logging.getLogger("weightsync")
 
@@ -398,7 +398,7 @@ class Target:
             mapped.prepare(plan.family, plan.mappable.values(), copied, plan.devices)
         undo.remember(plan.parameters, plan.mapped.memory if plan.mapped else None)
         set_data(zip(plan.parameters, mapped.memory, strict=True))
-        torch.autograd.graph.increment_version(plan.parameters)
+        count_writes(plan.parameters)
         return mapped
 
     def _leave(self) -> None:

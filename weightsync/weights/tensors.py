@@ -396,7 +396,15 @@ def count_writes(tensors: list[Tensor]) -> None:
     try:
         torch.autograd.graph.increment_version(tensors)
     except RuntimeError:  # one was made in inference mode, and has no version; it is no harm to count others twice
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        torch.autograd.graph.increment_version(list(filter(counts_writes, tensors)))
+
+
+def counts_writes(tensor: Tensor) -> bool:
+    """Whether autograd counts writes into it: not if it was made in inference mode, whatever memory it has now."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
 
 
 #: Dtypes that torch's kernel for many tensors cannot copy, or would convert to float and back, which changes NaNs; and

@@ -272,6 +272,12 @@ def _spectral() -> nn.Module:
         return nn.utils.spectral_norm(nn.Linear(3, 3))
 
 
+def _spectral_of_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        module = _spectral()
+    return module.double()
+
+
 def _pruned() -> nn.Module:
     return prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
 
@@ -303,6 +309,7 @@ def _scripted_float() -> nn.Module:
         _weight_normed,
         _parametrized,
         _spectral,
+        _spectral_of_inference_mode,
         _pruned,
         _lazy_done,
         _scripted_float,

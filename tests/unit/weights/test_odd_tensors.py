@@ -286,6 +286,11 @@ def _inferred() -> nn.Module:
         return nn.Linear(3, 3)
 
 
+def _inferred_and_cast() -> nn.Module:
+    """Its tensors are no inference tensors any more, but autograd still counts no writes into them."""
+    return _inferred().bfloat16()
+
+
 def _frozen() -> nn.Module:
     return nn.Linear(3, 3).requires_grad_(False)
 
@@ -314,6 +319,7 @@ def _sharing() -> nn.Module:
     "make",
     [
         _inferred,
+        _inferred_and_cast,
         _frozen,
         _in_a_graph,
         _channels_last,
