@@ -47,6 +47,8 @@ class Weights(Struct, frozen=True):
     slots: dict[str, ExtraSlot]
     #: The source's tensors that do not belong to the weights, if only some were chosen.
     left_out: dict[str, Tensor] = field(default_factory=dict)
+    #: Where those are in memory.
+    beside: list[int] = field(default_factory=list)
 
     def extras(self) -> dict[str, ExtraState]:
         """Get the current extra state of each module."""

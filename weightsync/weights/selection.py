@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import items_of
 from weightsync.weights.extra_state import refuse_fsdp, refuse_hidden_state
 from weightsync.weights.layout import extra_state_name, listed, quoted
 from weightsync.weights.reading import Weights, read_unchecked
+from weightsync.weights.tensors import past_modes
 
 
 class Selection:
@@ -51,10 +52,12 @@ class Selection:
             LayoutError: a pattern matches nothing, or a module with a chosen tensor keeps state elsewhere.
         """
         found, customising = read_unchecked(source)
+        left_out = {name: tensor for name, tensor in found.tensors.items() if not self._has(name)}
         chosen = Weights(
             {name: tensor for name, tensor in found.tensors.items() if self._has(name)},
             {module: slot for module, slot in found.slots.items() if self._has(extra_state_name(module))},
-            {name: tensor for name, tensor in found.tensors.items() if not self._has(name)},
+            left_out,
+            _addresses_of(left_out.values()),
         )
         self._refuse_unmatched(chosen, found)
         if customising:
@@ -85,6 +88,18 @@ class Selection:
             text = f"no weights match {lacking} in names=. Available: {has}."
             raise LayoutError(text, missing=unmatched)
         self._matched = names
+
+
+def _addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Where tensors of any type are; 0 for one that does not say."""
+    found = []
+    with past_modes():
+        for tensor in tensors:
+            try:
+                found.append(tensor.data_ptr())
+            except Exception:  # noqa: BLE001 - it has no memory (sparse), or a subclass raises
+                found.append(0)
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -107,10 +107,10 @@ def _laid_out(destination: object, weights: Weights, layout: Layout, sharing: Sh
 
 
 def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
-    known, found = before.weights.tensors, weights.tensors
-    same = list(found) == list(known) and weights.slots.keys() == before.weights.slots.keys()
+    was, now = before.weights, weights.tensors
+    same = list(now) == list(was.tensors) and weights.slots.keys() == was.slots.keys() and weights.beside == was.beside
     # A storage that was freed or shrunk is noticed too, even where its address is the same.
-    if same and all(map(is_, found.values(), known.values())) and before.form.fits(found.values()):
+    if same and all(map(is_, now.values(), was.tensors.values())) and before.form.fits(now.values()):
         return replace(before, weights=weights) if weights.slots else before
     return None
 

@@ -161,6 +161,33 @@ def test_a_chosen_tensor_that_shares_memory_with_another_is_refused(link: Any) -
         link(destination=tied)
 
 
+def _tied(model: Any) -> None:
+    model.head.weight = model.layer.lora_A.weight
+
+
+def _tied_in_memory(model: Any) -> None:
+    model.head.weight.data = model.layer.lora_A.weight.data
+
+
+@pytest.mark.parametrize("tie", [_tied, _tied_in_memory])
+def test_a_chosen_tensor_that_comes_to_share_memory_with_another_is_refused_until_it_no_longer_does(
+    link: Any, tie: Any
+) -> None:
+    model = plain(0.0)
+    model.head = nn.Linear(4, 2, bias=False)
+    pair = link(destination=model)
+    pair.sync()
+    tie(model)
+
+    with pytest.raises(RefusedError, match="shares memory with 'head"):
+        pair.sync(Mergeable(2.0))
+
+    assert constants(model.head) == constants(model.layer.lora_A) == {1.0}
+    model.head.weight = nn.Parameter(torch.zeros(2, 4))
+    assert pair.sync(Mergeable(3.0)).ok
+    assert (constants(model.head), constants(model.layer.lora_A)) == ({0.0}, {3.0})
+
+
 def test_names_that_match_nothing_are_refused_by_both_sides(link: Any) -> None:
     with pytest.raises(
         LayoutError, match=r"no weights match '\*\.adapter\.\*' in names=\. Available: 'layer\.base\.bias'"
