@@ -29,6 +29,7 @@ from weightsync import (
     OutcomeKind,
     RefusedError,
     RPCTransport,
+    SenderClosed,
     SharedMemTransport,
     State,
     StateError,
@@ -498,6 +499,26 @@ def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]
         # The queue's own thread writes: the first may be read before the second is there.
         fills = iter(lambda: value(worker.receive_weights(timeout=PATIENCE)), 2.0)
         assert set(fills) <= {1.0}
+
+
+@pytest.mark.parametrize("timeout", [None, PATIENCE])
+def test_a_trainer_that_is_gone_ends_a_wait_for_ever_over_queues(queues: list[Any], timeout: float | None) -> None:
+    with MPTransport(*queues) as worker:
+        with MPTransport(*queues) as trainer:
+            trainer.send_weights_async(filled(1.0))
+            worker.receive_weights()
+            worker.send_ack()
+            trainer.wait_ack(timeout=PATIENCE)
+
+        given_up = threading.Timer(PATIENCE / 2, worker.close)
+        given_up.start()
+        with pytest.raises(SenderClosed):
+            worker.receive_weights(timeout=timeout)
+        given_up.cancel()
+        given_up.join()
+
+        with pytest.raises(SenderClosed):  # nor does it wait any more, or for ever
+            worker.receive_weights(timeout=0.0)
 
 
 def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:

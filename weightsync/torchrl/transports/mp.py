@@ -200,7 +200,7 @@ class MPTransport(TransportFacade):
         try:
             while True:
                 self._require_open("receive_weights")
-                for model_id in self._arrived():
+                for model_id in self._arrived() or self._ended():
                     weights = self._take_weights(model_id)
                     if weights is not None:
                         return model_id, weights
@@ -221,6 +221,10 @@ class MPTransport(TransportFacade):
         for model_id in self._unclaimed():
             self._receiver(model_id)
         return [model_id for model_id, receiver in list(self._receivers.items()) if receiver.has_update()]
+
+    def _ended(self) -> Sequence[str]:
+        """The models whose senders are gone, if nothing is left that could bring an update: taking one says so."""
+        return () if self._links() else list(self._receivers)
 
     def _take_weights(self, model_id: str) -> Any:
         receiver = self._receivers.get(model_id)  # None: another thread has closed the transport
