@@ -128,6 +128,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         """Close for good: send a goodbye over every link, close them, wake callers that wait."""
         self.take(pure.Close())
         self.waker.close()
+        self._idle.clear()  # what the links reach may end with the last reference to it, as Ray's actors do
+        self._waits.clear()
 
     def fail(self, reason: str) -> None:
         """Close for good because of an error, which every goodbye carries."""

@@ -99,6 +99,8 @@ class WeightSyncScheme(Configured):
     #: The keywords of `init_on_sender`, and of `init_on_worker`, beyond those of all schemes.
     _sender_arguments: tuple[str, ...] = ()
     _worker_arguments: tuple[str, ...] = ()
+    #: Those of `init_on_sender` that are not kept, since the sender has the workers that were made from them.
+    _given_to_workers: tuple[str, ...] = ()
     _not_copied: tuple[str, ...] = ("_sender_side", "_receiver_side", "_context", "_events", "applied_selection")
 
     def __init__(

@@ -70,6 +70,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
     """
 
     _sender_arguments: tuple[str, ...] = ("remote_collectors", "actor_refs", "actors", "num_collectors")
+    # Ray ends an actor with its last handle, so the scheme keeps none.
+    _given_to_workers: tuple[str, ...] = ("remote_collectors", "actor_refs", "actors")
     _reached: WorkerKind | None = WorkerKind.ACTORS
     _worker_arguments: tuple[str, ...] = ("actor_ref",)
 

@@ -98,6 +98,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     """
 
     _sender_arguments = (*RayWeightSyncScheme._sender_arguments, "ray_transform")
+    _given_to_workers = ()  # its actor is looked for there later
     _reached = None
 
     def __init__(

@@ -55,6 +55,7 @@ class Sending(Protocol):
     per_worker_weights: bool
     #: See `WeightSyncScheme`, which says what these and the methods below are.
     _sender_arguments: tuple[str, ...]
+    _given_to_workers: tuple[str, ...]
     _reached: WorkerKind | None
 
     @property
@@ -105,7 +106,7 @@ class SenderSide:
         self.sender: WeightSender | None = None
         #: Sends for the scheme's own `send`; None until it connects.
         self.sends: SequentialSends | None = None
-        #: The keywords of `init_on_sender`, and the workers that they define.
+        #: The keywords of `init_on_sender`, without those that only the workers are made from, and these workers.
         self.given: Mapping[str, Any] = {}
         self.worker_set = WorkerSet()
         #: Which weights are sent, and the model's id if they must be finite: see `Packer`.
@@ -152,7 +153,9 @@ class SenderSide:
         """Add the workers to a new sender, and create the links unless `connect` is to create them."""
         scheme, given, context = self._scheme, setup.given, setup.context
         scheme.per_worker_weights = scheme.per_worker_weights or has_factories(context)
-        self.given, self.worker_set = given, setup.worker_set
+        # A worker that leaves is let go: the sender alone has what it is reached by.
+        self.given = {name: each for name, each in given.items() if name not in scheme._given_to_workers}
+        self.worker_set = setup.worker_set
         sender.set_context(context, setup.model_id)
         try:
             for worker_id, endpoint in setup.endpoints.items():

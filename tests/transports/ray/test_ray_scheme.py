@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import os
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -97,6 +99,32 @@ def test_a_row_of_the_store_is_let_go_with_its_sender(setups: list[Any], trainer
     sender.close()
 
     assert len(cache._objects) == 0
+
+
+def _removed(sender: Any) -> None:
+    sender.remove_worker(0)
+    sender.send(timeout=PATIENCE)
+
+
+def _closed(sender: Any) -> None:
+    sender.close()
+
+
+@pytest.mark.parametrize("leave", [_removed, _closed])
+def test_an_actor_that_left_is_not_kept_alive_by_its_former_scheme(setups: list[Any], trainer: Any, leave: Any) -> None:
+    """Ray ends an actor with its last handle."""
+    handle = ray.get(ray.put(setups[0]))
+    last = weakref.ref(handle)
+    sender = trainer([handle, setups[1]], small(1.0))
+    sender.send(timeout=PATIENCE)
+    leave(sender)
+
+    del handle
+    given_up = time.monotonic() + PATIENCE  # the goodbye is a call
+    while last() is not None and time.monotonic() < given_up:
+        gc.collect()
+        time.sleep(0.01)
+    assert last() is None
 
 
 def test_small_payloads_go_with_the_call_and_large_ones_of_the_same_host_are_mapped(
