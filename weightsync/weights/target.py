@@ -230,11 +230,11 @@ class Target:
         if plan.layout is not layout and plan.layout != layout:
             plan = self._refreshed_plan()
         try:
-            return Staged(layout, payload, decoded, self._validated(plan, layout, payload), in_slot)
+            plan = self._validated(plan, layout, payload)
         except LayoutError:  # its tensors may no longer be expanded, or share memory, as when they were read
             read = checks.outside_functional_call(self._read, plan.weights)
-            plan = plan_for(self.destination, plan, read)
-        return Staged(layout, payload, decoded, self._validated(plan, layout, payload), in_slot)
+            plan = self._validated(plan_for(self.destination, plan, read), layout, payload)
+        return Staged(layout, payload, decoded, plan, in_slot)
 
     def swap(self, staged: Staged) -> None:
         """Make a staged update live: first the extra state, which is restored if anything fails, then the tensors.

@@ -153,6 +153,8 @@ OWN = {
         "tests/unit/weights/test_target_hooks.py::test_weights_that_a_functional_call",
         "tests/unit/weights/test_odd_tensors.py::test_a_destination_made_anew",
         "tests/unit/weights/test_odd_tensors.py::test_memory_that_was_shrunk",
+        "tests/unit/weights/test_target_refusals.py::test_a_destination_that_was_refused",
+        "tests/unit/weights/test_target_refusals.py::test_what_was_refused",
         "tests/unit/weights/test_target.py::test_parameters_of_a_dict",
         "tests/unit/weights/test_target.py::test_extra_state_goes_to",
         "tests/torchrl/generation_b/test_background_functional.py",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, ProtocolError
+from weightsync.weights.destination_checks import FunctionalCallError
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.target import Mode, Target, plan_for
 
@@ -205,6 +206,32 @@ def test_what_was_refused_for_the_memory_of_the_destination_fits_once_that_is_me
     target.swap(target.stage(*update))
 
     assert (worker.a.tolist(), worker.b.tolist()) == ([1, 1, 1], [2, 2, 2])
+
+
+class Acting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, act: Callable[[], None]) -> Tensor:
+        act()
+        return self.a
+
+
+@modes
+def test_a_destination_that_was_refused_is_not_read_again_in_a_functional_call(mode: Mode) -> None:
+    def stage() -> None:
+        with pytest.raises(FunctionalCallError, match="'a'"):
+            target.stage(*update)
+
+    worker = Acting()
+    target, update = Target(worker, mode), packed({"a": torch.ones(3), "b": torch.full((3,), 2.0)})
+    _tied(worker)
+    with pytest.raises(LayoutError, match="'b'"):
+        target.swap(target.stage(*update))
+
+    plain = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    assert torch.func.functional_call(worker, plain, (stage,), tie_weights=False) is plain["a"]
 
 
 @modes
