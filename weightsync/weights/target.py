@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Container, Iterable, Sequence
@@ -230,9 +229,10 @@ class Target:
         decoded, plan = self._decoded(layout, payload, extras), self._plan
         if plan.layout is not layout and plan.layout != layout:
             plan = self._refreshed_plan()
-        with contextlib.suppress(LayoutError):  # its tensors may no longer be expanded, or share memory, as when read
+        try:
             return Staged(layout, payload, decoded, self._validated(plan, layout, payload), in_slot)
-        read = checks.outside_functional_call(self._read, plan.weights)
+        except LayoutError:  # its tensors may no longer be expanded, or share memory, as when they were read
+            read = checks.outside_functional_call(self._read, plan.weights)
         plan = self._validated(plan_for(self.destination, plan, read), layout, payload)
         return Staged(layout, payload, decoded, plan, in_slot)
 
