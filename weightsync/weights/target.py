@@ -230,10 +230,10 @@ class Target:
         if plan.layout is not layout and plan.layout != layout:
             plan = self._refreshed_plan()
         try:
-            return Staged(layout, payload, decoded, self._validated(plan, layout, payload), in_slot)
+            plan, read = self._validated(plan, layout, payload), None
         except LayoutError:  # its tensors may no longer be expanded, or share memory, as when they were read
             read = checks.outside_functional_call(self._read, plan.weights)
-        plan = self._validated(plan_for(self.destination, plan, read), layout, payload)
+        plan = self._validated(plan_for(self.destination, plan, read), layout, payload) if read else plan
         return Staged(layout, payload, decoded, plan, in_slot)
 
     def swap(self, staged: Staged) -> None:
