@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.demo import Phase, RunState, SchemeName, Verdict, WorkerState
+from weightsync.protocol.sender import LinkState
 
 _FRAMES_PER_SECOND = 6
 _SECONDS_PER_LINE = 2.0
@@ -90,7 +91,7 @@ def plain_line(state: RunState) -> str:
     for worker in state.workers:
         behind = _behind(state, worker)
         words = worker.state if behind is None else f"{worker.state} v{worker.version} ({behind} behind)"
-        workers.append(f"worker {worker.index} " + ("LOST" if _link(state, worker) == "lost" else words))
+        workers.append(f"worker {worker.index} " + ("LOST" if _link(state, worker) is LinkState.LOST else words))
     transfer = state.report.transfer_s if state.report else 0.0
     return (
         f"{state.elapsed:6.1f} s  {state.phase.value}  mean return {_number(state.last_mean)}  {state.steps:,} steps  "
@@ -108,9 +109,10 @@ def _behind(state: RunState, worker: WorkerState) -> int | None:
     return None if worker.version is None else max(0, _sender(state)[1] - worker.version)
 
 
-def _link(state: RunState, worker: WorkerState) -> str:
+def _link(state: RunState, worker: WorkerState) -> LinkState | None:
+    """The state of the sender's link to a worker; None: there is no link yet."""
     entry = state.sender.workers.get(worker.index) if state.sender else None
-    return entry.link_state.value if entry else "none"
+    return entry.link_state if entry else None
 
 
 def panel(state: RunState, width: int) -> RenderableType:
@@ -156,8 +158,8 @@ def _machines(state: RunState) -> Table:
         link, behind = _link(state, worker), _behind(state, worker)
         table.add_row(
             f"worker {worker.index}",
-            _styled("unknown" if link == "lost" else worker.state),
-            "" if link == "none" else _styled(link),
+            _styled("unknown" if link is LinkState.LOST else worker.state),
+            "" if link is None else _styled(link.value),
             "" if worker.version is None else str(worker.version),
             Text("" if behind is None else str(behind), style="red" if behind and behind > 1 else ""),
             f"{worker.steps:,}",
