@@ -138,9 +138,14 @@ class Participant(Closing):
         self._driver.require_open(asked)
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Set the object on which models are found (referenced weakly), and which model is meant.
+        """Set the object on which models are found, and which model is meant.
 
-        Raises StateError: another model's id is given after the links were created.
+        Args:
+            context: the object; it is referenced weakly.
+            model_id: the model's id; None: unchanged.
+
+        Raises:
+            StateError: another model's id is given after the links were created. Nothing has changed.
         """
         if model_id is not None and model_id != self._model_id:
             if self.state is not State.UNINITIALIZED:

@@ -587,12 +587,16 @@ class WeightSyncScheme(Configured):
         )
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.
+        """A link to one peer, for one model.
 
-        Here ``endpoint`` is a transport, TorchRL's or the user's own, or `create_transport` makes a transport from it.
+        Args:
+            endpoint: how the peer is reached; here a transport, TorchRL's or the user's own, or what
+                `create_transport` makes one from.
+            model_id: the model whose messages the link carries.
+            peer: what messages call the other end, such as "worker 0".
 
         Raises:
-            ConfigurationError: no link can be made from it.
+            ConfigurationError: no link can be made over ``endpoint``.
         """
         transport = self._transport_for(endpoint)
         if isinstance(transport, LinkTransport):
@@ -610,13 +614,21 @@ class WeightSyncScheme(Configured):
         return made if isinstance(made, LinkTransport | BareTransport) else None
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Call ``accept`` with each link over which a sender reaches us at ``endpoint``; here with one link, at once.
+        """Call ``accept`` with each link over which a sender reaches this worker; here with one link, at once.
 
         If the transport (``endpoint``, or what `create_transport` makes from it) is the user's own, a thread asks it
         for weights.
 
+        Args:
+            endpoint: where senders reach this worker: see `create_link`.
+            model_id: the model that is received.
+            accept: called with each link, perhaps in another thread.
+
+        Returns:
+            A function that ends the listening.
+
         Raises:
-            ConfigurationError: no link can be made from the endpoint.
+            ConfigurationError: no link can be made over ``endpoint``.
         """
         transport = self._transport_for(endpoint)
         creates_links = type(self).create_link is not WeightSyncScheme.create_link

@@ -287,6 +287,9 @@ class WeightSyncActor:
     def weight_receiver(self, model_id: str = "policy") -> WeightReceiver:
         """The receiver of a model in this actor, made now if there is none yet.
 
+        Args:
+            model_id: the model's id.
+
         Raises:
             ConfigurationError: no model is found, or a scheme's background thread receives it.
         """

@@ -124,7 +124,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     def set_transform(self, ray_transform: Any) -> None:
         """Set the transform whose actor gets the weights; TorchRL's ``RayModuleTransform`` calls this.
 
-        Raises ConfigurationError: another actor gets them already.
+        Args:
+            ray_transform: the transform, or its actor.
+
+        Raises:
+            ConfigurationError: another actor gets them already. Nothing has changed.
         """
         actor, sender = self._actor_behind(ray_transform), self._sender_side.sender
         found = sender.found_actor if isinstance(sender, RayModuleTransformSender) else None

@@ -102,7 +102,11 @@ class GroupCarrier(Carrier):
         }
 
     def join(self) -> None:
-        """Join the group as rank 0. Blocks until all workers of the engine have joined."""
+        """Join the group as rank 0. Blocks until all workers of the engine have joined.
+
+        Raises:
+            TransportError: `give_up` was called meanwhile. The group is ended.
+        """
         given_up = self._given_up
         with self._on_device():
             group = self._open(self._port)
@@ -118,7 +122,14 @@ class GroupCarrier(Carrier):
         return {}
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast the tensors in their order, and wait until the last has left."""
+        """Broadcast the tensors in their order, and wait until the last has left.
+
+        Args:
+            bucket: names and tensors; each is copied to the carrier's device first.
+
+        Raises:
+            TransportError: the group was given up before, or during the broadcast. The engine may have some of them.
+        """
         given_up, group = self._given_up, self._group
         if group is None:
             raise TransportError("The process group with the engine was aborted: call add_worker() for it again.")

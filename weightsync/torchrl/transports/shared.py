@@ -338,7 +338,11 @@ class SharedMemTransport(MPTransport):
         return PipeLink(endpoint, model_id, peer=peer)
 
     def pipe_end(self) -> Any:
-        """Our end of the one pipe that is registered."""
+        """Our end of the one pipe that is registered.
+
+        Raises:
+            ConfigurationError: no pipe is registered, or several are.
+        """
         if len(self._pipes) != 1:
             raise ConfigurationError(
                 f"SharedMemTransport receives over one pipe, but {len(self._pipes)} are registered: call "
