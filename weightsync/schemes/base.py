@@ -648,7 +648,7 @@ class WeightSyncScheme(Configured):
         transport = self._transport_for(endpoint)
         if isinstance(transport, LinkTransport):
             return transport.user_messages()
-        raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
+        raise ConfigurationError(f"{type(self).__name__} has no pipes: send your own messages over another connection.")
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Any:
         """The transport over ``receiver``, which listens at ``endpoint``: its ``_transport``, or the user's own.

@@ -173,7 +173,8 @@ def per_worker(weights: Any, where: str) -> dict[int, Any]:
     Raises ConfigurationError: this is not a dict with worker ids as keys, or it is empty.
     """
     if not _is_dict(weights) or not weights:
-        raise ConfigurationError(f"{where} is a dict of worker ids to weights, with an entry for each worker.")
+        given = "an empty dict" if _is_dict(weights) else f"of type {type(weights).__name__}"
+        raise ConfigurationError(f"{where}= is {given}: give a dict of worker ids to weights, one for each worker.")
     return {require_worker_id(worker): own for worker, own in weights.items()}
 
 
@@ -263,7 +264,8 @@ def _require_count(found: WorkerSet, given: Mapping[str, Any]) -> WorkerSet:
     count = given.get("num_workers")
     if found.ids is not None and count not in (None, len(found.ids)):
         raise ConfigurationError(
-            f"num_workers is {count}, but weights or devices were given for {len(found.ids)} workers."
+            f"num_workers is {count}, but weights or devices were given for {len(found.ids)} workers: give "
+            "one for each worker, or leave num_workers= out."
         )
     return found
 

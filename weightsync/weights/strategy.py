@@ -124,9 +124,15 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         for part in path:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise ConfigurationError(f"'{name}' cannot be nested below '{part}', which is itself a tensor.")
+                raise ConfigurationError(
+                    f"'{name}' cannot be nested below '{part}', which is itself a tensor. Choose the flat format "
+                    "'state_dict'."
+                )
         if last in inner:
-            raise ConfigurationError(f"'{name}' cannot be nested: it is a tensor and also has tensors below it.")
+            raise ConfigurationError(
+                f"'{name}' cannot be nested: it is a tensor and also has tensors below it. "
+                "Choose the flat format 'state_dict'."
+            )
         inner[last] = value
     return nested
 

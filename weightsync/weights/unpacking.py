@@ -86,6 +86,8 @@ def _as_dict(found: TensorDictBase) -> dict[str, Any]:
 def _empty(entry: Entry) -> Tensor:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise ProtocolError(f"'{entry.name}' has the dtype {entry.dtype}, which this version of torch lacks.")
+        raise ProtocolError(
+            f"'{entry.name}' has the dtype {entry.dtype}, which this version of torch lacks: install the trainer's."
+        )
     # Allocated as bytes, because torch warns when it allocates some dtypes.
     return shaped(on_cpu(entry.nbytes).view(dtype), entry)

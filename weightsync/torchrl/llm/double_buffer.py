@@ -275,7 +275,7 @@ class VLLMDoubleBufferWeightReceiver:
             Exception: what the engine raised.
         """
         if not inplace:
-            raise ConfigurationError("An engine's weights are loaded in place.")
+            raise ConfigurationError("inplace=False: an engine loads weights in place only. Leave inplace= out.")
         engine = optional(self._engine, "llm_engine")
         inner = self._engine if engine is MISSING else engine
         model = inner.model_executor.driver_worker.model_runner.model

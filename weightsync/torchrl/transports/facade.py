@@ -102,7 +102,7 @@ class TransportFacade(Configured):
         Raises:
             ConfigurationError: it has no pipe.
         """
-        raise ConfigurationError(f"{type(self).__name__} has no pipe that could carry messages of your own.")
+        raise ConfigurationError(f"{type(self).__name__} has no pipe: send your own messages over another connection.")
 
     def _published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched."""

@@ -192,7 +192,8 @@ class CallServer:
         count = len(self._links) - len(self._found_closed)
         if count >= MAX_LINKS:
             raise TransportError(
-                f"{count} senders of model {self.model_id!r} have links here, which is the limit, and another called."
+                f"{count} senders of model {self.model_id!r} have links here, which is the limit, and another called: "
+                "close() those that are no longer used."
             )
         link = self._links[name] = CallServerLink("the sender", self._unreachable)
         return link
