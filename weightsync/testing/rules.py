@@ -30,7 +30,6 @@ class Rule(Enum):
     FREED = "closing both ends frees every descriptor and thread that they have begun"
     OWN_ERRORS = "a link raises TransportError, ProtocolError and ConfigurationError only, where its contract says so"
     STATE = "sender and receiver are where the protocol says, after every step"
-    APART = "links of several models over one connection do not disturb each other"
     DECLARED = "what an adapter cannot reach is declared, with the reason"
 
 
