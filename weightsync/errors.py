@@ -267,7 +267,7 @@ class PartlyLoadedError(WeightSyncError):
 
 #: HTTP statuses of calls that were turned away: the engine has begun nothing.
 _REJECTED: Final = frozenset({401, 403, 404, 405, 409, 413, 415, 422, 429})
-#: The first and the last status of calls that are to be made elsewhere. They are not followed.
+#: The first and the last status of a redirect. Redirects are not followed.
 _REDIRECTS: Final = (300, 399)
 
 

@@ -110,7 +110,7 @@ def markdown(columns: Sequence[str], rows: Rows) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
 
 
-#: A payload of more tensors costs more than its size says, and is no point of the curve over sizes.
+#: A payload of more tensors costs more than its size says, and does not belong on the curve over sizes.
 _FEW_TENSORS = 1000
 _STYLES = {Kind.FLOOR: "--", Kind.SCHEME: "-", Kind.ASYNC: ":", Kind.TORCHRL: "-."}
 

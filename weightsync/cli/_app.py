@@ -174,7 +174,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def with_file_of_json(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with ``-`` behind each ``--json`` that is the last of them or has another option behind it."""
+    """The arguments, with ``-`` after each ``--json`` that comes last or is followed by another option."""
     at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is no option
     found: list[str] = []
     for argument, following in zip(arguments[:at], [*arguments[1:], "--"], strict=False):

@@ -115,7 +115,7 @@ def temporary_files() -> Finding:
 
 
 def pipes() -> Finding:
-    """What a new pipe and a new socket hold: workers and trainer hear of each other by them."""
+    """How much a new pipe and a new socket hold: trainer and workers communicate over them."""
     if not sys.platform.startswith("linux"):
         return kernel()
     reading, writing = os.pipe()

@@ -61,10 +61,10 @@ class Trainer(Protocol):
         """Whether the worker is to return."""
 
     def mention(self, word: Held | Released) -> None:
-        """Say a word as soon as the trainer reads. Raises SenderClosed: it has closed the group, or is dead."""
+        """Tell the trainer, as soon as it reads. Raises SenderClosed: it has closed the group, or is dead."""
 
     def flush(self) -> None:
-        """Say what could not be said yet. Raises SenderClosed: as `mention`."""
+        """Tell the trainer what it could not be told yet. Raises SenderClosed: as `mention`."""
 
 
 class Announced:

@@ -105,7 +105,7 @@ class Chart:
 
 
 def chart_of(run: Run) -> Chart:
-    """Lay out a run. Machines of several hosts have clocks of their own, so that their rows cannot be compared.
+    """Lay out a run. Machines of several hosts have clocks of their own, so their rows cannot be compared.
 
     Raises ValueError: the run has no machine.
     """

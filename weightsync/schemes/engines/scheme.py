@@ -17,9 +17,12 @@ class EngineWeightSyncScheme(WeightSyncScheme):
     """Workers are inference engines, each behind an `Engine` such as `VLLMEngine` or `SGLangEngine`.
 
     ``init_on_sender(engines=[...])`` takes one per worker; ``add_worker(worker_id, engine)`` adds another. There is no
-    worker's side: an engine does not use weightsync. APPLIED means that its calls returned (evidence ``call``), REFUSED
-    that it answered with an error before it began to change, LOST that it cannot be reached or failed later, TIMED_OUT
-    that it had not answered by the deadline.
+    worker's side: an engine does not use weightsync. What the outcomes mean:
+
+    - APPLIED (evidence ``call``): its calls returned.
+    - REFUSED: it answered with an error before it began to change.
+    - LOST: it cannot be reached, or failed later.
+    - TIMED_OUT: it had not answered by the deadline.
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.

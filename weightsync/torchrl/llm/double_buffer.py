@@ -41,7 +41,7 @@ _STEP: Final = 0.02
 
 
 class _Turn(PerProcess):
-    """Held by the thread that writes a version: two threads would write into the directory of one number."""
+    """Held by the thread that writes a version: otherwise two could write into the directory of one version."""
 
     def _begin(self) -> None:
         self.lock = threading.RLock()

@@ -40,7 +40,7 @@ class _GateReplaced(Exception):
 
 
 class _Listener:
-    """What a receiver holds while it listens. To call it ends that, and so does dropping it."""
+    """What a receiver holds while it listens. Calling it, or dropping it, ends the listening."""
 
     def __init__(self, call_server: CallServer, accept: Callable[[Link], None]) -> None:
         self._call_server = call_server

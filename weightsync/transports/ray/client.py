@@ -103,7 +103,7 @@ class _RayCallClient:
         return self._cached.put(update, payload)
 
     def _begin_call(self, call: _Call) -> Future[Any]:
-        """Begin a call. One that is to be repeated ends with its repetition."""
+        """Begin a call. If it has to be repeated, the future ends with the repetition."""
         answers: Future[Any] = Future()
         self._submit(answers, call)
         self._watch(answers)

@@ -289,7 +289,7 @@ class Models:
                 client.set(f"{self._key}/{number}", b"")
 
     def without(self, client: Client, model_id: str) -> str:
-        """The models that are there, if that one is not; empty if it is, if none are, or if there was no room for it.
+        """The models that are there, if this one is not. Empty: it is there, none are, or there was no room for it.
 
         Raises TransportError: the store is gone.
         """

@@ -54,7 +54,7 @@ class _Assembly:
 
 
 class Arrivals:
-    """The end of a link that has no part in a fan-out. Called by the reading thread, but for `end` and `forget`.
+    """The end of a link that has no part in a fan-out. The reading thread calls all but `end` and `forget`.
 
     Raises (`take`):
         ProtocolError: a message is malformed.

@@ -127,7 +127,7 @@ class WriteQueue:
         self._queue.append(queued)
 
     def begin(self, queued: QueuedMessage, stream: Stream, guard: Guard) -> bool:
-        """Write a plain message at once if nothing is before it; whether it was. What is left of it is taken next."""
+        """Write a plain message at once if none is queued before it. Returns whether it was; the rest is taken next."""
         if not queued.is_plain or not self.idle:
             return False
         self._writing = True  # a signal handler may send meanwhile: that is behind this

@@ -31,14 +31,14 @@ REMARK_BEATS: Final = 10
 
 
 class Remark:
-    """What is to be said of a worker that takes no link, and when it is to be logged."""
+    """What to say about a worker that takes no link, and when to log it."""
 
     def __init__(self) -> None:
         self.text = ""
         self._beats = 0
 
     def is_due(self, text: str) -> bool:
-        """Take what is to be said now; empty: nothing. Whether to log it: once, after so many beats."""
+        """Note what to say now; empty: nothing. Returns whether to log it: once, after `REMARK_BEATS` beats."""
         self._beats = self._beats + 1 if text == self.text else 1
         self.text = text
         return bool(text) and self._beats == REMARK_BEATS

@@ -82,8 +82,8 @@ class Device(Waits, Protocol):
         """Queue a copy, tensor by tensor, in the current stream. It may continue after the call.
 
         Args:
-            form_key: the same object for as long as both are of the same number, dtypes and strides, and those that are
-                no `SlotViews` stay where they are, so that they need not be looked at again. None: look again.
+            form_key: the same object as in an earlier copy, if neither needs to be looked at again: number, dtypes and
+                strides are the same, and all but `SlotViews` have not moved. None: look again.
         """
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
