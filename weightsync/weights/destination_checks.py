@@ -86,7 +86,8 @@ def _disagreement(layout: Layout, indices: Iterable[int], how: str) -> LayoutErr
     names = [layout.entries[index].name for index in indices]
     listed = ", ".join(f"'{name}'" for name in names)
     return LayoutError(
-        f"{listed} {how} in the destination, but their values differ in the weights.",
+        f"{listed} {how} in the destination, but their values differ in the weights: have both models share that "
+        "memory, or neither.",
         mismatched=dict.fromkeys(names, f"{how} in the destination, with different values"),
     )
 
@@ -99,7 +100,8 @@ def refuse_different_extras(weights: Weights, extras: Mapping[str, ExtraState]) 
         if first != name and encode_extras({"": value}) != encode_extras({"": extras[first]}):
             pair = [extra_state_name(first), extra_state_name(name)]
             raise LayoutError(
-                f"'{pair[0]}' and '{pair[1]}' belong to one module in the destination, but differ in the weights.",
+                f"'{pair[0]}' and '{pair[1]}' belong to one module in the destination, but differ in the weights: have "
+                "both models use one module there, or two.",
                 mismatched=dict.fromkeys(pair, "belongs to one module in the destination, with different values"),
             )
 

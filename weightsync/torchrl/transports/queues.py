@@ -137,13 +137,13 @@ class QueueChannel:
         if waker is None and (count >= MAX_UNCLAIMED or nbytes >= MAX_KEPT_NBYTES):
             self._broken = ProtocolError(
                 f"{count} messages of {nbytes} bytes are kept for models without a link, and another arrived (for "
-                f"{model_id!r})."
+                f"{model_id!r}): initialise that model at this end, with the same model_id."
             )
             raise self._broken
         if len(box) >= MAX_UNREAD or _nbytes(box) >= MAX_KEPT_NBYTES:
             self._flooded[model_id] = ProtocolError(
                 f"{len(box)} messages ({_nbytes(box)} bytes) for {model_id!r} are unread here, and another arrived: "
-                "this link is closed."
+                "this link is closed. Read more often: by receive() in a worker, by poll() in the trainer."
             )
         if model_id not in self._flooded:
             self._boxes.setdefault(model_id, box).append(received)

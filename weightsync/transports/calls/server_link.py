@@ -129,7 +129,7 @@ class CallServerLink(WakeableLink):
         if self._flooded is None and (count >= MAX_UNREAD or self._unread_nbytes >= MAX_UNREAD_NBYTES):
             self._flooded = ProtocolError(
                 f"{count} messages ({self._unread_nbytes} bytes) of {self._peer} are unread here, and another arrived: "
-                "this link is closed."
+                "this link is closed. Call receive() more often."
             )
             self._arrived.append(self._flooded)
             self._waker.fire()

@@ -182,7 +182,7 @@ class Sorter:
             discard([frame])
             raise ProtocolError(
                 f"{len(self._unclaimed)} messages of {self._unclaimed_nbytes} bytes are for models without a link, "
-                f"and another arrived (for {model_id!r})."
+                f"and another arrived (for {model_id!r}): initialise that model at this end, with the same model_id."
             )
 
     def _keep_unclaimed(self, frame: Frame) -> None:
