@@ -31,7 +31,7 @@ class VersionPayloads:
     def __init__(self, base: BaseRef = _WHOLE, delta: Buffer | None = None) -> None:
         self._base = base
         self._delta = delta
-        #: Worker id to the bytes of payload that were sent to it.
+        #: Worker id to the bytes that were sent to it: payload, and the extra state, which travels whole each time.
         self.sent: dict[int, int] = {}
         #: The sender's numbers of the links over which the delta was sent, and not refused.
         self._links: set[int] = set()
@@ -55,7 +55,7 @@ class VersionPayloads:
         if made is None or made[0] is not update:
             nbytes = update.nbytes if payload is whole else payload.nbytes
             made = self._made[base] = update, replace(update, nbytes=nbytes, base=base)
-        self.sent[worker] = self.sent.get(worker, 0) + made[1].nbytes
+        self.sent[worker] = self.sent.get(worker, 0) + made[1].nbytes + len(update.extras)
         return made[1], payload
 
     def again(self, worker: int, link: int, whole: Buffer) -> tuple[Update, Buffer] | None:

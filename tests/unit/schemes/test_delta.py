@@ -150,6 +150,19 @@ def test_every_dtype_arrives_bit_for_bit_and_extra_state_with_it() -> None:
         assert pair.model.extra == {"step": 2}
 
 
+def test_the_bytes_sent_tell_a_delta_from_the_whole_for_a_model_with_extra_state_too() -> None:
+    with _pair(model=Everything) as pair:
+        first = pair.sync()
+        pair.source.get_buffer("b0").add_(1)
+        second = pair.sync()
+        pair.receiver.driver.held.drop()
+        third = resent(pair)
+
+        assert first.payload_nbytes == {0: first.nbytes}
+        assert second.payload_nbytes[0] < second.nbytes
+        assert third.payload_nbytes[0] > third.nbytes
+
+
 def bits_of_buffers(model: nn.Module) -> list[bytes]:
     return [bytes(each.flatten().view(torch.uint8).numpy().data) for each in model.buffers()]
 
