@@ -149,7 +149,7 @@ class WeightSyncScheme(Configured):
 
         Args:
             backend: "none" (or "direct"), "shared" (or "thread"), "process" (or "multiprocessing"), "distributed",
-                "rpc", "ray", or a name given to `register_weight_sync_backend`.
+                "rpc", "ray", a name given to `register_weight_sync_backend`, or one of an installed package.
             **kwargs: for its constructor.
 
         Raises:

@@ -7,6 +7,7 @@ import gc
 import inspect
 import multiprocessing
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -687,6 +688,34 @@ def test_a_backend_of_ones_own_is_registered_by_name() -> None:
     finally:
         del _registered["mine"]
     with pytest.raises(ConfigurationError, match="choose one of direct, distributed"):
+        WeightSyncScheme.from_backend("mine")
+
+
+PLUGGED = {"plugged": "Mine", "shared": "Mine", "lacking": "Missing"}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that names schemes in its metadata: one, one like ours, and one that it does not have."""
+    names = "".join(f"{name} = installed_plugin:{it}\n" for name, it in PLUGGED.items())
+    (tmp_path / "installed_plugin.py").write_text("from weightsync import NoWeightSyncScheme as Mine", "utf-8")
+    (tmp_path / "installed_plugin-1.dist-info").mkdir()
+    (tmp_path / "installed_plugin-1.dist-info" / "METADATA").write_text("Name: installed_plugin\nVersion: 1\n", "utf-8")
+    (tmp_path / "installed_plugin-1.dist-info" / "entry_points.txt").write_text(
+        f"[weightsync.transports]\n{names}", "utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_gives_a_backend_by_its_entry_point() -> None:
+    assert type(WeightSyncScheme.from_backend("plugged")) is NoWeightSyncScheme
+    assert type(WeightSyncScheme.from_backend("shared")) is SharedMemWeightSyncScheme
+    with pytest.raises(
+        ConfigurationError, match=r"'lacking' is 'installed_plugin:Missing' of an installed package .*no attribute"
+    ):
+        WeightSyncScheme.from_backend("lacking")
+    with pytest.raises(ConfigurationError, match="lacking, multiprocessing, none, plugged"):
         WeightSyncScheme.from_backend("mine")
 
 
