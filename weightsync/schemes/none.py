@@ -131,6 +131,25 @@ class NoWeightSyncScheme(WeightSyncScheme):
             self._become_worker({}, None)
             self._receiver_side.receiver = receiver
 
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float | Timeout | None = Timeout.START,
+    ) -> None:
+        """Connect this side, without waiting. It may be called again.
+
+        Raises:
+            StateError: this side is closed, or neither side was initialised.
+            ConfigurationError: ``worker_idx`` on the sender's side, or ``weights`` on the receiver's.
+        """
+        side = self._next_side(worker_idx, weights)
+        if side.participant is not None and side.rendezvous.is_connected:
+            side.participant.require_open("connect")
+        else:
+            super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
+
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         """Do not wait."""
         self._sender_side.begin_sends()

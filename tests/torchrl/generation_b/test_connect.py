@@ -606,6 +606,21 @@ def test_no_scheme_whose_init_failed_can_be_initialised_again() -> None:
         assert constants(worker.model) == {1.0}
 
 
+def test_no_scheme_connects_again_until_it_is_closed() -> None:
+    trainer, worker = NoWeightSyncScheme(), NoWeightSyncScheme()
+    trainer.init_on_sender(model_id="policy")
+    worker.init_on_receiver(model_id="policy")
+    for scheme in (trainer, trainer, worker, worker):
+        scheme.connect()
+
+    assert trainer.synchronized_on_sender
+    assert worker.synchronized_on_receiver
+    for scheme in (trainer, worker):
+        scheme.shutdown()
+        with pytest.raises(StateError, match="closed"):
+            scheme.connect()
+
+
 def test_no_scheme_connects_to_nobody() -> None:
     with NoWeightSyncScheme() as scheme, NoWeightSyncScheme() as worker:
         scheme.init_on_sender(model_id="policy")
@@ -616,8 +631,6 @@ def test_no_scheme_connects_to_nobody() -> None:
         assert len(scheme.send()) == 0
         assert worker.receive(timeout=0) is None
         assert worker.receive() is None
-        with pytest.raises(StateError):
-            scheme.connect()
         worker.apply_weights(small(2.0).state_dict())
         assert constants(worker.model) == {2.0}
         worker.shutdown()
