@@ -49,6 +49,11 @@ class EndsByItself(Protocol):
 class Listening:
     """Where a receiver listens, and its background reader. The links themselves are its driver's."""
 
+    #: How it is given another sender that cannot make a new link by itself, for messages.
+    another_sender = (
+        "pass a new pipe to register_worker_transport(), or, over torch.distributed with another store, (store, rank)"
+    )
+
     def __init__(self, services: SchemeServices, driver: ReceiverDriver) -> None:
         self._services = services
         self._driver = driver
@@ -109,9 +114,8 @@ class Listening:
         kept = f"keeps version {served[1]}" if served else "serves no version"
         raise driver.ended_as(
             f"model {driver.model_id!r} has no sender any more: {sentence(driver.ended)} It {kept}. To receive from "
-            "another sender, pass a new pipe to register_worker_transport(), or, over torch.distributed with another "
-            "store, (store, rank). Over the same store, RPC and Ray there is nothing to do: the new sender makes a "
-            "new link."
+            f"another sender, {self.another_sender}. Over the same store, RPC and Ray there is nothing to do: the new "
+            "sender makes a new link."
         )
 
     def stop(self) -> None:

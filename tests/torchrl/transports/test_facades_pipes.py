@@ -530,7 +530,8 @@ def test_a_trainer_that_is_gone_ends_a_wait_for_ever_over_queues(queues: list[An
         given_up.cancel()
         given_up.join()
 
-        with pytest.raises(SenderClosed):  # nor does it wait any more, or for ever
+        # Nor does it wait any more, or for ever.
+        with pytest.raises(SenderClosed, match="To receive from another sender, make a new transport, over a new pipe"):
             worker.receive_weights(timeout=0.0)
 
 

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from weightsync.clock import Deadline, Timeout, seconds
 from weightsync.engine.copies import Configured
@@ -23,6 +23,9 @@ from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.strategy import WeightStrategy, refuse_misfit, strategy_of
+
+#: What a user does to receive from another sender: the receivers of a facade are hidden.
+_ANOTHER_SENDER: Final = "make a new transport, over a new pipe, new queues or another store"
 
 
 class TransportFacade(Configured):
@@ -381,6 +384,7 @@ class TransportFacade(Configured):
             self._require_open("receive_weights")
             if model_id not in self._receivers:
                 receiver = WeightReceiver(self._services)
+                receiver._listening.another_sender = _ANOTHER_SENDER
                 receiver.set_context(None, model_id)
                 receiver.register_worker_transport(None)
                 self._receivers[model_id] = receiver
