@@ -24,6 +24,7 @@ from weightsync import (
     ConfigurationError,
     EventKind,
     LayoutError,
+    ModelPathError,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     OutcomeKind,
@@ -545,6 +546,16 @@ def test_what_get_model_raises_is_raised_and_no_other_model_is_sent(scheme_class
         scheme.init_on_sender(model_id="policy", pipes=[ours], context=context)
     with scheme_class() as worker, pytest.raises(ValueError, match="is corrupt"):
         worker.init_on_receiver(model_id="policy", pipe=ours, context=context, worker_idx=0)
+
+
+def test_a_get_model_that_does_not_know_the_id_is_named_with_what_to_do(scheme_class: Any) -> None:
+    ours, _theirs = multiprocessing.Pipe()
+    context = SimpleNamespace(get_model={"policy": small(1.0)}.__getitem__)
+    said = r"get_model\('critic'\) of a SimpleNamespace raised KeyError: 'critic'. Have it return .* give both sides"
+    with scheme_class() as scheme, pytest.raises(ModelPathError, match=said):
+        scheme.init_on_sender(model_id="critic", pipes=[ours], context=context)
+    with scheme_class() as worker, pytest.raises(ModelPathError, match=said):
+        worker.init_on_receiver(model_id="critic", pipe=ours, context=context, worker_idx=0)
 
 
 class Collector:

@@ -347,7 +347,7 @@ def test_what_an_actors_own_code_raises_is_named_with_its_type(setups: list[Any]
 
     get(setups[0].do.remote(_get_models_from, None))
     assert report[0].kind is OutcomeKind.LOST
-    assert "KeyError: 'critic'" in report[0].reason
+    assert "get_model('critic') of a WorkerSetup raised KeyError: 'critic'. Have it return" in report[0].reason
 
 
 def _ambiguous(actor: Any) -> None:
