@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -11,6 +12,8 @@ from weightsync.errors import MissingExtraError, WeightSyncError
 #: The exit code for weightsync errors that have no code of their own.
 FAILED = 1
 _EXTRA = ("typer", "rich")
+#: What writing to standard output fails with.
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF, errno.EAGAIN}
 #: What to do where there is no folder for temporary files.
 TEMPORARY_FILES = (
     "Free space in one of these folders, or set TMPDIR to a folder that can be written to: without one, torch and "
@@ -34,14 +37,14 @@ def main() -> None:
         print(f"weightsync: {error.strerror}. {TEMPORARY_FILES}", file=sys.stderr)
         sys.exit(FAILED)
     except OSError as error:
-        if not _standard_output_fails():
+        if error.filename is not None or error.errno not in _UNWRITABLE or not _standard_output_fails():
             raise
         print(f"weightsync: standard output cannot be written: {error.strerror}.", file=sys.stderr)
         sys.exit(FAILED)
 
 
 def _standard_output_fails() -> bool:
-    """Whether nothing more can be written to it, as on a full disk. If so, what is left of it is dropped."""
+    """Whether no further line can be written to it, as on a full disk. If so, what is left of it is dropped."""
     try:
         print(flush=True)
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import multiprocessing
@@ -238,6 +239,23 @@ def test_a_command_whose_output_goes_to_a_full_disk_says_so_and_has_exit_code_1(
         1,
         "weightsync: standard output cannot be written: No space left on device.\n",
     )
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionRefusedError(errno.ECONNREFUSED, "refused"), OSError(errno.ENOSPC, "full", "/tmp/x")]
+)
+def test_an_error_of_something_else_than_standard_output_prints_nothing_there(
+    error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+
+    with pytest.raises(type(error)) as raised:
+        cli.main()
+    assert raised.value is error
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_an_encoding_lacks_is_replaced_in_charts(trace: str) -> None:
