@@ -19,7 +19,7 @@ from weightsync.engine.observing import ReceiverObserver
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
 from weightsync.engine.serving_lock import PATIENCE, ServedModel, ServingBlock, ServingEntry
-from weightsync.errors import ConfigurationError, WeightSyncError, sentence, warn_renamed
+from weightsync.errors import ConfigurationError, LayoutError, WeightSyncError, sentence, warn_renamed
 from weightsync.options import switch
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
@@ -188,9 +188,8 @@ class WeightReceiver(Participant):
         Args:
             weights: a TensorDict or dict, nested or flat with dotted names.
             inplace: if false, weights that are not the pending version's become new tensors of the model: see
-                `WeightStrategy.apply_weights`.
-            timeout: seconds to wait for other threads that serve the model; None: forever; default:
-                `WEIGHTSYNC_TIMEOUT` or 60.
+                `WeightStrategy.apply_weights`. If a strategy of yours raises in between, `version` is None afterwards.
+            timeout: seconds to wait for threads serving the model; None: forever; default: `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
             ModelBusyError: (a TimeoutError) other threads used the model until the timeout; nothing was changed.
@@ -243,8 +242,9 @@ class WeightReceiver(Participant):
                 target.apply(weights)
             else:
                 self._scheme.strategy.apply_weights(target.destination, weights, inplace=False)
-        except SwapBroken:
-            self._driver.take(pure.Invalidate())
+        except BaseException as error:  # not in place, a strategy of the user's may have written a part
+            if isinstance(error, SwapBroken) or not (inplace or isinstance(error, ConfigurationError | LayoutError)):
+                self._driver.take(pure.Invalidate())
             raise
 
     def take_update(self, timeout: float | None = 0.0) -> Any:

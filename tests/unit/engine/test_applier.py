@@ -18,10 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weightsync import (
     ConfigurationError,
+    LayoutError,
     MultiProcessWeightSyncScheme,
     RefusedError,
     SharedMemWeightSyncScheme,
     State,
+    WeightStrategy,
     WeightSyncError,
     WorkerLostError,
 )
@@ -289,6 +291,39 @@ def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> N
     assert (pair.receiver.version, constants(pair.model.linear)) == (None, {3.0})
 
     assert refused(pair).reason == "other weights were applied by hand"
+
+
+class Halfway(WeightStrategy):
+    """Writes half of the weights, and raises."""
+
+    def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
+        assert isinstance(destination, Moody)
+        nn.init.constant_(destination.linear.weight, 3.0)
+        raise OSError("the disk is gone")
+
+
+def test_a_model_that_a_strategy_has_written_in_part_serves_no_version(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.sync().ok
+    monkeypatch.setattr(pair.receiver._scheme, "_strategy", Halfway("state_dict"))
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        pair.receiver.apply_weights(moody(3.0).state_dict(), inplace=False)
+
+    assert (pair.receiver.version, constants(pair.model.linear)) == (None, {1.0, 3.0})
+    assert pair.sync().ok
+    assert (pair.receiver.version, constants(pair.model.linear)) == (2, {1.0})
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_weights_given_by_hand_that_do_not_fit_leave_the_version_that_is_served(pair: Pair, inplace: bool) -> None:
+    assert pair.sync().ok
+
+    with pytest.raises(LayoutError):
+        pair.receiver.apply_weights(small().state_dict(), inplace=inplace)
+
+    assert (pair.receiver.version, constants(pair.model.linear)) == (1, {1.0})
 
 
 @pytest.mark.parametrize(("scheme", "tidied"), [(SharedMemWeightSyncScheme, 1), (MultiProcessWeightSyncScheme, 0)])
