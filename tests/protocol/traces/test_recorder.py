@@ -80,6 +80,36 @@ def test_a_call_that_is_refused_is_recorded_with_its_event_and_its_error(tmp_pat
     assert judged(file).findings == ()
 
 
+@pytest.mark.parametrize("interrupted", ["note", "born", "end"])
+def test_a_line_after_which_an_interrupt_comes_counts(
+    tmp_path: Path, interrupted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = os.write
+    waiting = [f'"what":"{interrupted}"'.encode()]
+
+    def write_then_interrupt(fd: int, body: bytes) -> int:
+        nbytes = written(fd, body)
+        if waiting and waiting[0] in body:
+            waiting.clear()
+            signal.raise_signal(signal.SIGINT)
+        return nbytes
+
+    monkeypatch.setattr(tracing.os, "write", write_then_interrupt)
+    records = tracing.Recorder(tmp_path)
+
+    def record() -> None:
+        records.note("first")
+        RecordedSenderDriver("policy", records)
+        records.end()
+
+    with pytest.raises(KeyboardInterrupt):
+        record()
+    record()
+
+    assert not waiting
+    assert verify([tmp_path]).conforms
+
+
 # --------------------------------------------------------------------------------------------------- births
 
 
