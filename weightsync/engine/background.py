@@ -157,7 +157,8 @@ class Background:
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        #: The calls of `stop` that have begun and were not undone by an interrupt.
+        self._stops: set[object] = set()
         #: Whether `stop` has ended: the receiver's own callers read the links again.
         self._stopped = False
         #: How many links were added.
@@ -184,7 +185,7 @@ class Background:
 
     def start(self) -> None:
         """Become the receiver's background reader, guard its model and start to read."""
-        self._stopping = self._stopped = False
+        self._stops, self._stopped = set(), False
         self._receiver.set_background_reader(self)
         self.model_set(self._receiver.model)
         atexit.register(self.stop)
@@ -203,9 +204,10 @@ class Background:
         Args:
             reads_on: whether nothing is stopped if an interrupt, such as KeyboardInterrupt, ends the wait.
         """
+        this = object()
         try:
             with self._lock:
-                self._stopping = True
+                self._stops.add(this)
                 thread = self._thread
             self._receiver.driver.waker.fire()
             if thread is not None and thread is not threading.current_thread():
@@ -213,10 +215,10 @@ class Background:
         except BaseException:
             if reads_on:
                 with self._lock:
-                    self._stopping = False
+                    self._stops.discard(this)  # another thread may still wait for the end
                 self._spawn()
             else:
-                self._stopping = True
+                self._stops.add(this)
                 self._let_go(self._thread)
             raise
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
@@ -262,7 +264,7 @@ class Background:
 
     def _spawn(self) -> None:
         with self._lock:
-            if self._thread is not None or self._stopping:
+            if self._thread is not None or self._stops:
                 return
             name = f"weightsync receiver of {self._receiver.model_id!r}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -332,7 +334,7 @@ class Background:
         self._notify()
 
     def _must_end(self) -> bool:
-        return self._stopping or self._receiver.state is State.CLOSED
+        return bool(self._stops) or self._receiver.state is State.CLOSED
 
     def _end(self, error: BaseException | None) -> bool:
         with self._lock:

@@ -462,6 +462,44 @@ def test_a_receive_that_waits_when_the_thread_is_stopped_reads_the_next_version_
     assert duo.model() == {2.0}
 
 
+def test_an_interrupted_stop_does_not_undo_that_of_another_thread(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver, joins, busy, go_on = duo.receiving.get_receiver(), *(threading.Event() for _ in range(3))
+    background, shipped, join = (
+        receiver._listening.background_reader,
+        receiver.receive_and_apply_here,
+        threading.Thread.join,
+    )
+    assert isinstance(background, Background)
+    reading = background._thread
+
+    def of_the_users() -> bool | None:
+        busy.set()
+        assert go_on.wait(PATIENCE)
+        return shipped()
+
+    def join_or_interrupt(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread is reading and threading.current_thread() is threading.main_thread():
+            assert joins.wait(PATIENCE)
+            raise KeyboardInterrupt
+        if thread is reading:
+            joins.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(receiver, "receive_and_apply_here", of_the_users)
+    receiver.driver.waker.fire()
+    assert busy.wait(PATIENCE)
+    monkeypatch.setattr(threading.Thread, "join", join_or_interrupt)
+    with beside(background.stop):
+        with pytest.raises(KeyboardInterrupt):
+            background.stop()
+        go_on.set()
+
+    assert not background.running
+    assert "still runs your own code" not in caplog.text
+
+
 def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_the_trainer(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
