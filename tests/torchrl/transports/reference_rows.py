@@ -51,6 +51,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_a_version_that_is_being_written_is_not_read",
             "test_a_dtype_that_no_reader_could_load_is_refused_and_the_newest_version_stays",
             "test_versions_that_two_threads_write_each_have_a_directory_of_their_own",
+            "test_a_child_that_is_forked_during_a_write_does_not_keep_the_directory_locked",
             "test_a_process_writes_no_version_while_another_does",
             "test_an_argument_of_another_type_is_refused_when_it_is_given",
             "test_numpys_numbers_and_paths_are_taken",

@@ -420,6 +420,15 @@ def test_a_process_writes_no_version_while_another_does(
     assert [double_buffer.TensorDict.load_memmap(tmp_path / name)["a"].tolist() for name in "12"] == [[1, 1], [1, 1]]
 
 
+def test_a_child_that_is_forked_during_a_write_does_not_keep_the_directory_locked(tmp_path: Path) -> None:
+    """If the trainer was killed then, no other could write there while the child lived."""
+    with double_buffer._locked(tmp_path):
+        double_buffer._turn.forget()  # as in the child
+        with double_buffer._locked(tmp_path):
+            assert len(double_buffer._turn.locked) == 1
+    assert not double_buffer._turn.locked
+
+
 def test_an_engine_with_workers_of_its_own_is_told_which_directory_to_load(tmp_path: Path) -> None:
     found: list[Any] = []
 

@@ -43,8 +43,14 @@ _STEP: Final = 0.02
 class _Turn(PerProcess):
     """Held by the thread that writes a version: otherwise two could write into the directory of one version."""
 
+    #: The descriptors of directories that this process has locked.
+    locked: frozenset[int] = frozenset()
+
     def _begin(self) -> None:
         self.lock = threading.RLock()
+        for descriptor in self.locked:  # of the parent, whose lock a child would keep for longer than its parent lives
+            os.close(descriptor)
+        self.locked = frozenset()
 
 
 _turn: Final = _Turn()
@@ -54,6 +60,7 @@ _turn: Final = _Turn()
 def _locked(at: Path) -> Iterator[None]:
     """Hold the lock of a directory, if its file system has locks. Raises ConfigurationError: another process has it."""
     descriptor = os.open(at, os.O_RDONLY)
+    _turn.locked |= {descriptor}
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,9 +73,11 @@ def _locked(at: Path) -> Iterator[None]:
             pass
         yield
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
-        os.close(descriptor)
+        if descriptor in _turn.locked:  # not in a child that was forked meanwhile
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that is being forked has the descriptor too
+            _turn.locked -= {descriptor}
+            os.close(descriptor)
 
 
 def _folder(given: object, argument: str) -> str:
