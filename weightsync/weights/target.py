@@ -159,8 +159,7 @@ class Target:
         destination: the module, TensorDict or dict to overwrite. A LoRA module is not merged, but served as it is.
 
     Raises:
-        ConfigurationError: the destination, or a value in it, is of an unsupported type, or the destination creates new
-            tensors on each read.
+        ConfigurationError: it, or a value in it, is of an unsupported type, or it creates new tensors on each read.
         LayoutError: a tensor in it cannot be written (quantised, sparse, uninitialised, freed ...), or a module in it
             keeps state elsewhere.
     """
@@ -228,7 +227,8 @@ class Target:
         """
         decoded, plan = self._decoded(layout, payload, extras), self._plan
         if plan.layout is not layout and plan.layout != layout:
-            plan = self._refreshed_plan()
+            fits = plan.layout.fits(layout) and plan.form.fits(plan.weights.tensors.values())
+            plan = plan if fits else self._refreshed_plan()
         try:
             plan, read = self._validated(plan, layout, payload), None
         except LayoutError:  # its tensors may no longer be expanded, or share memory, as when they were read

@@ -163,6 +163,17 @@ def test_memory_that_was_shrunk_is_not_written_even_where_it_was(mode: Mode, kee
             act()
 
 
+@modes
+def test_nor_is_it_where_a_version_lies_in_another_order(mode: Mode) -> None:
+    worker = nn.ParameterDict({"a": torch.zeros(100, 10)})
+    target, update = Target(worker, mode), packed({"a": torch.ones(10, 100).t()})
+    worker["a"].untyped_storage().resize_(8)
+    target._plan.form.addresses = list(map(Tensor.data_ptr, target._plan.weights.tensors.values()))
+
+    with pytest.raises(LayoutError, match="'a' was freed or shrunk"):
+        target.swap(target.stage(*update))
+
+
 def test_tensors_that_reach_over_a_storage_that_still_suffices_are_sent() -> None:
     base = torch.arange(12.0)
     source = {

@@ -235,6 +235,27 @@ def test_a_destination_that_was_refused_is_not_read_again_in_a_functional_call(m
 
 
 @modes
+def test_in_a_functional_call_a_version_in_another_order_waits_as_one_in_the_known_order_does(mode: Mode) -> None:
+    def apply() -> None:
+        staged = target.stage(*update)
+        with pytest.raises(FunctionalCallError, match="'a'"):
+            target.swap(staged)
+
+    worker, plain = Acting(), {"a": torch.zeros(2, 3), "b": torch.zeros(3)}
+    worker.a = nn.Parameter(torch.zeros(2, 3))
+    target = Target(worker, mode)
+    target.refuses_functional_calls = True
+    update = packed({"a": torch.ones(3, 2).t(), "b": torch.ones(3)})
+    assert target.layout != update[0]
+
+    torch.func.functional_call(worker, plain, (apply,))
+
+    assert not plain["a"].any()
+    target.swap(target.stage(*update))
+    assert worker.a.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+@modes
 def test_an_expanded_tensor_is_named_as_such(mode: Mode) -> None:
     with pytest.raises(LayoutError) as caught:
         Target({"wide": torch.zeros(1).expand(3)}, mode).stage(*packed({"wide": torch.ones(3)}))
