@@ -195,14 +195,11 @@ class Background:
         data = self._receiver.driver.data
         self._reported = data.decided, data.served
 
-    def stop(self, reads_on: bool = True) -> None:
+    def stop(self) -> None:
         """End the thread and the guard. The receiver stays as it is.
 
         A thread that runs code of the user's cannot be stopped: it is waited for `JOIN_SECONDS`, and ends when that
-        code returns.
-
-        Args:
-            reads_on: whether nothing is stopped if an interrupt, such as KeyboardInterrupt, ends the wait.
+        code returns. If an interrupt, such as KeyboardInterrupt, ends the wait, nothing is stopped.
         """
         this = object()
         try:
@@ -213,13 +210,9 @@ class Background:
             if thread is not None and thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
         except BaseException:
-            if reads_on:
-                with self._lock:
-                    self._stops.discard(this)  # another thread may still wait for the end
-                self._spawn()
-            else:
-                self._stops.add(this)
-                self._let_go(self._thread)
+            with self._lock:
+                self._stops.discard(this)  # another thread may still wait for the end
+            self._spawn()
             raise
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             logger.warning(
@@ -229,6 +222,15 @@ class Background:
                 JOIN_SECONDS,
             )
         self._let_go(thread)
+
+    def discard(self) -> None:
+        """As `stop`, but if an interrupt ends the wait, the thread ends by itself."""
+        try:
+            self._stops.add(self)
+            self.stop()
+        except BaseException:
+            self._let_go(self._thread)
+            raise
 
     def _let_go(self, thread: threading.Thread | None) -> None:
         """The receiver's own callers read its links from now on, and its model is not guarded."""

@@ -68,7 +68,7 @@ class ReceiverSide:
             background.start()
             await_first(receiver, background, deadline)
         except BaseException:
-            background.stop(reads_on=False)  # the next connect() makes another
+            background.discard()  # the next connect() makes another
             raise
 
     def await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
