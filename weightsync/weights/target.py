@@ -249,6 +249,7 @@ class Target:
         """
         with self._moving:
             self._swap(staged)
+            torch.clear_autocast_cache()  # all threads share it: an open `torch.autocast` block keeps its casts there
 
     def _swap(self, staged: Staged) -> None:
         plan = self._revalidated(staged)
@@ -386,8 +387,7 @@ class Target:
         if self.mode is Mode.COPY or not plan.mappable or not self._may_map(plan, staged.payload):
             return None
         if torch.is_inference_mode_enabled():
-            # There, a parameter's data cannot be replaced by a normal tensor.
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # a parameter's data cannot be replaced by a normal tensor there
                 return self._point(plan, staged, undo)
         return self._point(plan, staged, undo)
 

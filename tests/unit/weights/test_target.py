@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import mmap
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -507,6 +508,29 @@ def test_inference_mode_does_not_matter(mode: Mode, made_in: bool, swapped_in: b
 
             assert snapshot(worker) == snapshot(source)
             assert all(parameter.is_inference() == made_in for parameter in worker.parameters())
+
+
+@modes
+@pytest.mark.parametrize("in_a_thread", [True, False])
+def test_a_forward_in_a_block_of_autocast_computes_with_the_version_that_went_live_in_it(
+    mode: Mode, in_a_thread: bool
+) -> None:
+    worker = nn.Linear(2, 1)
+    target = Target(worker, mode)
+
+    def swap(value: float) -> None:
+        target.swap(target.stage(*packed({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # until its end it keeps what weights were cast to
+        for value in (1.0, 2.0, 3.0):
+            if in_a_thread:
+                thread = threading.Thread(target=swap, args=(value,))
+                thread.start()
+                thread.join()
+            else:
+                swap(value)
+
+            assert worker(torch.ones(1, 2)).item() == 2 * value
 
 
 @modes
