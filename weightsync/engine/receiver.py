@@ -202,8 +202,8 @@ class WeightReceiver(Participant):
                 closed.
         """
         switch(inplace, "inplace")
-        deadline, target = Deadline(timeout), self._served.destination()
-        driver, serving = self._driver, self._served.serving
+        deadline, driver, serving = Deadline(timeout), self._driver, self._served.serving
+        self._served.destination()  # found before this waits; another may have been registered once it has waited
         with serving.alone(deadline, "apply_weights"), Shield(driver.waker.fire), driver.lock:
             driver.require_open("apply_weights")
             # An update that was taken must not be superseded now: these are probably its weights.
@@ -212,10 +212,10 @@ class WeightReceiver(Participant):
             pending = driver.pending
             if pending is not None and self._are_of(pending, weights):
                 self._manual.drop_taken()
-                if not self._applier.apply(target):
+                if not self._applier.apply(self._served.destination()):
                     raise self._turned_down(pending)
                 return
-            self._write(target, weights, inplace)
+            self._write(self._served.destination(), weights, inplace)
             driver.take(pure.Invalidate())
             if pending is not None:
                 self._applier.refuse(pending, "other weights were applied by hand", "")

@@ -530,3 +530,24 @@ def test_a_receive_that_waits_for_a_serving_block_to_end_still_notices_that_it_i
             receiving.result(PATIENCE)
 
     assert pair.receiver._served.serving._queued == 0
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_weights_that_wait_for_a_block_go_into_the_model_that_is_registered_meanwhile(
+    pair: Pair, by_hand: bool
+) -> None:
+    """Otherwise it would be said to serve a version that it does not hold."""
+    pair.sender.send_async()
+    taken = pair.receiver.take_update(PATIENCE)
+    weights, expected = (large(7.0).state_dict(), {7.0}) if by_hand else (taken, {1.0})
+    model = large(3.0) if by_hand else small(3.0)
+    with ThreadPoolExecutor() as pool, pair.receiver.serving():
+        applying = pool.submit(pair.receiver.apply_weights, weights)
+        while not pair.receiver._served.serving._queued:
+            assert not applying.done()
+            time.sleep(0.001)
+        pair.receiver.register_model(model)
+    applying.result()
+
+    assert constants(model) == expected
+    assert pair.receiver.version == (None if by_hand else 1)
