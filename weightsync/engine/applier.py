@@ -83,7 +83,8 @@ class Applier:
             self._driver.pump()
             if self._served.staged is not None and self._served.staged.pending is not self._driver.pending:
                 self._served.staged = None
-            if self._served.staged is None and self._appliable() and not self._stage(target):
+            known = self._served.target or target  # another model may have been registered since
+            if self._served.staged is None and self._appliable() and not self._stage(known):
                 return False
         applied = self.swap_staged(0.0) if self._served.staged is not None else None
         with self._driver.lock:

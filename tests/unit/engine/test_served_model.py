@@ -551,3 +551,25 @@ def test_weights_that_wait_for_a_block_go_into_the_model_that_is_registered_mean
 
     assert constants(model) == expected
     assert pair.receiver.version == (None if by_hand else 1)
+
+
+def test_a_version_that_fits_only_the_model_that_another_thread_registers_as_it_is_read_is_applied(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = pair.receiver._served
+    find, model = served.destination, large()
+
+    def find_and_register() -> Target:
+        monkeypatch.undo()
+        found = find()
+        pair.receiver.register_model(model)
+        return found
+
+    assert pair.sync().ok
+    pair.scheme.model = large(2.0)
+    pair.sender.send_async()
+    monkeypatch.setattr(served, "destination", find_and_register)
+
+    assert pair.receiver.receive(PATIENCE)
+    assert pair.sender.wait_async().ok
+    assert constants(model) == {2.0}
