@@ -8,7 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from weakref import ref
 
+import torch
 from msgspec.structs import replace
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
@@ -25,11 +27,17 @@ from weightsync.transports.device import Slot
 from weightsync.transports.mapping import Mapping
 from weightsync.weights.destination_checks import FunctionalCallError
 from weightsync.weights.device.base import DeviceMemory
-from weightsync.weights.target import Mode, SwapBroken, Target
+from weightsync.weights.target import Mode, Staged, SwapBroken, Target
 from weightsync.weights.tensors import fake_mode, refusing_fake_mode
 from weightsync.weights.tree_digest import digest
 
 logger = logging.getLogger("weightsync")
+
+
+@torch.compiler.disable(reason="a swap is not compiled")  # type: ignore[no-untyped-call,untyped-decorator]
+def _swap_uncompiled(target: Target, staged: Staged) -> None:
+    """Swap, apart from torch's compiler: a compiled function may begin a block, and then it fails half way."""
+    target.swap(staged)
 
 
 class Applier:
@@ -213,7 +221,10 @@ class Applier:
             relays = reader is not None and reader.prepare_relay()
             if self._served.shared is not None:
                 self._served.unshare()
-            target.swap(ready.staged)
+            if get_eval_frame_callback() is None:
+                target.swap(ready.staged)
+            else:
+                _swap_uncompiled(target, ready.staged)
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error
         except FunctionalCallError:

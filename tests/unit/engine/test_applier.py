@@ -482,3 +482,26 @@ def test_a_refusal_says_what_it_rests_on(pair: Pair) -> None:
 
     assert refusal(pending, "no", "").evidence is Evidence.ANSWER
     assert refusal(pending, "no", "", Evidence.CALL).evidence is Evidence.CALL
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_version_goes_live_as_a_serving_block_begins_in_a_function_that_torch_compiles(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled in part, the swap would fail half way."""
+    monkeypatch.setattr(pair.receiver, "_forwards_swap", True)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def served() -> int | None:
+        with pair.receiver.serving() as version:
+            return version
+
+    for version in (1, 2, 3):
+        pair.sender.send_async(filled(pair.source, float(version)))
+        with ThreadPoolExecutor(1) as pool, pair.receiver.serving():
+            assert not pool.submit(pair.receiver.receive, 0.0).result(PATIENCE)
+        assert served() == version
+        assert pair.sender.wait_async().ok
+        assert constants(pair.model.linear) == {float(version)}
+    torch._dynamo.reset()
