@@ -194,8 +194,9 @@ def test_names_that_match_nothing_are_refused_by_both_sides(link: Any) -> None:
     ):
         link(theirs=[ADAPTERS, "*.adapter.*"])
     one = link(names="lora_A")
-    with pytest.raises(LayoutError, match=r"no weights match 'lora_A' in names="):
+    with pytest.raises(LayoutError, match=r"no weights match 'lora_A' in names=") as caught:
         one.sender.send(timeout=PATIENCE)
+    assert caught.value.missing == ("lora_A",)
     assert one.sender.version == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from weightsync import (
     TransportError,
     send_sharded,
 )
+from weightsync.weights.reading import read_weights
 
 pytestmark = pytest.mark.gloo
 
@@ -90,6 +92,16 @@ def send_alone(setup: WorkerSetup) -> None:
 
 def send_shards(setup: WorkerSetup) -> None:
     setup.scheme.send({name: tensor.detach() for name, tensor in setup.model.named_parameters()})
+
+
+def read_flattened(_setup: WorkerSetup) -> str:
+    """What is said of a module that FSDP's first generation shards."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415
+
+    wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with pytest.raises(LayoutError) as caught:
+        read_weights(nn.Sequential(wrapped))
+    return str(caught.value)
 
 
 def send_another(setup: WorkerSetup) -> None:
@@ -273,6 +285,9 @@ def test_shards_never_travel_as_if_they_were_weights(ranks: Ranks) -> None:
     ranks.do(double)  # the parameters are whole now, and older than the shards
     with pytest.raises(LayoutError, match=r"wrapped by fully_shard.*weightsync\.send_sharded\(\) on every rank"):
         ranks.ranks[0].do(send_alone)
+
+    for said in ranks.do(read_flattened):
+        assert re.search(r"'0' .*shards its parameters .*fully_shard\(\)", said)
 
     assert [report.version for report in ranks.do(send)] == [1, 1]
 

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize, prune
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, WeightStrategy
 from weightsync.weights.reading import read_weights
+from weightsync.weights.selection import Selection
 from weightsync.weights.target import Target
 
 
@@ -136,6 +137,14 @@ def _patched() -> nn.Module:
     return module
 
 
+def _nesting() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(
+        lambda _m, state, prefix, _meta: state.update({prefix + "tables": {"of": {"rows": torch.ones(2)}}})
+    )
+    return module
+
+
 hiding = pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -151,7 +160,9 @@ hiding = pytest.mark.parametrize(
         (_ever_later, "0.late2"),
         (_flushing, "running_mean"),
         (Rebinding, "weight"),
+        (Replacing, "weight"),
         (lambda: nn.Sequential(Replacing()), "0.weight"),
+        (_nesting, "tables.of.rows"),
         (_patched, "adapter"),
     ],
 )
@@ -296,6 +307,35 @@ def _scripted_float() -> nn.Module:
         return torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
 
+class WithConstant(nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) * torch.tensor([1.0, 2.0])
+
+
+class Acting(nn.Module):
+    """Has a method, and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    @torch.jit.export
+    def act(self, values: Tensor) -> Tensor:
+        return values * self.weight
+
+
+def _traced_with_a_constant() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(WithConstant(2, 2), torch.ones(1, 2))
+
+
+def _scripted_without_forward() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(Acting())
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -313,6 +353,8 @@ def _scripted_float() -> nn.Module:
         _pruned,
         _lazy_done,
         _scripted_float,
+        _scripted_without_forward,
+        _traced_with_a_constant,
         lambda: nn.LSTM(2, 2, num_layers=2),
         lambda: nn.TransformerEncoderLayer(4, 2, batch_first=True),
     ],
@@ -326,6 +368,32 @@ def test_modules_that_hide_nothing_go_on_working(make: Callable[[], nn.Module]) 
     found = read_weights(destination).tensors
     assert found
     assert all(torch.equal(found[name], tensor) for name, tensor in read_weights(source).tensors.items())
+
+
+class HalvingExtra(Extra):
+    """Saves one of its weights in half precision, and has extra state."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight.detach().half()
+
+
+@pytest.mark.parametrize(
+    ("hiding", "name"), [(Placeholder, "weight"), (lambda: Whole(2, 2), "vocabulary"), (Replacing, "weight")]
+)
+def test_chosen_weights_of_a_module_with_hidden_state_are_refused_and_those_beside_it_are_read(
+    hiding: Callable[[], nn.Module], name: str
+) -> None:
+    beside = HalvingExtra(2, 2)
+    model = nn.ModuleDict({"a": nn.ModuleDict({"hiding": hiding(), "beside": beside})})
+
+    for chosen, source in (("*.hiding.*", model), ("weight", model["a"]["hiding"])):
+        with pytest.raises(LayoutError, match=f"'{name}' "):
+            Selection(chosen).read(source)
+    found = Selection("a.beside.*").state_dict(model)
+    assert list(found) == ["a.beside.weight", "a.beside.bias", "a.beside._extra_state"]
+    assert found["a.beside.weight"] is beside.weight
+    assert list(Selection(["weight", "_extra_state"]).state_dict(beside)) == ["weight", "_extra_state"]
 
 
 def test_an_adapter_with_a_state_dict_of_its_own_is_merged_and_sent() -> None:
