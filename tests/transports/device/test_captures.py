@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_cuda import Capturing, Driver, Watcher, no_gpu  # noqa: F401 - no_gpu is for all tests here
 
+from weightsync.weights.device import captures as module
 from weightsync.weights.device import cuda
 from weightsync.weights.device.captures import Captures
 
@@ -87,3 +88,34 @@ def test_the_search_for_graphs_disturbs_no_thread_that_makes_a_tuple_of_an_itera
         assert begun.wait(PATIENCE)
         assert not Captures(graph_class).watch(Watcher())
         assert made.result() == (47,)
+
+
+class Plain(Capturing):
+    """A graph whose capture does nothing."""
+
+    def capture_begin(self) -> None:
+        """Nothing."""
+
+
+def test_a_thread_that_waited_in_vain_for_a_capture_takes_it_for_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    kind = type("Graph", (Plain,), {})
+    captures, graph = Captures(kind), kind()
+    captures.know()
+    graph.capture_begin()
+    with captures.apart():
+        assert not captures.under_way
+
+
+def test_a_capture_waits_for_another_thread_that_is_apart_and_not_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", PATIENCE)
+    kind = type("Graph", (Plain,), {})
+    captures, own, other = Captures(kind), kind(), kind()
+    with ThreadPoolExecutor(1) as thread:
+        with captures.apart():
+            begun = thread.submit(other.capture_begin)
+            own.capture_begin()  # it would wait as long as its own thread is apart
+            own.capture_end()
+            assert not begun.done()
+        begun.result(PATIENCE / 2)
+    assert captures.under_way

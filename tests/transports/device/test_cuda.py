@@ -84,6 +84,18 @@ def test_views_of_a_slot_are_made_once_for_all_copies_into_it_and_out_of_it(name
     assert [each.data_ptr() for each in made] == [each.data_ptr() for each in slot]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(
+    ("dtype", "view"),
+    [(torch.float16, torch._neg_view), (torch.bfloat16, torch._neg_view), (torch.complex32, torch.conj)],
+)
+def test_what_is_lazily_changed_is_copied_as_what_it_is(dtype: torch.dtype, view: Any) -> None:
+    plain = torch.complex(torch.arange(4.0), torch.ones(4)).to(dtype) if dtype.is_complex else torch.ones(4).to(dtype)
+    into = torch.zeros(4, dtype=dtype)
+    copied([into], [view(plain)])
+    assert into.tolist() == view(plain).tolist() != plain.tolist()
+
+
 def test_a_cast_is_a_cast() -> None:
     into = torch.zeros(2, dtype=torch.bfloat16)
     assert copied([into], [torch.tensor([1.5, -2.0])]) == 1
