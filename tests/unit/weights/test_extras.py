@@ -110,7 +110,7 @@ def test_other_types_are_refused_by_the_modules_name(value: object, message: str
         encode_extras({"a.norm": {"x": value}})
 
     assert message in str(caught.value)
-    assert "a.norm._extra_state" in caught.value.mismatched
+    assert message in caught.value.mismatched["a.norm._extra_state"]
 
 
 def test_state_that_contains_itself_is_refused() -> None:
@@ -133,6 +133,14 @@ def test_as_deep_as_is_sent_is_received() -> None:
         value = [value]
 
     assert same(decode_extras(encode_extras({"m": value}))["m"], value)
+
+
+def test_an_error_has_the_bytes_that_could_not_be_decoded() -> None:
+    encoded = encode_extras({"m": [1, 2]})
+    for data, message, unread in ((encoded[:-1], "cut off", encoded[:-1]), (encoded + b"ab", "surplus", b"ab")):
+        with pytest.raises(ProtocolError, match=message) as caught:
+            decode_extras(data)
+        assert caught.value.unread == unread
 
 
 @given(st.binary(min_size=1, max_size=60))
