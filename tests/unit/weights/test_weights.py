@@ -288,6 +288,7 @@ def test_a_class_of_the_users_that_was_read_ends_with_its_last_module() -> None:
 
     assert kind() is None
     assert not asked
+    assert not asked._ends
 
 
 def test_classes_that_cannot_be_compared_are_asked_about_once() -> None:
