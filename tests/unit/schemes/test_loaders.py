@@ -302,6 +302,19 @@ def test_tensors_are_views_of_what_arrived() -> None:
     assert found.keys() == weights.keys()
 
 
+@pytest.mark.parametrize("readonly", [False, True])
+def test_tensors_of_a_dtype_of_which_there_are_only_empty_ones_are_loaded_too(readonly: bool) -> None:
+    weights = {"w": torch.arange(3.0), "none": torch.empty(0, 2, dtype=torch.float16)}
+    layout = layout_of(read_weights(weights))
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8).numpy().data
+    pack(read_weights(weights), layout, payload)
+    found = dict(draw(layout, payload.toreadonly() if readonly else payload, None, 1024))
+
+    assert {name: (each.dtype, each.shape) for name, each in found.items()} == {
+        name: (each.dtype, each.shape) for name, each in weights.items()
+    }
+
+
 def test_a_loader_can_save_tensors_of_several_dtypes_with_torch() -> None:
     layout, payload, weights = packed()
     file = io.BytesIO()

@@ -157,6 +157,10 @@ def test_a_module_that_is_compiled_or_an_rnn_or_that_has_one_in_it_must_not_move
     for each in (optimized(), compiled, nn.LSTM(2, 2), nn.GRU(2, 2), nn.RNN(2, 2)):
         assert must_not_move(each)
         assert must_not_move(nn.Sequential(nn.Linear(2, 1), each))
+        behind = nn.Sequential(twice := nn.Linear(2, 1), twice)
+        behind.register_module("none", None)
+        behind.register_module("last", each)
+        assert must_not_move(behind)
 
 
 def test_parameters_on_a_device_that_cannot_share_memory_stay_there() -> None:

@@ -87,6 +87,17 @@ def test_tensors_come_back_as_memory_of_their_own() -> None:
     assert not second.requires_grad
 
 
+class Tagged(Tensor):
+    """Like a tensor in all."""
+
+
+def test_a_tensor_of_a_class_that_can_be_copied_arrives_as_a_plain_one() -> None:
+    found = decode_extras(encode_extras({"m": torch.arange(3.0).as_subclass(Tagged)}))["m"]
+
+    assert type(found) is Tensor
+    assert found.tolist() == [0, 1, 2]
+
+
 class Colour(enum.IntEnum):
     RED = 1
 

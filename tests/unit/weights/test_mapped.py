@@ -277,3 +277,13 @@ def test_what_is_copied_beside_mapped_parameters_costs_no_call_for_each_paramete
         return len(functions_called(lambda: target.swap(second)))
 
     assert calls_of_a_swap(50) == calls_of_a_swap(5)
+
+
+def test_parameters_of_a_dtype_of_which_there_are_only_empty_ones_are_mapped_too() -> None:
+    source = {"w": torch.arange(3.0), "none": torch.empty(0, 2, dtype=torch.float16)}
+    worker = nn.ParameterDict({name: torch.zeros_like(each) for name, each in source.items()})
+    target = Target(worker, Mode.MAP)
+    target.swap(target.stage(*packed(source)))
+
+    assert worker["w"].tolist() == [0, 1, 2]
+    assert (worker["none"].dtype, worker["none"].shape) == (torch.float16, (0, 2))
