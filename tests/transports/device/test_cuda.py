@@ -96,9 +96,10 @@ def test_what_is_lazily_changed_is_copied_as_what_it_is(dtype: torch.dtype, view
     assert into.tolist() == view(plain).tolist() != plain.tolist()
 
 
-def test_a_cast_is_a_cast() -> None:
+@pytest.mark.parametrize("kind", [list, SlotViews])
+def test_a_cast_is_a_cast(kind: Any) -> None:
     into = torch.zeros(2, dtype=torch.bfloat16)
-    assert copied([into], [torch.tensor([1.5, -2.0])]) == 1
+    assert copied(kind([into]), [torch.tensor([1.5, -2.0])]) == 1
     assert into.tolist() == [1.5, -2.0]
 
 
