@@ -149,7 +149,7 @@ def test_several_models_over_one_pipe_are_acked_each(ends: Ends) -> None:
         ends.worker.send_ack()
 
     assert ["policy", "value"] == [ends.trainer.wait_ack().model_id for _ in range(2)]
-    with pytest.raises(StateError):
+    with pytest.raises(StateError, match=r"Transport.*send_weights_async"):
         ends.trainer.wait_ack()
 
 
@@ -162,6 +162,18 @@ def test_receive_weights_writes_into_a_buffer_and_a_model_too(ends: Ends) -> Non
 
     assert ends.trainer.wait_ack().ok
     assert 4.0 == value(buffer) == value(model.state_dict())
+
+
+def test_a_model_is_written_only_by_a_strategy_and_a_buffer_with_any_or_none(ends: Ends) -> None:
+    buffer, model = filled(0.0), torch.nn.Linear(3, 2)
+    kept = constants(model)
+    for fill, into in ((1.0, {"model": model}), (2.0, {"weights": buffer, "strategy": "state_dict"})):
+        ends.trainer.send_weights_async(filled(fill))
+        ends.worker.receive_weights(**into)
+        ends.worker.send_ack()
+        assert ends.trainer.wait_ack().ok
+
+    assert (constants(model), value(buffer)) == (kept, 2.0)
 
 
 def test_weights_that_do_not_fit_a_buffer_are_refused_and_the_sender_is_told(ends: Ends) -> None:

@@ -74,6 +74,15 @@ def test_a_call_is_a_push() -> None:
     assert updater.log == [("map", given), ("skip?", 1), ("sync", 1, given)]
 
 
+def test_a_call_takes_the_options_of_a_push() -> None:
+    updater = Recorder([0, 1], worker_0=Pending(), worker_1=raises(KeyError("x")))
+
+    assert kinds(updater(timeout=0.01, on_failure="report")) == {0: TIMED_OUT, 1: REFUSED}
+    assert kinds(updater(worker_ids=1, on_failure="report")) == {1: REFUSED}
+    with pytest.raises(AckTimeoutError):
+        updater(worker_ids=0, timeout=0.01)
+
+
 def test_without_ids_one_call_serves_all() -> None:
     updater = Recorder(None)
 
@@ -224,9 +233,15 @@ def test_all_skipped_is_a_normal_return() -> None:
     report = updater.push_weights()
 
     assert kinds(report) == {0: SKIPPED, 1: SKIPPED}
+    assert {outcome.reason for outcome in report.outcomes.values()} == {"it was not its turn"}
     assert report.version is None
     assert updater.synced == []
     assert ran == [1]
+    updater.skipped.clear()
+    pushed = updater.push_weights()
+    updater.skipped = {0, 1}
+    report = updater.push_weights()
+    assert (report.model_id, report.incarnation) == (pushed.model_id, pushed.incarnation)
 
 
 # ------------------------------------------------------------------------------------------------------ failures
@@ -246,8 +261,15 @@ def test_a_worker_that_fails_is_reported_after_everybody_else_was_served() -> No
     assert "add_worker" not in str(failure.value)
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError("gone"), EOFError(), TransportError("the link failed")])
-def test_a_worker_that_is_gone_is_lost(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionResetError("gone"), "the call failed: ConnectionResetError: gone"),
+        (EOFError(), "the call failed: EOFError"),
+        (TransportError("the link failed"), "the link failed"),
+    ],
+)
+def test_a_worker_that_is_gone_is_lost(error: Exception, message: str) -> None:
     updater = Recorder([0, 1, 2], worker_0=raises(error))
 
     with pytest.raises(WorkerLostError) as failure:
@@ -255,6 +277,7 @@ def test_a_worker_that_is_gone_is_lost(error: Exception) -> None:
 
     assert updater.synced == [0, 1, 2]
     assert failure.value.lost.keys() == {0}
+    assert message in failure.value.lost[0]
     assert kinds(failure.value.report) == {0: LOST, 1: APPLIED, 2: APPLIED}
 
 
@@ -439,6 +462,22 @@ def test_an_interrupted_wait_is_waited_for_first_by_the_next_push(monkeypatch: p
         updater.push_weights()
 
     assert len(pending.futures) == 1
+    updater.does.clear()
+    assert updater.push_weights().ok
+
+
+def test_a_push_whose_former_never_ends_waits_for_that_up_to_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = Pending()
+    updater = Recorder([0], worker_0=pending)
+    with monkeypatch.context() as patch:
+        patch.setattr(updater._pushes._sender, "wait_async", lambda **_: raises(KeyboardInterrupt())())
+        with pytest.raises(KeyboardInterrupt):
+            updater.push_weights()
+
+    with pytest.raises(AckTimeoutError):
+        updater.push_weights(timeout=0.01)
+    assert len(pending.futures) == 1
+    ended(pending.futures[0])
     updater.does.clear()
     assert updater.push_weights().ok
 

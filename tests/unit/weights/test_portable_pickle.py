@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,6 +111,23 @@ def test_what_is_more_than_its_bytes_is_left_to_torch() -> None:
 
     assert read["named"].note == "kept"
     assert type(travelled({"marked": torch.ones(2).as_subclass(_Marked)})["marked"]) is _Marked
+
+
+@pytest.mark.parametrize(
+    "state", [lambda given: {"of": given}, lambda given: [given], lambda given: (1, {"of": given})]
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tensor_deep_in_other_values_that_torch_could_not_read_back_is_read_as_it_was(
+    state: Callable[[Tensor], Any], nested: bool
+) -> None:
+    held = state(torch.arange(3).to(torch.uint16))
+    weights: Any = {"weight": torch.ones(2), "steps": 3, "_extra_state": held}
+    if nested:
+        weights = TensorDict({"weight": torch.ones(2)}, batch_size=[]).set_non_tensor("_extra_state", held)
+
+    read = travelled(weights)
+
+    assert str(dict(read.items())["_extra_state"]) == str(dict(weights.items())["_extra_state"])
 
 
 def test_other_values_are_left_to_the_pickler_of_the_caller() -> None:

@@ -92,5 +92,8 @@ def test_weights_are_handed_out_as_what_they_were_given(weights):
 
     assert type(weights) is type(found)
     assert weights.keys() == found.keys()
+    assert type(weights.get("a")) is type(found.get("a"))
+    if isinstance(weights.get("a"), dict):
+        assert weights["a"]["_extra_state"] == found["a"]["_extra_state"]
     again = Packer().pack(found)
     assert (packed.form, packed.digest) == (again.form, again.digest)
