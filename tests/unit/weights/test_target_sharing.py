@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weightsync import LayoutError
 from weightsync.weights import aliasing
-from weightsync.weights.aliasing import copies_together, same_bits
+from weightsync.weights.aliasing import copies_together, same_bits, shared_with
 from weightsync.weights.reading import Weights
 from weightsync.weights.target import Mode, Target
 
@@ -232,3 +232,11 @@ def test_values_that_memory_does_not_show_are_compared_too() -> None:
     assert same_bits(one.conj(), torch.tensor([1 - 1j]))
     assert not same_bits(one.conj(), one)
     assert same_bits(one.expand(2), one.repeat(2))
+
+
+def test_memory_that_is_shared_with_the_first_other_tensor_is_found_beside_other_sharing() -> None:
+    base = torch.ones(4)
+
+    assert shared_with([base, base[:2]], [base[1:]]) == (0, 0)
+    assert shared_with([base], [torch.ones(4), base[3:]]) == (0, 1)
+    assert shared_with([base, base[:2]], [torch.ones(4)]) is None
