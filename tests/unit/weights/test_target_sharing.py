@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weightsync import LayoutError
 from weightsync.weights import aliasing
-from weightsync.weights.aliasing import copies_together, same_bits, shared_with
+from weightsync.weights.aliasing import copies_together, same_bits, shared_with, sharing_of
 from weightsync.weights.reading import Weights
 from weightsync.weights.target import Mode, Target
 
@@ -240,3 +240,9 @@ def test_memory_that_is_shared_with_the_first_other_tensor_is_found_beside_other
     assert shared_with([base, base[:2]], [base[1:]]) == (0, 0)
     assert shared_with([base], [torch.ones(4), base[3:]]) == (0, 1)
     assert shared_with([base, base[:2]], [torch.ones(4)]) is None
+
+
+def test_the_smallest_expanded_tensor_and_one_whose_rows_meet_in_one_place_are_found() -> None:
+    assert sharing_of([torch.ones(1).expand(2)]).expanded == (0,)
+    assert sharing_of([torch.ones(9).as_strided((2, 3), (4, 2))]).overlaps == ((0,),)
+    assert sharing_of([torch.ones(10).as_strided((2, 3), (5, 2))]).overlaps == ()
