@@ -73,7 +73,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Starts processes in milliseconds: its server has torch and weightsync imported."""
+    """Starts processes in milliseconds: its server has imported torch, weightsync, and what modules of tests import."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -83,6 +83,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
             "weightsync.schemes.none",
             "weightsync.schemes.rpc",
             "weightsync.schemes.distributed",
+            "pytest",
             "fleet",
         ]
     )
