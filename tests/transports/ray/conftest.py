@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from ray_fleet import Plain, WorkerSetup, ray
 from weightsync import RayWeightSyncScheme
 from weightsync.transports.ray import client
 
+#: Compared as text with the path of each of thousands of tests, in each process.
+HERE = f"{Path(__file__).parent}{os.sep}"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(HERE):
             item.add_marker(pytest.mark.ray)
             # Starting a process takes seconds, and minutes where many do so at once.
             item.add_marker(pytest.mark.timeout(300))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from torch.distributed import rpc
 
+#: Compared as text with the path of each of thousands of tests, in each process.
+HERE = f"{Path(__file__).parent}{os.sep}"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(HERE):
             item.add_marker(pytest.mark.rpc)
 
 
