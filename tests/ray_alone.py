@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from missing import not_tested
-from ray_cluster import ENVIRONMENT, INSTALLED, OBJECT_STORE_NBYTES, running
+from ray_cluster import INSTALLED, OBJECT_STORE_NBYTES, running
+from ray_environment import ENVIRONMENT
 
 #: Seconds; reached only by a failure.
 PATIENCE = 240.0

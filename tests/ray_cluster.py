@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import tempfile
 import time
@@ -14,19 +13,10 @@ from typing import Any
 
 import pytest
 from missing import not_tested
+from ray_environment import ENVIRONMENT
 
 INSTALLED = find_spec("ray") is not None and find_spec("ray.actor") is not None
 OBJECT_STORE_NBYTES = 200 * 2**20
-#: Where what actors need is imported from.
-FOLDERS = [*sorted({path.parent for path in Path(__file__).parent.rglob("*.py")}), *Path(__file__).parents[:2]]
-#: Ray asks nobody on the network, and its actors import what the tests do. By default their niceness is 15: on a busy
-#: machine they would hardly run.
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",
-    "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
-}
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import typer
 from fleet import free_port
-from ray_cluster import ENVIRONMENT
+from ray_environment import ENVIRONMENT
 from typer.core import TyperGroup
 
 from weightsync.cli._app import COMMANDS, build, with_file_of_json

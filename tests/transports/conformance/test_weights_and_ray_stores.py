@@ -14,7 +14,8 @@ import pytest
 import torch
 from fleet import PATIENCE, Crew, WorkerSetup
 from missing import not_tested
-from ray_cluster import ENVIRONMENT, INSTALLED
+from ray_cluster import INSTALLED
+from ray_environment import ENVIRONMENT
 
 from weightsync import Evidence, Outcome, OutcomeKind, RayWeightSyncScheme, WeightSyncActor
 

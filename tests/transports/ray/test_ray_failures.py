@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from ray_alone import alone
-from ray_cluster import ENVIRONMENT
+from ray_environment import ENVIRONMENT
 from ray_fleet import PATIENCE, Loop, Plain, Threads, WorkerSetup, ray, set_policy, small
 from torch import nn
 
