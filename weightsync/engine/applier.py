@@ -10,7 +10,6 @@ from weakref import ref
 
 import torch
 from msgspec.structs import replace
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
@@ -31,12 +30,17 @@ from weightsync.weights.target import Mode, Staged, SwapBroken, Target
 from weightsync.weights.tensors import fake_mode, refusing_fake_mode
 from weightsync.weights.tree_digest import digest
 
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+except ImportError:  # a torch without it: every swap is kept from its compiler
+    get_eval_frame_callback = object  # type: ignore[assignment]
+
 logger = logging.getLogger("weightsync")
 
 
 @torch.compiler.disable(reason="a swap is not compiled")  # type: ignore[no-untyped-call,untyped-decorator]
 def _swap_uncompiled(target: Target, staged: Staged) -> None:
-    """Swap, apart from torch's compiler: a compiled function may begin a block, and then it fails half way."""
+    """Swap without torch's compiler, which would make it fail half way: a compiled function may begin a block."""
     target.swap(staged)
 
 

@@ -484,11 +484,14 @@ def test_a_refusal_says_what_it_rests_on(pair: Pair) -> None:
     assert refusal(pending, "no", "", Evidence.CALL).evidence is Evidence.CALL
 
 
+@pytest.mark.parametrize("torch_tells", [True, False])
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_version_goes_live_as_a_serving_block_begins_in_a_function_that_torch_compiles(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    torch_tells: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled in part, the swap would fail half way."""
+    if not torch_tells:
+        monkeypatch.setattr(applier, "get_eval_frame_callback", object)
     monkeypatch.setattr(pair.receiver, "_forwards_swap", True)
     torch._dynamo.reset()
 
