@@ -513,19 +513,6 @@ def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]
         assert set(fills) <= {1.0}
 
 
-def test_the_last_of_many_versions_reaches_a_worker_that_reads_once_its_trainer_calls_nothing_more(
-    queues: list[Any],
-) -> None:
-    with MPTransport(*queues) as trainer, MPTransport(*queues) as worker:
-        for fill in (1.0, 2.0, 3.0, 4.0):
-            trainer.send_weights_async(filled(fill))
-
-        fills = iter(lambda: value(worker.receive_weights(timeout=PATIENCE)), 4.0)
-        assert set(fills) <= {1.0, 2.0, 3.0}  # the queue's own thread writes, and a newer one replaces an older one
-        worker.send_ack()
-        assert trainer.wait_ack(timeout=PATIENCE).ok
-
-
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
 def test_a_trainer_that_is_gone_ends_a_wait_for_ever_over_queues(queues: list[Any], timeout: float | None) -> None:
     with MPTransport(*queues) as worker:

@@ -12,7 +12,6 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure, OnPending
-from weightsync.protocol._tables import Delivery
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import UNSET, Form, Unset
 from weightsync.schemes.facade_services import connection_of, torchrl_class
@@ -33,8 +32,7 @@ class MPTransport(TransportFacade):
     One thread may drive both ends: `send_weights_async`, `receive_weights`, `send_ack`, `wait_ack`. While the
     transport is used, do not call the connection's own methods: use those of `pipe`.
 
-    With queues it is generation B's transport, over ``multiprocessing.Queue``s, and has no `pipe`. As in TorchRL each
-    version is queued at once, and takes memory until the worker has read it.
+    With queues it is generation B's transport, over ``multiprocessing.Queue``s, and has no `pipe`.
 
     Args:
         pipe_connection: our end of ``multiprocessing.Pipe()``, or an object whose ``.pipe`` is one, or generation B's
@@ -176,10 +174,7 @@ class MPTransport(TransportFacade):
 
     def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         if self._form is Form.B:
-            link = QueueLink(self._queue("sender"), model_id, peer)
-            # As over links that may lose answers, no version waits here for one: nothing need call this end again.
-            link.delivery = Delivery.BEST_EFFORT
-            return link
+            return QueueLink(self._queue("sender"), model_id, peer)
         self._open_channel()
         return PipeLink(endpoint, model_id, peer=peer)
 
