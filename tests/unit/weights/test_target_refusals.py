@@ -256,6 +256,19 @@ def test_in_a_functional_call_a_version_in_another_order_waits_as_one_in_the_kno
 
 
 @modes
+def test_a_parameter_that_became_a_buffer_of_another_dtype_on_both_sides_gets_the_next_version(mode: Mode) -> None:
+    worker = Acting()
+    target = Target(worker, mode)
+    target.refuses_functional_calls = True
+    del worker.a
+    worker.register_buffer("a", torch.zeros(3, dtype=torch.float64))
+
+    target.swap(target.stage(*packed({"a": torch.ones(3, dtype=torch.float64), "b": torch.ones(3)})))
+
+    assert worker.a.tolist() == [1, 1, 1]
+
+
+@modes
 def test_an_expanded_tensor_is_named_as_such(mode: Mode) -> None:
     with pytest.raises(LayoutError) as caught:
         Target({"wide": torch.zeros(1).expand(3)}, mode).stage(*packed({"wide": torch.ones(3)}))
