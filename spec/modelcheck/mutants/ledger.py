@@ -16,7 +16,7 @@ from weightsync.errors import ConfigurationError
 
 #: The ledger of weightsync's own model.
 LEDGER = Path(__file__).resolve().parents[1] / "mutants.toml"
-_MARK = "# From here on `python spec/check.py mutants --pin` writes, reasons excepted.\n"
+_MARK = "# `python spec/check.py mutants --pin` writes all that follows, except the reasons.\n"
 
 
 @dataclass(frozen=True, slots=True)

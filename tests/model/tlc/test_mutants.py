@@ -261,7 +261,7 @@ roots = ["A"]
 untouched = []
 lookout = "L"
 
-# From here on `python spec/check.py mutants --pin` writes, reasons excepted.
+# `python spec/check.py mutants --pin` writes all that follows, except the reasons.
 [ratchet]
 score = 50.0
 
