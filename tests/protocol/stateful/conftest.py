@@ -1,4 +1,4 @@
-"""The helpers of these tests explain their assertions as tests do."""
+"""Assertions of the helper modules are rewritten, so that a failure shows the compared values."""
 
 import pytest
 

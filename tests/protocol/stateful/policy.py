@@ -1,4 +1,7 @@
-"""A model that shows whether it is whole. Worker processes import it, so it imports no test code."""
+"""A model that shows whether all its weights are of one version.
+
+Worker processes import this module, so it imports no test code.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 
 
 class Policy(torch.nn.Module):
-    """A model whose tensors and extra state all say the same number, if they are of one version."""
+    """A model whose tensors and extra state all hold the same number if they are of one version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,5 +31,5 @@ class Policy(torch.nn.Module):
 
     @property
     def codes(self) -> set[int]:
-        """One number, or the model is torn."""
+        """The numbers that the model holds: exactly one, unless its weights are torn."""
         return {self.extra, *map(int, (*self.weight.tolist(), *self.bias.tolist(), *self.count.tolist()))}

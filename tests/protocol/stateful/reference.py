@@ -1,7 +1,8 @@
-"""What senders, receivers and the network between them should do, written from spec/README.md and no code of ours.
+"""A reference model of senders, receivers and the network between them.
 
-It is slow, plain and has no tables: each thing that can happen is a method, each rule an `if` in it. Calls that would
-block are generators: they yield where the caller would wait. What a caller would see raised is `Raised`.
+The model is written from spec/README.md alone and shares no code with the library. It is slow and plain and has no
+tables: each event is a method, and each rule is an `if` in that method. A call that would block is a generator, which
+yields where the caller would wait. An error that the caller would get is raised as `Raised`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 SENDER, WORKER = "first", "second"
 
-#: Updates that a link carries unanswered before newer ones wait.
+#: How many updates of a link may be unanswered before newer ones wait.
 RUN_AHEAD = 2
 
 Key = tuple[int, int]
@@ -31,15 +32,15 @@ class Raised(Exception):
 
 
 class BrokenWire(Exception):
-    """An end of a wire that is closed, or knows that the other end is gone."""
+    """Raised by an end of a wire that is closed or dead, or that knows that the other end is gone."""
 
 
 class Interrupt(Exception):
-    """Whatever interrupts a waiting caller."""
+    """Thrown into a call that waits, to interrupt it as a KeyboardInterrupt would."""
 
 
 class Message(NamedTuple):
-    """A message, as far as the protocol looks at it."""
+    """A message, with only the fields that the protocol uses."""
 
     kind: str
     incarnation: int
@@ -49,38 +50,38 @@ class Message(NamedTuple):
 
 
 class Content(NamedTuple):
-    """Weights: of which layout, and which."""
+    """Weights: whether their layout fits the worker's model, and the number that identifies them."""
 
     fits: bool
     code: int
 
 
 class Parcel(NamedTuple):
-    """A message on its way to one end of a wire."""
+    """A message in transit to one end of a wire."""
 
     number: int
     to: str
     message: Message
-    #: Of an update its weights; of a sender's Hello a sample of its layout, if it has one.
+    #: With an update, its weights; with a sender's Hello, weights of the layout that it names, if any.
     content: Content | None
 
 
 class Report(NamedTuple):
-    """What a caller gets."""
+    """The report that a caller gets."""
 
     version: int | None
     outcomes: dict[int, str]
     superseded: dict[int, tuple[int, ...]]
     not_caught_up: dict[int, str]
-    #: The fences of workers lost to newer senders.
+    #: The fences told by workers that were lost to newer senders.
     fences: dict[int, int]
-    #: What became of the update that was waited for first.
+    #: The report of an earlier update that no caller has got.
     previous: Report | None = None
-    #: Who said goodbye.
+    #: The workers that said goodbye.
     left: tuple[int, ...] = ()
 
     def judged(self, raises: bool) -> Report:
-        """Itself, or raised if it tells of failures."""
+        """Return this report, or raise its error: if the update was abandoned, or on any failure if `raises` is set."""
         if not (self.kinds() and raises) and "ABANDONED" not in self.outcomes.values():
             return self
         kinds = self.kinds()
@@ -90,36 +91,36 @@ class Report(NamedTuple):
         raise Raised(kind, self, fence or None)
 
     def kinds(self) -> set[str]:
-        """The kinds of failures that it tells of, of this update and of those before it."""
+        """The kinds of failure in this report and in those before it."""
         before = self.previous.kinds() if self.previous else set()
         return before | {kind for kind in self.outcomes.values() if kind not in ("APPLIED", "PENDING")}
 
     def all_fences(self) -> dict[int, int]:
-        """The highest fence that each worker has reported."""
+        """The fence that each worker told last, in this report or in one before it."""
         return {**(self.previous.all_fences() if self.previous else {}), **self.fences}
 
 
 class Wire:
-    """Two ends, and what lies between."""
+    """A link: its two ends, and the messages in transit between them."""
 
     _made = itertools.count()
 
     def __init__(self, loses: bool) -> None:
         self.loses = loses
-        #: A sender's later wires have higher numbers.
+        #: Numbers rise in the order of creation, so a sender's newer wire has the higher number.
         self.number = next(self._made)
         self.flying: list[Parcel] = []
         self.inbox: dict[str, list[Parcel]] = {SENDER: [], WORKER: []}
-        #: What the sender has read, and has not heard yet.
+        #: Messages that the sender has read and not handled yet.
         self.unheard: list[Parcel] = []
         self.closed: set[str] = set()
         self.dead: set[str] = set()
         self.notified: set[str] = set()
         self.sent = 0
-        #: The worker's end does not take what is written to it; it waits here.
+        #: While set, the worker's end writes nothing: its messages wait in `queued`.
         self.clogged = False
         self.queued: list[Message] = []
-        #: Versions that went out and are not answered, and the newest that waits behind them.
+        #: Versions that were sent and are not answered, and the newest that waits behind them (0: none does).
         self.unanswered: set[int] = set()
         self.waiting = 0
 
@@ -128,7 +129,7 @@ class Wire:
             raise BrokenWire
 
     def post(self, end: str, message: Message, content: Content | None = None) -> None:
-        """Say something at that end."""
+        """Send a message from the given end."""
         self._require(end)
         if end == WORKER and (self.clogged or self.queued):
             self.queued.append(message)
@@ -141,7 +142,7 @@ class Wire:
             self.flying.append(Parcel(self.sent, to, message, content))
 
     def flush(self) -> bool:
-        """Let the worker's end write what it has queued; whether nothing is left."""
+        """Send what the worker's end has queued, and return whether its queue is empty."""
         if self.queued:
             self._require(WORKER)
             while self.queued and not self.clogged:
@@ -149,14 +150,14 @@ class Wire:
         return not self.queued
 
     def take(self, end: str) -> list[Parcel]:
-        """Everything that has arrived there."""
+        """Return all messages that have arrived at the given end."""
         found, self.inbox[end] = self.inbox[end], []
         if not found and not any(parcel.to == end for parcel in self.flying):
             self._require(end)
         return found
 
     def close(self, end: str, bye: Message | None) -> None:
-        """Say goodbye at that end, if there is one, and be gone."""
+        """Close the given end, after sending a last message if there is one."""
         if end in self.closed:
             return
         if bye is not None and end not in self.notified and end not in self.dead:
@@ -172,40 +173,40 @@ class Wire:
             self.notified.add(WORKER if end == SENDER else SENDER)
 
     def cut(self) -> None:
-        """The wire breaks between two ends that live."""
+        """Break the wire while the processes at both ends live."""
         self.flying = []
         for end in (SENDER, WORKER):
             self._gone(end)
 
     def crash(self, end: str) -> None:
-        """The process at that end dies."""
+        """Kill the process at the given end."""
         self.flying = []
         self.inbox[end] = []
         self.dead.add(end)
         self._gone(end)
 
     def deliver(self, parcel: Parcel) -> None:
-        """It arrives."""
+        """Let a message in transit arrive."""
         self.flying.remove(parcel)
         self.inbox[parcel.to].append(parcel)
 
     def drop(self, parcel: Parcel) -> None:
-        """It is lost."""
+        """Lose a message in transit."""
         self.flying.remove(parcel)
 
     def duplicate(self, parcel: Parcel) -> None:
-        """It flies twice."""
+        """Duplicate a message in transit."""
         self.sent += 1
         self.flying.append(parcel._replace(number=self.sent))
 
 
 @dataclass
 class WorkerSetup:
-    """A worker among the workers."""
+    """What a sender knows of one worker and its newest wire."""
 
     wire: Wire
     link_state: str = "expected"
-    #: The version last acked over this wire, the newest due, and the one it catches up with.
+    #: Versions (0: none): last acked over this wire, last addressed to the worker, and the one that it catches up with.
     acked: int = 0
     due: int = 0
     catching: int = 0
@@ -218,7 +219,7 @@ class WorkerSetup:
 
 @dataclass
 class Sender:
-    """A trainer's side."""
+    """The model of a sender."""
 
     now: Callable[[], float]
     state: str = "uninitialized"
@@ -226,27 +227,27 @@ class Sender:
     version: int = 0
     for_all: int = 0
     setups: dict[int, WorkerSetup] = field(default_factory=dict)
-    #: The version outstanding, who owes an answer for it over which wire, and what the others became.
+    #: The outstanding version, the wire over which each worker owes an answer to it, and the outcomes so far.
     outstanding: int | None = None
     owed: dict[int, Wire] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
     fences: dict[int, int] = field(default_factory=dict)
-    #: Reports that nobody has been given yet.
+    #: The reports of finished updates that no caller has got yet.
     concluded: dict[int, Report] = field(default_factory=dict)
     stale: int = 0
     not_caught_up: dict[int, str] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
     given_up: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    #: The report that no caller has got yet: it becomes part of the next one.
+    #: The report of an earlier update that no caller has got: it becomes `previous` of the next one.
     before: Report | None = None
-    #: Who left and who did not catch up, in reports of superseded updates: the next reports repeat it, up to one that
-    #: is final.
+    #: The workers that left or did not catch up, from reports of superseded updates. The following reports repeat them,
+    #: up to the first that is final.
     withheld_left: tuple[int, ...] = ()
     withheld_not_caught_up: dict[int, str] = field(default_factory=dict)
     contents: dict[int, Content] = field(default_factory=dict)
-    #: What was applied last: handshakes tell its layout.
+    #: The weights that were acked last: a Hello carries their layout.
     applied: Content | None = None
-    #: Open wires in the order they were created, and whose they are.
+    #: Open wires with their workers, in the order of creation.
     open: list[tuple[int, Wire]] = field(default_factory=list)
 
     # -------------------------------------------------------------------------------------------- calls
@@ -280,7 +281,7 @@ class Sender:
         try:
             return (yield from self._send("awaiting_ack", **asked))
         except Raised as raised:
-            # Every target was lost or had refused before: that, too, is only reported.
+            # If failures are only reported, so is a send whose targets were all lost, or had refused, before it.
             if (
                 asked["raises"]
                 or raised.report is None
@@ -324,7 +325,7 @@ class Sender:
             for worker, kind in given_up.outcomes.items():
                 if kind == "ABANDONED":
                     self.given_up[worker] = (*self.given_up.get(worker, ()), given_up.version or 0)
-            self.before = given_up.previous  # no caller gets the report of what was given up
+            self.before = given_up.previous  # no caller gets the report of the superseded update
             self.withheld_left, self.withheld_not_caught_up = given_up.left, given_up.not_caught_up
         self._allow("ready")
         self._dispatch(to, targets, content)
@@ -456,7 +457,7 @@ class Sender:
             self.state = "ready"
             self._conclude("")
 
-    # --------------------------------------------------------------------------------------- what goes out
+    # --------------------------------------------------------------------------------------- outgoing
 
     def _greet(self, worker: int, wire: Wire, due: int) -> None:
         try:
@@ -478,7 +479,10 @@ class Sender:
             self._hear_last_words(worker, wire)
 
     def _hear_last_words(self, worker: int, wire: Wire) -> None:
-        """What it said before it broke still counts, also what was read before the write that failed."""
+        """Lose a worker whose wire broke, but handle first what it sent before.
+
+        That includes what was read before the write that failed.
+        """
         with suppress(BrokenWire):
             wire.unheard += wire.take(SENDER)
         while wire.unheard:
@@ -512,10 +516,10 @@ class Sender:
         self.outcomes[worker] = kind
         self._settle()
 
-    # --------------------------------------------------------------------------------------- what comes in
+    # --------------------------------------------------------------------------------------- incoming
 
     def pump(self) -> None:
-        """Take in all that has arrived."""
+        """Read and handle all that has arrived."""
         if self.state in ("uninitialized", "closed"):
             return
         for worker, wire in list(self.open):
@@ -581,7 +585,7 @@ class Sender:
 
 @dataclass
 class Receiver:
-    """A worker's side, its model included."""
+    """The model of a receiver, and of the worker's weights."""
 
     state: str = "uninitialized"
     wire: Wire | None = None
@@ -591,16 +595,16 @@ class Receiver:
     pending: Key | None = None
     arrived: Content | None = None
     served: Key | None = None
-    #: What the model holds; None: nothing whole.
+    #: The number of the weights in the worker's model; None: they are not of one version.
     code: int | None = 0
-    #: What the model's own hook does: "fine", "refuses", "breaks".
+    #: What the model's hook does: it works ("fine"), raises ("refuses"), or raises and cannot be undone ("breaks").
     mood: str = "fine"
     open: list[Wire] = field(default_factory=list)
-    #: What a caller is raised once every link has ended, by how the last one did; empty: none has.
+    #: The error that a caller gets once every link has ended, by how the last one ended; empty: none has.
     ended: str = ""
-    #: The link that could not be written to last.
+    #: The last link to which a write failed.
     unwritable: Wire | None = None
-    #: A swap failed half way: serving the model raises.
+    #: A swap failed half way: `serving()` raises an error.
     broken: bool = False
 
     # -------------------------------------------------------------------------------------------- calls
@@ -612,7 +616,7 @@ class Receiver:
         self.ended = ""
 
     def receive(self, held: bool = False) -> bool:
-        """One look at the links. ``held``: the caller is inside `serving()`, so nothing new becomes live."""
+        """Look at the links once. ``held``: the caller is inside `serving()`, so no version may become live."""
         if held and self.broken:
             raise Raised("WeightSyncError")
         self.pump()
@@ -734,10 +738,10 @@ class Receiver:
             self.open.remove(wire)
             wire.close(WORKER, word)
 
-    # --------------------------------------------------------------------------------------- what comes in
+    # --------------------------------------------------------------------------------------- incoming
 
     def pump(self) -> None:
-        """Take in all that has arrived; the link that an answer waits on is not read."""
+        """Read and handle all that has arrived, except on the current link while it has an answer to write."""
         if self.state == "closed":
             return
         self._flush()

@@ -1,4 +1,4 @@
-"""Worker processes that live through many examples: each command gives one answer, so nothing is left to timing."""
+"""Worker processes that serve many examples. Each command gets one answer, so nothing depends on timing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from policy import Policy
 
 from weightsync.engine.receiver import WeightReceiver
 
-#: Seconds after which a test gives up; reached only by a failure.
+#: Seconds after which a test gives up. Only a failure takes that long.
 PATIENCE = 60.0
 
 
 class Deadly(Policy):
-    """A model in the midst of whose swap its process may die."""
+    """A model that can kill its process in the middle of a swap."""
 
     def set_extra_state(self, state: int) -> None:
         if self.mood == "dies":
@@ -28,7 +28,7 @@ class Deadly(Policy):
 
 
 class ActorServer:
-    """What a worker process does."""
+    """The commands that a worker process executes."""
 
     def __init__(self, control: Connection[Any, Any]) -> None:
         self.control = control
@@ -36,7 +36,7 @@ class ActorServer:
         self.receiver: Any = None
 
     def begin(self, scheme: Any) -> None:
-        """A new life: a receiver without links."""
+        """Begin a new life of the worker: a receiver without links."""
         if self.receiver is not None:
             self.receiver.close()
         self.policy = Deadly()
@@ -56,7 +56,7 @@ class ActorServer:
         self.receiver.close()
 
     def show(self) -> tuple[dict[str, Any], set[int], bytes]:
-        """What can be seen of the receiver, what its model holds, and the digest of that."""
+        """The visible state of the receiver, the numbers that its model holds, and its digest."""
         data = self.receiver._driver.data
         seen = {
             "state": self.receiver.state.value,
@@ -70,7 +70,7 @@ class ActorServer:
 
 
 def work(control: Connection[Any, Any]) -> None:
-    """The body of a worker process."""
+    """The main function of a worker process."""
     torch.set_num_threads(1)
     actor_server = ActorServer(control)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -83,7 +83,7 @@ def work(control: Connection[Any, Any]) -> None:
 
 
 class Remote:
-    """A worker process, from the test's side."""
+    """A worker process, as the test controls it."""
 
     def __init__(self, context: Any) -> None:
         self.control, theirs = context.Pipe()
@@ -92,11 +92,11 @@ class Remote:
         theirs.close()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Have it do something."""
+        """Send a command to the worker."""
         self.control.send((name, arguments))
 
     def answer(self) -> Any:
-        """What came of that."""
+        """Return the result of the last command, or raise its error."""
         assert self.control.poll(PATIENCE), f"{self.process} does not answer"
         fine, value = self.control.recv()
         if not fine:
@@ -108,18 +108,18 @@ class Remote:
         return self.answer()
 
     def listen(self, connection: Connection[Any, Any]) -> None:
-        """Hand it its end of a pipe."""
+        """Give the worker its end of a pipe."""
         self.tell("listen")
         send_handle(self.control, connection.fileno(), self.process.pid)
         self.answer()
 
     def died(self) -> None:
-        """Wait until it has, by its own hand."""
+        """Wait until the process has died."""
         self.process.join(PATIENCE)
         assert not self.process.is_alive()
         self.control.close()
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
         self.died()

@@ -1,7 +1,7 @@
-"""Random walks of the shipped sender and receiver through the actions of tla/Delta.tla, with its properties.
+"""Random walks of the shipped sender and receiver that take the actions of tla/Delta.tla and check its properties.
 
-The trainer's weights, and what the worker applies of them, are real: what is compared is bits. The links are pipes, so
-messages keep their order.
+Weights are real: those that were sent and those that the worker applied are compared bit by bit. The links are pipes,
+so messages keep their order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightsync.protocol.messages import BaseRef, NoBase, Update
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.weights.tree_digest import digest
 
-#: Actions of a walk.
+#: The number of actions in a walk.
 STEPS: Final = 60
 _KINDS: Final = frozenset({OutcomeKind.APPLIED, OutcomeKind.REFUSED})
 
@@ -36,7 +36,7 @@ def _bits(model: nn.Module) -> bytes:
 
 
 class Walk:
-    """One trainer and one worker, and what tla/Delta.tla knows of them."""
+    """A trainer and a worker, with the history that the properties of tla/Delta.tla need."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -44,22 +44,22 @@ class Walk:
         self.source = _model(1.0)
         self.trainer = self.open.enter_context(MultiProcessWeightSyncScheme(delta=True))
         self.sent: dict[int, bytes] = {}
-        #: The versions that were sent as deltas, whose base was refused, and that were then sent whole; of one link.
+        #: Of the current link: the versions sent as deltas, those whose base was refused, and those sent whole.
         self.deltas: set[int] = set()
         self.no_bases: set[int] = set()
         self.wholes: list[int] = []
         self.lost = False
         self.unfit: set[int] = set()
-        #: What has happened in this walk.
+        #: The situations that occurred in this walk.
         self.seen: set[str] = set()
-        #: What did not hold.
+        #: The properties that were violated, in words.
         self.broken: list[str] = []
         ours = self._worker()
         self.trainer.init_on_sender("policy", pipes=[ours], model=self.source)
         self.sender = self.trainer.get_sender()
 
     def _worker(self) -> Any:
-        """A new worker; returns the trainer's end of its pipe."""
+        """Start a new worker, and return the trainer's end of its pipe."""
         ours, theirs = (self.open.enter_context(end) for end in multiprocessing.Pipe())
         self.model = _model()
         scheme = self.open.enter_context(MultiProcessWeightSyncScheme())
@@ -70,7 +70,10 @@ class Walk:
         return ours
 
     def watch(self, message: Any) -> None:
-        """What is given to a link: AckedBase, OnlyTheNewest, RefusedOnlyIfLost, ResentOnce. A link swallows errors."""
+        """Check a message that is given to a link: AckedBase, OnlyTheNewest, RefusedOnlyIfLost, ResentOnce.
+
+        Violations are collected in `broken`, since a link swallows errors.
+        """
         match message:
             case NoBase():
                 self.no_bases.add(message.version)
@@ -104,7 +107,10 @@ class Walk:
             self.sender.abandon()
 
     def hear(self) -> None:
-        """What was outstanding has ended: NobodyIsRefusedForADelta, AckedMeansServed."""
+        """Collect the report of an update that the worker has answered.
+
+        Checks NobodyIsRefusedForADelta and AckedMeansServed.
+        """
         report = self.sender.poll()
         if report is None or report[0].kind not in _KINDS:
             return
@@ -158,7 +164,7 @@ class Walk:
         self.sender.poll()
 
     def settle(self) -> None:
-        """EverySendEnds: if both ends only read, every answer that is owed arrives."""
+        """Check EverySendEnds: if both ends only read, every answer that is owed arrives."""
         for _ in range(20):
             self.receive()
             self.hear()
@@ -168,7 +174,7 @@ class Walk:
 
 @pytest.fixture
 def walk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], contextlib.AbstractContextManager[Walk]]:
-    """Begins a walk, whose links are watched."""
+    """A function that begins a walk, which watches every message that is given to a pipe link."""
     walks: list[Walk] = []
     send = PipeLink.send
 

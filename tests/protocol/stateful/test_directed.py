@@ -1,4 +1,4 @@
-"""Walks written by hand: to the rows that random ones seldom find, and to bugs that random ones have found."""
+"""Walks written by hand: to rows that random walks seldom take, and to bugs that random walks have found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 @pytest.fixture
 def world(make: Make) -> World:
-    """Worker 0 has made its handshake with the sender."""
+    """A world in which worker 0 has completed the handshake with the sender."""
     return greeted(make(Delivery.ORDERED))
 
 
@@ -51,7 +51,7 @@ def newest(world: World) -> LinkPair:
 
 
 def deliver(world: World, kind: type[messages.Message], version: int = 0) -> None:
-    """Let the newest message of that kind arrive."""
+    """Deliver the newest message of this kind, and of this version if one is given."""
     for link_pair in reversed(world.link_pairs):
         for parcel in reversed(link_pair.deliverable()):
             message = parcel.received.message
@@ -62,7 +62,7 @@ def deliver(world: World, kind: type[messages.Message], version: int = 0) -> Non
 
 
 def taken(world: World, state: State, step: SenderInput | ReceiverInput, action: Callable[[], object]) -> None:
-    """Do something, see the row taken, and all as the model has it."""
+    """Perform an action, and require that it takes this row, that the model agrees and that the guarantees hold."""
     before = ROWS[state, step]
     action()
     world.compare()
@@ -71,13 +71,13 @@ def taken(world: World, state: State, step: SenderInput | ReceiverInput, action:
 
 
 def offered(world: World, versions: int = 1) -> None:
-    """The sender has sent versions, of which nothing has arrived."""
+    """Send versions, of which nothing has arrived yet."""
     for _ in range(versions):
         world.send(trainer(world), on_pending="supersede")
 
 
 def half_answered(world: World) -> None:
-    """The worker has decided, and its answer does not leave."""
+    """Let the worker decide on an update while its answer cannot leave."""
     world.clog(newest(world), True)
     offered(world)
     world.deliver_all()
@@ -86,7 +86,7 @@ def half_answered(world: World) -> None:
 
 
 def pending(world: World) -> None:
-    """A version has arrived, and is not applied."""
+    """Let a version arrive that is not applied yet."""
     offered(world)
     world.deliver_all()
     world.receive(worker(world), held=True)
@@ -94,7 +94,7 @@ def pending(world: World) -> None:
 
 
 def overtake(world: World) -> Trainer:
-    """A copy of the sender connects to the worker, above it."""
+    """Connect a copy of the sender to the worker, with a higher incarnation."""
     world.clock.ns += 1000
     world.copy_trainer(trainer(world), "pickle")
     copied = world.trainers[-1]
@@ -104,7 +104,7 @@ def overtake(world: World) -> Trainer:
 
 
 def behind(world: World) -> Trainer:
-    """A copy of the sender connects to the worker, below it."""
+    """Connect a copy of the sender to the worker, with a lower incarnation."""
     world.clock.ns -= 1000
     copied = overtake_at_once(world)
     world.clock.ns += 1000
@@ -288,7 +288,7 @@ def test_a_swap_by_hand_that_breaks_leaves_no_version(world: World) -> None:
 
 
 def test_the_version_moves_with_the_weights(world: World) -> None:
-    """Inside the serving lock, where another thread's `serving()` waits, `version` is that of the weights."""
+    """A `serving()` that waits in another thread while weights are swapped gets the version of the new weights."""
     seen: list[tuple[int | None, int]] = []
     real, policy = worker(world).real, worker(world).policy
 
@@ -329,7 +329,7 @@ def test_a_rejoiner_that_serves_what_is_due_has_caught_up(world: World) -> None:
 
 
 def during(world: World, *script: Callable[[], object]) -> object:
-    """Wait, forever, for what is outstanding, while that happens; then be interrupted."""
+    """Wait without a timeout for the outstanding update while the script happens, then be interrupted."""
     world.during_the_wait([lambda each=each: each() and None for each in script], "interrupt")
     return world.wait(trainer(world), timeout=None)
 
@@ -341,8 +341,8 @@ def test_what_can_come_while_a_caller_waits(world: World) -> None:
     world.deliver_all()
     world.receive(worker(world))
     world.abandon(sender)
-    world.deliver_all()  # the ack of the first, of which nobody is owed
-    world.add(sender, 2)  # catches up with the first
+    world.deliver_all()  # the ack of the first update, which is no longer owed
+    world.add(sender, 2)  # it catches up with the first update
     offered(world)
     world.poll(sender)
     for state, step, action in (

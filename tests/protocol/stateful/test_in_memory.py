@@ -1,7 +1,8 @@
-"""Random walks of real senders and receivers over a network that misbehaves, compared at each step with the reference.
+"""Random walks of real senders and receivers over a faulty network, compared at each step with the reference model.
 
-A walk's steps are those of `Actions`, and so is what happens while a caller waits. After each step all that can be
-seen is as in the reference model, and each guarantee holds of what was really sent, served and reported.
+Each step of a walk is a method of `Actions`, and so is each thing that happens while a caller waits. After each step,
+all visible state must be that of the reference model (see `world`), and the guarantees must hold of what was really
+sent, served and reported (see `guarantees`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ T = TypeVar("T")
 #: The share of the profile's examples that each delivery gets.
 SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.3, Delivery.AT_LEAST_ONCE: 0.4, Delivery.BEST_EFFORT: 0.3}
 
-#: With so many examples the walks and the directed ones take every row.
+#: With this many examples, the random and the directed walks together take every row.
 ENOUGH = 100
 
 NUMBERS = st.integers(0, 63)
@@ -38,7 +39,7 @@ def one(of: Sequence[T], number: int) -> T:
 
 
 class Actions:
-    """Everything that can happen, as methods of two numbers that say to whom, and how."""
+    """All actions of a walk. Each takes two numbers, which choose whom it acts on and how."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -54,7 +55,7 @@ class Actions:
         self.world.deliver_all()
 
     def round_trip(self, a: int, b: int) -> None:
-        """What is on its way arrives, workers take it in, and what they say arrives."""
+        """Deliver all messages, let all workers but at most one receive, and deliver their answers."""
         self.world.deliver_all()
         for worker in list(self.world.workers.values()):
             if b % 4 != worker.id:
@@ -110,7 +111,7 @@ class Actions:
         worker = self._worker(a)
         arrived = worker.model.arrived if worker.model.pending else None
         if arrived is None and self.world.mode is Mode.MAP:
-            # Between processes a mapping is private; here, to write into it would be to write into everybody's.
+            # In a worker process a mapping is private. Here a write would reach every worker that maps the same slot.
             self.receive(a, b)
             return
         mapped = self.world.mode is Mode.MAP
@@ -124,7 +125,7 @@ class Actions:
             self.receive(a, b)
 
     def half_answered(self, a: int, b: int) -> None:
-        """A worker decides, and its answer does not leave."""
+        """Let a worker decide on an update while its answer cannot leave."""
         worker = self._worker(a)
         for link_pair in self.world.link_pairs:
             if link_pair.worker is worker:
@@ -187,7 +188,7 @@ class Actions:
             self.world.crash_trainer(one(over or able, a))
 
     def copy_trainer(self, a: int, b: int) -> None:
-        """A copy; then, mostly, one with links of its own, which takes the workers over."""
+        """Copy a sender. Usually the copy gets links of its own, connects and takes the workers over."""
         if len(self.world.trainers) == 3:
             self.crash_trainer(a, b)
         if len(self.world.trainers) < 3:
@@ -199,11 +200,11 @@ class Actions:
                 self.connect(1, b)
 
     def clock(self, a: int, b: int) -> None:
-        """The clocks of trainers on other machines are not ours: some are behind."""
+        """Set the clock forwards or back, since trainers on other machines have clocks of their own."""
         self.world.clock.ns = 1_000_000 + (a - 32) * 1000
 
     def _trainer(self, number: int) -> Trainer:
-        # Mostly the newest, so that walks go somewhere.
+        # Usually the newest trainer: otherwise few walks would get far.
         return one(self.world.trainers, -1 if number % 4 else number // 4)
 
     def _targets(self, a: int, b: int) -> list[int] | None:
@@ -222,7 +223,7 @@ DURING_A_WAIT = ("deliver", "deliver_all", "round_trip", "receive", *NETWORK, *W
 
 
 class Walk(RuleBasedStateMachine):
-    """A walk. Steps are drawn by kind, so that the common ones are common."""
+    """A random walk. The kind of each step is drawn first, so that common kinds are common."""
 
     delivery: ClassVar[Delivery]
 
@@ -275,7 +276,7 @@ class Walk(RuleBasedStateMachine):
         b=NUMBERS,
     )
     def blocked(self, script: list[tuple[str, int, int]], way_out: str, timeout: float | None, a: int, b: int) -> None:
-        """A send, or a wait, in which things happen."""
+        """A blocking send or wait, during which other actions happen."""
         self.world.during_the_wait([self._later(*each) for each in script], way_out)
         trainer, raises = self.actions._trainer(a), b % 2 == 0
         self.world.waiting = trainer
@@ -312,8 +313,8 @@ def test_walks(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
     _walked.add(delivery)
 
 
-#: Workers here forward nothing to workers of their own, and no model is given to a closed receiver. The graphs, and the
-#: steps that both machines take side by side, have these rows.
+#: Rows that no walk takes: workers here defer no acks, and no other weights are written into the model of a closed
+#: receiver. The tests of the graphs take these rows, and so does test_side_by_side.py.
 NOT_WALKED = {
     *((state, input) for state, input in RECEIVER_ROWS if input in (ReceiverInput.DEFERRED, ReceiverInput.SEND_ACK)),
     (State.CLOSED, ReceiverInput.INVALIDATED),

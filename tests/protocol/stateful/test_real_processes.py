@@ -1,7 +1,8 @@
-"""Random walks of a real sender and real worker processes over both schemes, compared with the reference at each step.
+"""Random walks of a real sender and real worker processes, compared with the reference model at each step.
 
-What was sent is at once in the pipe, and a worker reads it on request: so it is known what must happen,
-though all is real: pipes, shared memory, and processes that die by SIGKILL, also in the midst of a swap.
+Pipes, shared memory and processes are real, and workers are killed by SIGKILL, also in the middle of a swap. The walks
+are still deterministic: a message that is sent is in the pipe at once, and a worker reads only when the test tells it
+to.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NUMBERS = st.integers(0, 15)
 
 
 class Staff:
-    """Processes that are there already when an example needs them; one that was killed is replaced."""
+    """Worker processes that are started before an example needs them. One that was killed is replaced."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -44,7 +45,7 @@ class Staff:
 
 
 class Link(reference.Wire):
-    """A wire on which all arrives at once."""
+    """A wire on which each message arrives at once."""
 
     def __init__(self, sender: reference.Sender, id: int) -> None:
         super().__init__(loses=False)
@@ -57,7 +58,7 @@ class Link(reference.Wire):
 
 
 class Fleet:
-    """One sender at a time, its workers, and all their models."""
+    """Senders, of which only the newest is used, their workers, and the models of all."""
 
     def __init__(self, scheme: Any, staff: Staff, patch: pytest.MonkeyPatch) -> None:
         self.scheme, self.staff = scheme, staff
@@ -86,7 +87,7 @@ class Fleet:
         self.senders.append((real, reference.Sender(self.clock.monotonic)))
 
     def begin(self, id: int) -> None:
-        """A new life of a worker."""
+        """Begin a new life of a worker: a receiver without links."""
         self.staff.all[id].do("begin", self.scheme())
         if id in self.workers:
             self.workers[id].close()
@@ -152,7 +153,7 @@ class Fleet:
         self.digests[self.real.incarnation, self.real.version] = self.real.digest()
 
     def sync(self, dying: int | None) -> None:
-        """A blocking send, with every worker receiving; one may die in the midst of its swap."""
+        """A blocking send during which every worker receives. Worker `dying` is killed in the middle of its swap."""
         for id, worker in self.workers.items():
             for _ in range(4):
                 if worker.state != "closed" and worker.open:
@@ -202,7 +203,7 @@ class Fleet:
         self.same(self.real.close, self.model.close)
 
     def take_over(self, how: str) -> None:
-        """A copy of the sender gets links of its own."""
+        """Let a copy of the sender take the workers over, with links of its own."""
         self.employ(_copied(self.real, how))
         for id in self.workers:
             self.add(id)
@@ -256,7 +257,7 @@ class Fleet:
 
 
 def _run(call: Iterator[Any]) -> Any:
-    """Run a call of the model that does not have to wait."""
+    """Run a call of the model that need not wait, and return its result."""
     try:
         next(call)
     except StopIteration as stop:
@@ -265,7 +266,7 @@ def _run(call: Iterator[Any]) -> Any:
 
 
 class Walk(RuleBasedStateMachine):
-    """A walk over one scheme."""
+    """A random walk over one scheme."""
 
     scheme: ClassVar[Any]
     staff: ClassVar[Staff]
@@ -347,7 +348,7 @@ def staff(forkserver: Any) -> Iterator[Staff]:
 def test_walks_of_processes(scheme: Any, staff: Staff, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "weightsync")
     walk = type("Walk", (Walk,), {"scheme": scheme, "staff": staff})
-    # 10 in profile ci.
+    # 10 examples with the profile "ci".
     examples = max(1, settings().max_examples // 10)
     run_state_machine_as_test(
         walk,

@@ -1,4 +1,9 @@
-"""Real senders and receivers over a network that the test controls, each step taken by the reference model too."""
+"""Real senders and receivers, each with its reference model, over a network that the test controls.
+
+A method of `World` makes a call, delivers a message or injects a fault. It does so on the real objects and on the
+models (`reference`), and requires that callers get equal results. Time does not pass by itself. A call that blocks runs
+a script: at each wake-up one action, such as another call or a message that arrives.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ from weightsync.weights.target import Mode
 WORKERS = 3
 SIDES = {SENDER: Side.FIRST, WORKER: Side.SECOND}
 
-#: How often each row was taken: (role's inputs, state, input).
+#: How often each row was taken, by state and input.
 ROWS: Counter[tuple[State, SenderInput | ReceiverInput]] = Counter()
 
 
@@ -39,7 +44,7 @@ ROWS: Counter[tuple[State, SenderInput | ReceiverInput]] = Counter()
 
 
 def weights(content: Content) -> dict[str, Any]:
-    """Weights that say that number."""
+    """Weights whose every element is the number of `content`. Their shape is wrong if they must not fit."""
     return {
         "weight": torch.full((8 if content.fits else 9,), content.code, dtype=torch.float64),
         "bias": torch.full((3,), float(content.code)),
@@ -52,7 +57,7 @@ def weights(content: Content) -> dict[str, Any]:
 
 
 class CloggedLink(LocalLink):
-    """A link that can be made to take nothing more, and keeps what is written to it meanwhile."""
+    """A link that can be made to write nothing; what is sent meanwhile is queued."""
 
     def __init__(self, network: Network, side: Side, payloads: Payloads) -> None:
         super().__init__(network, side, payloads)
@@ -80,7 +85,7 @@ class CloggedLink(LocalLink):
 
 
 class LocalScheme(WeightSyncScheme):
-    """Endpoints are links already."""
+    """A scheme whose endpoints already are links."""
 
     def __init__(self, apply_mode: Mode = Mode.COPY) -> None:
         super().__init__()
@@ -94,7 +99,7 @@ class LocalScheme(WeightSyncScheme):
 
 
 def described(message: messages.Message) -> reference.Message:
-    """A real message as the reference model has it."""
+    """Convert a real message to a message of the reference model."""
     match message:
         case messages.Hello():
             return reference.Message("Hello", message.incarnation, message.version, "", message.fence)
@@ -107,7 +112,7 @@ def described(message: messages.Message) -> reference.Message:
 
 
 class Clock(SystemClock):
-    """Stands in for the system clock and `secrets`: no time passes by itself."""
+    """Stands in for the system clock and for `secrets`: time passes only when a test advances it."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -125,16 +130,16 @@ class Clock(SystemClock):
         return self.drawn
 
     def next_incarnation(self, fence: int = 0) -> int:
-        """The incarnation that a sender which connects now must take."""
+        """The incarnation that a sender takes if it connects now."""
         return (max(self.ns, (fence >> 32) + 1) << 32) | (self.drawn + 1)
 
 
-# -------------------------------------------------------------------------------------------------- the pairs
+# ----------------------------------------------------------------------------- real objects and their models
 
 
 @dataclass(eq=False)
 class Trainer:
-    """A sender, and its model."""
+    """A sender and its model."""
 
     real: WeightSender
     model: reference.Sender
@@ -143,40 +148,40 @@ class Trainer:
 
 @dataclass(eq=False)
 class Worker:
-    """A receiver, and its model: one life of a worker."""
+    """A receiver and its model: one life of a worker."""
 
     id: int
     policy: Policy
     real: WeightReceiver
     model: reference.Receiver
-    #: Every key that was ever live, with what was live then.
+    #: Every key that was ever served, with the number of the weights that were live then.
     served: list[tuple[reference.Key, int]] = field(default_factory=list)
-    #: How many those were when it was closed; None: it is not.
+    #: The length of `served` when the receiver was closed; None: it is not closed.
     at_close: int | None = None
 
 
 @dataclass(eq=False)
 class LinkPair:
-    """A pair of links, and its model."""
+    """The two ends of a link, and their model."""
 
     network: Network
     ends: dict[str, CloggedLink]
     model: reference.Wire
     trainer: Trainer
     worker_id: int
-    #: The worker that listens on it; None: nobody yet.
+    #: The worker that has registered its end; None: none has yet.
     worker: Worker | None = None
-    #: The worker has been handed the Hello: before it, a link hands out nothing.
+    #: The Hello has been delivered to the worker. Before it, the link delivers nothing to the worker.
     greeted: bool = False
 
     @property
     def over(self) -> bool:
-        """Neither end will ever read or write it again."""
+        """Whether both ends are closed or dead, so that neither reads or writes again."""
         ends = {end for end in (SENDER, WORKER) if end in self.model.closed or end in self.model.dead}
         return len(ends) == 2
 
     def deliverable(self) -> list[Parcel]:
-        """What may arrive next."""
+        """The messages that may arrive next."""
         parcels = list(self.network.deliverable())
         if not self.greeted:
             hellos = [p for p in parcels if p.to is Side.SECOND and isinstance(p.received.message, messages.Hello)]
@@ -184,12 +189,12 @@ class LinkPair:
         return parcels
 
     def modelled(self, parcel: Parcel) -> reference.Parcel:
-        """The same parcel in the model."""
+        """The parcel of the model that corresponds to a real one."""
         return next(flying for flying in self.model.flying if flying.number == parcel.number)
 
 
 def check_g8(original: Any, copied: Any) -> None:
-    """A copy is uninitialized, and shares nothing that moves with its original."""
+    """G8: a copy is uninitialized, and shares no mutable state with its original."""
     one, other = original._driver, copied._driver
     assert other.machine.state is State.UNINITIALIZED
     assert other.links() == []
@@ -199,12 +204,12 @@ def check_g8(original: Any, copied: Any) -> None:
 
 
 def check_g11(raises: bool, found: Any) -> None:
-    """A blocking call that returns although it was to raise on failure means that all applied."""
+    """G11: a blocking call that raises on failure returns only if every target has applied the version."""
     assert not raises or not isinstance(found, SyncReport) or found.ok
 
 
 class World:
-    """Everything there is, twice."""
+    """All trainers, workers and links of a walk, each as a real object and as a model."""
 
     def __init__(self, delivery: Delivery, payloads: Payloads, mode: Mode, patch: pytest.MonkeyPatch) -> None:
         self.delivery, self.payloads, self.mode = delivery, payloads, mode
@@ -216,16 +221,16 @@ class World:
         self.link_pairs: list[LinkPair] = []
         self.workers: dict[int, Worker] = {}
         self.gone: list[Worker] = []
-        #: What was really sent as which key and to whom, which updates and acks left, what was reported.
+        #: What really happened: the weights and targets of each key, the updates and acks that left, and the reports.
         self.sent: dict[reference.Key, Content] = {}
         self.targets: dict[reference.Key, set[int] | None] = {}
         self.left: list[tuple[reference.Key, int]] = []
         self.acked: set[tuple[Trainer, int, reference.Key]] = set()
         self.reported: list[tuple[Trainer, SyncReport]] = []
-        #: The trainer that is blocked in a wait.
+        #: The trainer whose call is blocked.
         self.waiting: Trainer | None = None
         self._codes = 0
-        #: What happens while a caller waits: one action a wake-up, then the way out.
+        #: The actions of the next waits, one for each wake-up, and how the waiting then ends.
         self._script: list[Callable[[], None]] = []
         self._way_out = "deadline"
         self._blocked: Generator[None, None, Any] | None = None
@@ -233,17 +238,17 @@ class World:
         for id in range(WORKERS):
             self.workers[id] = self._worker(id, WeightReceiver(LocalScheme(mode)))
 
-    # ------------------------------------------------------------------------------------------- both do it
+    # ------------------------------------------------------------------------------------------- calls on both
 
     def same(self, real: Callable[[], Any], model: Callable[[], Any]) -> Any:
-        """Call both, and compare what becomes of it."""
+        """Make a call on the real object and on the model, and require equal outcomes. Returns the real one."""
         expected = _outcome(model)
         found = _outcome(real)
         assert _told(found) == _told(expected), f"{found!r}, where the model has {expected!r}"
         return found
 
     def blocking(self, real: Callable[[], Any], model: Generator[None, None, Any]) -> Any:
-        """Call what may wait: in each wait the model is brought up to date, and the script goes on."""
+        """Make a call that may wait. At each wait the model catches up, and the next action of the script runs."""
         outer, self._blocked = self._blocked, model
         interrupted, self._interrupted = self._interrupted, False
         try:
@@ -267,8 +272,8 @@ class World:
     _interrupted = False
 
     def _waiting(self, links: Any, timeout: float | None, since: int) -> list[Any] | None:
-        """Stands in for the one place where a sender blocks. Which links can be read is not known: all are read."""
-        if timeout == 0.0:  # it asks which links can be read now
+        """Stands in for `Waits.wait`, the only place where a sender blocks. None makes the sender read all links."""
+        if timeout == 0.0:  # the sender only asks which links can be read now
             return list(links)
         assert self._blocked is not None, "a call that must not block did"
         try:
@@ -287,13 +292,13 @@ class World:
         return None
 
     def during_the_wait(self, script: list[Callable[[], None]], way_out: str) -> None:
-        """What the next wait will see happen."""
+        """Set the actions that happen in the next waits, and how the waiting ends: "deadline" or "interrupt"."""
         self._script, self._way_out = list(script), way_out
 
     # ------------------------------------------------------------------------------------------- making things
 
     def fresh(self, fits: bool = True) -> Content:
-        """Weights that were never sent."""
+        """Weights with a number that was never used."""
         self._codes += 1
         return Content(fits, self._codes)
 
@@ -319,7 +324,7 @@ class World:
             worker.served.append((key, code))
 
     def create_link(self, trainer: Trainer, id: int) -> LinkPair:
-        """A pair of links between them; nobody holds an end yet."""
+        """Create a link between a trainer and a worker. Neither side has registered its end yet."""
         network = Network(self.delivery, Pace.HELD)
         ends = {end: CloggedLink(network, side, self.payloads) for end, side in SIDES.items()}
         link_pair = LinkPair(network, ends, reference.Wire(self.delivery.loses), trainer, id)
@@ -387,7 +392,7 @@ class World:
         real = trainer.real
 
         def send() -> Any:
-            # Under which key these will go is known when the call is over, and needed before.
+            # The key of these weights is needed during the call, but certain only after it: note the expected key.
             connecting = real.state is State.UNINITIALIZED
             key = self.clock.next_incarnation() if connecting else real.incarnation, real.version + 1
             before = self.sent.get(key), self.targets.get(key)
@@ -403,7 +408,10 @@ class World:
         return found
 
     def _taken_incarnation(self, trainer: Trainer) -> Callable[[], int]:
-        """What an implicit connect takes; asked when the model connects, before or after the real sender did."""
+        """The incarnation that an implicit connect takes, as a function for the model.
+
+        It is computed now, because the model may connect before or after the real sender.
+        """
         upcoming = self.clock.next_incarnation()
         return lambda: upcoming
 
@@ -425,7 +433,7 @@ class World:
         return self.same(lambda: trainer.real.remove_worker(id), lambda: trainer.model.remove(id))
 
     def close(self, trainer: Trainer) -> None:
-        """From another thread, like a close by a signal handler or at exit."""
+        """Close the sender from another thread than that of the walk, which may be blocked in a call."""
         self.same(lambda: _elsewhere(trainer.real.close), trainer.model.close)
 
     def _noted(self, trainer: Trainer, found: Any) -> Any:
@@ -435,13 +443,13 @@ class World:
         return found
 
     def copy_trainer(self, trainer: Trainer, how: str) -> None:
-        """A copy is a new sender that nobody knows; the original is as it was."""
+        """Add a copy of a trainer's sender, and check that the original is unchanged (G8)."""
         self.add_trainer(_copied(trainer.real, how))
         check_g8(trainer.real, self.trainers[-1].real)
         self.compare()
 
     def crash_trainer(self, trainer: Trainer) -> None:
-        """Its process dies: it says nothing more, and its links die with it."""
+        """Kill a trainer's process: its links end without a goodbye."""
         for link_pair in self.link_pairs:
             if link_pair.trainer is trainer:
                 link_pair.network.crash(Side.FIRST)
@@ -473,7 +481,7 @@ class World:
         self.same(lambda: _elsewhere(worker.real.close), worker.model.close)
 
     def crash_worker(self, worker: Worker, how: str) -> None:
-        """Its process dies, and another with the same id starts, made in one of several ways."""
+        """Kill a worker's process and start another with the same id, whose receiver is made as `how` says."""
         for link_pair in self.link_pairs:
             if link_pair.worker is worker:
                 link_pair.network.crash(Side.SECOND)
@@ -514,7 +522,7 @@ class World:
     # ------------------------------------------------------------------------------------------- comparing
 
     def compare(self) -> None:
-        """All that can be seen is as the model has it."""
+        """Require that all visible state, and all messages in transit, are those of the models."""
         for trainer in self.trainers:
             assert _seen_sender(trainer.real) == _model_sender(trainer.model)
         for worker in self.workers.values():
@@ -536,7 +544,7 @@ def _copied(original: Any, how: str) -> Any:
 
 
 def _elsewhere(call: Callable[[], Any]) -> None:
-    """Call it in another thread."""
+    """Call a function in another thread, and raise here what it raises."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -560,7 +568,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def _told(found: Any) -> Any:
-    """What a caller got, from either."""
+    """What a caller got, in a form that is equal for the real call and for the model."""
     match found:
         case Raised(kind=kind, report=report, fence=fence):
             return kind, _told(report), fence
