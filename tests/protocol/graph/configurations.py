@@ -25,7 +25,7 @@ def _bounds(features: str, delivery: str = "", **counts: int) -> Bounds:
     return Bounds(features=frozenset(features.split()), links=frozenset(delivery.split()), **clocks)
 
 
-#: Small enough for every run; together they have every feature of the model.
+#: Small enough for every run. Together they have every feature of the model.
 SMALL = {
     "two workers": _bounds("async subset", workers=2),
     "one of two leaves": _bounds("bye", workers=2),
@@ -68,7 +68,7 @@ CONFIGURATIONS = SMALL | LARGE
 
 
 def in_words(bounds: Bounds) -> str:
-    """What a configuration has, for people."""
+    """The bounds of a configuration in words."""
     return bounds.words
 
 

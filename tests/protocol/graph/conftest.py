@@ -1,5 +1,8 @@
-"""The graphs are kept for the tests of this folder alone: in any later test the collector of garbage would go through
-millions of objects, and take most of a second each time."""
+"""Drops the cached graphs after the last test of this folder.
+
+They have millions of objects. In later tests each garbage collection would visit all of them, which takes most of a
+second.
+"""
 
 from __future__ import annotations
 

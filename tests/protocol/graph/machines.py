@@ -1,6 +1,8 @@
-"""What the machines do: the shipped steps, each called once for each value of a machine and each event.
+"""Steps of the shipped machines in the model network.
 
-The pure halves are functions of nothing else, so an answer that was given is not asked for again.
+A pure half is a function of a machine's value and an event, so each of its answers is computed once and cached. For a
+sender, `took` calls the shipped step, `executed` executes its effects, and `did` does both. For a receiver, `heard`
+does both.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from weightsync.protocol._tables import State
 from weightsync.protocol.messages import Ack, Refusal
 from weightsync.protocol.report import Outcome, OutcomeKind
 
-#: How the shipped code says no.
+#: The errors by which the shipped code refuses an event.
 REFUSED_BY_THE_CODE = (StateError, ConfigurationError, SyncError, ProtocolError)
 
 
-#: The rows that steps have taken since `forget`: the state and the input named.
+#: The rows that steps have taken since `forget`, as (state, input).
 ROWS_TAKEN: set[tuple[State, sending.SenderInput | receiving.ReceiverInput | None]] = set()
 
 
 class RefusedError(Exception):
-    """The shipped code says no."""
+    """Raised when the shipped code refuses an event."""
 
 
 def forget() -> None:
-    """Ask the shipped code anew: it may be another one now."""
+    """Clear the cached answers, since the shipped code may have been patched."""
     Interned.known.clear()
     ROWS_TAKEN.clear()
     for remembered in (_took, _heard, named):
@@ -71,7 +73,7 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
 
 
 def _compared(data: sending.SenderData) -> sending.SenderData:
-    """The data without what is only reported to people: counters, reasons, who did not catch up."""
+    """The data without what is only reported to people: counters, reasons, workers that left or did not catch up."""
     workers = {w: changed(entry, reason="", remote_traceback="") for w, entry in sorted(data.workers.items())}
     outstanding = data.outstanding
     if outstanding is not None:
@@ -90,10 +92,10 @@ def _noted(outstanding: sending.Outstanding, did: frozenset[int], workers: int) 
 
 
 def took(world: World, s: int, event: sending.Event) -> tuple[World, sending.Step]:
-    """The shipped step of sender ``s``, and the model's notes of it; its effects are still to be executed.
+    """Take the shipped step of sender ``s``, and note what the model remembers of it. Effects are not executed.
 
     Raises:
-        RefusedError: the shipped code says no.
+        RefusedError: the shipped code refuses the event.
     """
     taken = _took(world.trainers[s - 1], event)
     if taken is None:
@@ -103,7 +105,7 @@ def took(world: World, s: int, event: sending.Event) -> tuple[World, sending.Ste
 
 
 def executed(world: World, s: int, step: sending.Step) -> World:
-    """The step's effects."""
+    """Execute the effects of a sender's step."""
     for effect in step.effects:
         match effect:
             case sending.Greet(worker, link, due):
@@ -127,10 +129,10 @@ def _greeted(world: World, s: int, w: int, k: int, due: int) -> World:
 
 
 def did(world: World, s: int, event: sending.Event) -> World:
-    """A whole step of a sender.
+    """Take a step of sender ``s`` and execute its effects.
 
     Raises:
-        RefusedError: the shipped code says no.
+        RefusedError: the shipped code refuses the event.
     """
     world, step = took(world, s, event)
     return executed(world, s, step)
@@ -151,15 +153,15 @@ def _heard(worker: Worker, event: receiving.Event) -> tuple[Worker, receiving.St
 
 @cache
 def named(worker: Worker, event: receiving.LinkDown | receiving.HelloArrived) -> bool:
-    """Whether the shipped code has an input for it; else its link ends beside the current one."""
+    """Whether the shipped code has an input for the event. If not, its link ends beside the current one."""
     return receiving.name(worker.state, worker.data, event) is not None
 
 
 def heard(world: World, w: int, event: receiving.Event) -> World:
-    """A whole step of a receiver: the shipped step, and its effects over answers and links.
+    """Take a step of receiver ``w`` and execute its effects on answers and links.
 
     Raises:
-        RefusedError: the shipped code says no.
+        RefusedError: the shipped code refuses the event.
     """
     worker = world.worker(w)
     taken = _heard(worker, event)
@@ -196,11 +198,11 @@ def _executed(world: World, w: int, effect: receiving.Effect, before: Worker) ->
         case receiving.CloseLink():
             return hung_up(world, w, *divmod(effect.link, 100))
         case _:
-            return world  # the answer to what was just decided leaves in Answered
+            return world  # the answer to the update just decided leaves with the event Answered
 
 
 def word_of(world: World, link: int, w: int, answer: Ack | Refusal, worker: Worker) -> Word:
-    """An answer of a worker, on its way."""
+    """A worker's answer, as a message in transit."""
     s, k = place_of(world, link, answer.incarnation)
     kind = "ACK" if isinstance(answer, Ack) else answer.kind.name
     fence = 0 if isinstance(answer, Ack) else answer.fence

@@ -1,7 +1,7 @@
 """A model network: it joins the shipped pure halves as AckProtocol.tla joins its machines.
 
-What a machine does is what `weightsync.protocol` says (`machines`). The rest, the world around the machines (links that
-close, processes that die, copies), is the model's; its names are those of AckProtocol.tla.
+The machines do what `weightsync.protocol` says (see `machines`). The world around them is the model's: links that
+close, processes that die, copies. Names here are those of AckProtocol.tla.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from weightsync.protocol._tables import State
 
 
 class Frozen(dict[Any, Any]):
-    """A dict as a value: nobody changes it."""
+    """A hashable dict, which must not be changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
 
 
 class Interned(type):
-    """Of each value there is one object, so that it is compared, and looked up, by identity."""
+    """A metaclass that keeps one object for each value, so that values are compared and hashed by identity."""
 
-    known: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 - of all classes
+    known: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 - shared by all classes
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
@@ -36,13 +36,13 @@ class Interned(type):
 
 
 def new_data(incarnation: int = 0, version: int = 0) -> sending.SenderData:
-    """What a new sender remembers, or a dead one's messages still name."""
+    """The data of a new sender; with arguments, what messages of a dead sender still refer to."""
     return sending.SenderData(incarnation, version, workers=Frozen(), not_caught_up=Frozen(), left=Frozen())
 
 
 @dataclass(frozen=True, eq=False)
 class Trainer(metaclass=Interned):
-    """A sender, its life, and what only the model remembers of it."""
+    """A sender, whether it lives, and what only the model remembers of it."""
 
     #: How many links it has created for each worker.
     created: tuple[int, ...]
@@ -68,7 +68,7 @@ class Worker(metaclass=Interned):
 
 
 class World(NamedTuple):
-    """One node of the graph."""
+    """The machines and the messages in transit. A node of the graph is a projection of it."""
 
     trainers: tuple[Trainer, ...]
     workers: tuple[Worker, ...]
@@ -93,12 +93,12 @@ class World(NamedTuple):
 
 
 def no_report(bounds: Bounds) -> Out:
-    """Nothing was ever sent."""
+    """The last report of a sender that has never sent anything."""
     return Out(0, (0,) * bounds.workers, ("NONE",) * bounds.workers, frozenset())
 
 
 def start(bounds: Bounds) -> World:
-    """Sender 1 alive, nothing else yet."""
+    """The initial world: sender 1 is alive, and nothing has happened."""
     created, last = (0,) * bounds.workers, no_report(bounds)
     trainers = [Trainer(created, last, "alive" if s == 1 else "unborn") for s in bounds.all_senders]
     nothing: frozenset[Any] = frozenset()
@@ -109,7 +109,7 @@ def start(bounds: Bounds) -> World:
 
 
 def is_open(world: World, s: int, w: int, k: int) -> bool:
-    """The sender's end of this link is open."""
+    """Whether the sender's end of a link is open."""
     trainer = world.trainers[s - 1]
     entry = trainer.data.workers.get(w)
     return (
@@ -139,7 +139,10 @@ def number(bounds: Bounds, s: int, k: int) -> int:
 
 
 def place_of(world: World, link: int, incarnation: int) -> tuple[int, int]:
-    """Whose link that is, and the how manieth of his; of one that is shared, who has that incarnation."""
+    """The sender of a link, and the link's number for that sender.
+
+    The sender of a shared link is the one that has the given incarnation.
+    """
     s, k = divmod(link, 100)
     return (s or owner(world, incarnation), k)
 
@@ -153,12 +156,12 @@ def link_of(world: World, worker: Worker) -> tuple[int, int]:
 
 
 def connection(world: World, w: int, s: int, k: int) -> set[tuple[int, int, int]]:
-    """The ends of a link that its worker closes as one."""
+    """The ends (sender, worker, link) that close together when the worker closes a link."""
     return {(t, w, k) for t in world.bounds.all_senders} if is_shared(world.bounds) else {(s, w, k)}
 
 
 def hung_up(world: World, w: int, s: int, k: int) -> World:
-    """The worker closes its end of a link: what was on it is lost."""
+    """Close the worker's end of a link. Messages to the worker on it are lost."""
     ends = connection(world, w, s, k)
     return closing_ends(
         world._replace(messages=frozenset(m for m in world.messages if (m.s, m.w, m.k) not in ends)), ends
@@ -166,7 +169,7 @@ def hung_up(world: World, w: int, s: int, k: int) -> World:
 
 
 def closing_ends(world: World, ends: set[tuple[int, int, int]]) -> World:
-    """The worker's ends of these links close."""
+    """Close the worker's ends of these links."""
     more = {(s, w) for s, w, k in ends if s and is_open(world, s, w, k)}
     return world._replace(gone=world.gone | more) if more else world
 
@@ -177,12 +180,12 @@ def all_ends(world: World, w: int) -> set[tuple[int, int, int]]:
 
 
 def messages_read(world: World, w: int) -> World:
-    """Nothing is on its way to this worker any more."""
+    """Remove all messages to this worker."""
     return world._replace(messages=frozenset(m for m in world.messages if m.w != w))
 
 
 def emptied(world: World, s: int, workers: set[int]) -> World:
-    """The sender closes its links to these workers: unless it lingers, what is on them is gone."""
+    """Close the sender's links to these workers. What is in transit on them is lost, unless links linger."""
     gone = frozenset(end for end in world.gone if not (end[0] == s and end[1] in workers))
     if "Lingers" in world.bounds.links:
         return world._replace(gone=gone)
@@ -194,7 +197,7 @@ def emptied(world: World, s: int, workers: set[int]) -> World:
 
 
 def first(world: World, messages: frozenset[Any], m: Any) -> bool:
-    """First on its ordered link."""
+    """Whether a message may be read next: it is the first on its link, or links reorder."""
     if "Reorders" in world.bounds.links:
         return True
     place = m[:3]
@@ -202,7 +205,7 @@ def first(world: World, messages: frozenset[Any], m: Any) -> bool:
 
 
 def taken(world: World, m: Message | Word) -> World:
-    """The message is handed over; where links duplicate it may be so again."""
+    """Remove a message that is read. Where links duplicate, it stays and may be read again."""
     if "Duplicates" in world.bounds.links:
         return world
     if isinstance(m, Message):

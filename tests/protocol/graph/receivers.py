@@ -1,4 +1,4 @@
-"""The actions of AckProtocol.tla that receivers take, and what reaches them, under the same names and arguments."""
+"""The actions of receivers, and of messages to them, with the names and arguments of AckProtocol.tla."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEW = receiving.ReceiverData()
 
 
 def attempts(world: World) -> Iterator[Attempt]:
-    """Every event that a receiver may have."""
+    """Every action that receivers may take in a world."""
     if "Loses" in world.bounds.links:
         for m in world.messages:
             lost = world._replace(messages=world.messages - {m})
@@ -64,7 +64,7 @@ def _reads(world: World, w: int) -> Iterator[Attempt]:
 
 
 def _shared_reads(world: World, w: int) -> Iterator[Attempt]:
-    """What is read over the one link that all senders use: not while the worker owes an answer over it."""
+    """Reads from the link that all senders share. Nothing is read while the worker owes an answer over it."""
     data = world.worker(w).data
     for m in world.messages:
         if m.w != w or world.worker(w).state is State.AWAITING_ACK:
@@ -77,7 +77,7 @@ def _shared_reads(world: World, w: int) -> Iterator[Attempt]:
             continue
         greeted = (
             data.link == m.k and world.trainer(m.s).data.incarnation <= data.fence
-        )  # or it is held back until then
+        )  # otherwise the link holds the update back until that sender's Hello is accepted
         if greeted and first(world, world.messages, m):
             yield ("SharedUpdate", *place, m.v), lambda m=m: _update(world, m)
 
@@ -86,7 +86,7 @@ def _downs(world: World, w: int) -> Iterator[Attempt]:
     ours = link_of(world, world.worker(w))
     links = {(m.s, m.k) for m in world.messages if m.w == w} | ({ours} - {(0, 0)})
     if is_shared(world.bounds) and ours != (0, 0):
-        links = {ours}  # an older sender's goodbye is nothing
+        links = {ours}  # an older sender's goodbye ends nothing
     label = "SharedLinkDown" if is_shared(world.bounds) else Action.LINK_DOWN
     for s, k in links:
         broke = "break" in world.bounds.features and (s, w) not in world.gone
@@ -128,7 +128,7 @@ def _link_down(world: World, w: int, s: int, k: int, failure: str = "") -> World
     if named(world.worker(w), event):
         world = heard(world, w, event)
         world = world.with_worker(w, replace(world.worker(w), pending_p=0))
-    # Never ours, or replaced: only what was on it is lost.
+    # If the link was not the current one, only the messages on it are lost.
     return hung_up(world, w, s, k)
 
 
@@ -181,7 +181,7 @@ def _refused(world: World, w: int) -> World:
 
 def _ack_sent(world: World, w: int) -> World | None:
     if world.worker(w).state is State.CLOSED:
-        return None  # it is LATE
+        return None  # the event is LATE
     return heard(world, w, receiving.SendAck())
 
 

@@ -1,6 +1,7 @@
-"""What a machine must say to each event, read from the charter and not from the code: taken, late, or refused how.
+"""The required answer of a machine to each event, written from spec/README.md and not from the code.
 
-Values are those of the shipped halves; the rows are those of `weightsync.protocol._tables`.
+An event is taken, late, or refused with an error. Values are those of the shipped halves; the rows are those of
+`weightsync.protocol._tables`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInpu
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 
 MODEL = "policy"
-#: An error type; None: the event is late. Anything else is taken, by the row of that input.
+#: The required answer: an error type if the event is refused, None if it is late, else the input by which it is taken.
 Due = type[Exception] | SenderInput | ReceiverInput | None
 
 _S, _R = SenderInput, ReceiverInput
@@ -44,7 +45,10 @@ _OWN_RESULTS = {
 
 
 def sender_events(bounds: Bounds) -> list[sending.Event]:
-    """Every call and every message, also those that no sound network brings: a worker, a link, a version too many."""
+    """Every call and every message, with one worker, link and version more than the bounds have.
+
+    So there are events that no correct network delivers.
+    """
     workers = range(1, bounds.workers + 2)
     links, versions = range(1, bounds.max_link + 2), range(bounds.max_version + 2)
     targets = [None, *chain.from_iterable(combinations(workers, size) for size in range(len(workers) + 1))]
@@ -75,7 +79,7 @@ def _messages(bounds: Bounds, versions: range) -> Iterator[Hello | Ack | Refusal
 
 
 def receiver_events(bounds: Bounds) -> list[receiving.Event]:
-    """Every result and every message, also those that no sound network brings."""
+    """Every result and every message, including those that no correct network delivers."""
     links = [number(bounds, s, k) for s, k in product(bounds.all_senders, range(1, bounds.max_link + 2))]
     incarnations = range(1, bounds.max_clock + bounds.senders + 2)
     versions = range(1, bounds.max_version + 2)
@@ -100,7 +104,7 @@ def receiver_events(bounds: Bounds) -> list[receiving.Event]:
 
 
 def due_of_sender(state: State, data: sending.SenderData, event: sending.Event) -> Due:
-    """What a sender must say to an event."""
+    """The required answer of a sender to an event."""
     taken = _sender_input(state, data, event)
     if taken is None:
         return None
@@ -168,7 +172,7 @@ def _answered(state: State, data: sending.SenderData, owed: dict[int, int], even
 
 
 def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving.Event) -> Due:
-    """What a receiver must say to an event."""
+    """The required answer of a receiver to an event."""
     match event:
         case receiving.LinkDown(link):
             if state is State.CLOSED or data.link not in (link, None):
@@ -199,7 +203,10 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
 
 
 def closed_beside(data: receiving.ReceiverData, event: receiving.Event) -> tuple[receiving.Effect, ...]:
-    """What follows beside the current link: a link closes, and hears what failed; a goodbye ends no other."""
+    """The required effects of a late event, which leaves the current link open.
+
+    The event's own link closes, after a message if it failed. A goodbye on the current link closes nothing.
+    """
     if isinstance(event, receiving.SendAck):
         return ()
     assert isinstance(event, receiving.LinkDown | receiving.Goodbye | receiving.HelloArrived)

@@ -1,4 +1,4 @@
-"""Breadth-first search over the model network, and how its graph differs from another."""
+"""Breadth-first search over the model network, and the comparison of its graph with another."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weightsync.protocol.receiver import Deferred
 
 
 def search(bounds: Bounds) -> Graph:
-    """Every projected node that the shipped halves reach, and every labelled edge."""
+    """The graph of all nodes and labelled edges that the shipped halves reach."""
     return explore(bounds)[0]
 
 
 def explore(bounds: Bounds) -> tuple[Graph, list[World]]:
-    """The graph, and the worlds that its nodes are projections of; several may have one."""
+    """The graph, and the worlds whose projections are its nodes. Several worlds may have the same node."""
     forget()
     _sdata.cache_clear()
     _rdata.cache_clear()
@@ -52,9 +52,10 @@ def explore(bounds: Bounds) -> tuple[Graph, list[World]]:
 
 
 def successors(world: World) -> Iterator[tuple[Label, World]]:
-    """Every action that can happen, with its arguments, and the world after it.
+    """Every action that can happen in a world, with its arguments, and the world after it.
 
-    What the shipped code refuses does not happen; that it then changes nothing is `test_disabled`'s business.
+    An action that the shipped code refuses does not happen. That a refusal changes nothing is checked by
+    test_graph_refusals.py.
     """
     for attempts in (senders.attempts, receivers.attempts):
         for label, attempt in attempts(world):
@@ -70,7 +71,7 @@ def successors(world: World) -> Iterator[tuple[Label, World]]:
 
 
 def projected(world: World) -> Node:
-    """The world as the values that AckProtocol.tla's variables have."""
+    """The world as values of the variables of AckProtocol.tla."""
     trainers, workers, ids = world.trainers, world.workers, world.bounds.all_workers
     return Node(
         tuple(t.state.value for t in trainers),
@@ -130,7 +131,7 @@ def _answer(answer: Ack | Refusal | Deferred | None) -> str:
 
 
 def difference(ours: Graph, theirs: Graph) -> str:
-    """The first edge that one graph has and the other has not, in words; empty: they are equal."""
+    """Describe the first edge that only one of the graphs has; empty: the graphs are equal."""
     places = {node: at for at, node in enumerate(theirs.nodes)}
     common = [places.setdefault(node, len(places)) for node in ours.nodes]
     nodes = list(places)
@@ -150,11 +151,11 @@ def difference(ours: Graph, theirs: Graph) -> str:
 
 
 def digest(graph: Graph) -> dict[str, int | str]:
-    """What is committed of a graph: its size, and a digest that depends on nothing but its nodes and edges."""
+    """The summary of a graph that is committed: its size, and a digest that depends only on its nodes and edges."""
     texts: dict[object, str] = {}
 
     def text(value: object) -> str:
-        """The same of equal values: sets have no order, and True is 1."""
+        """A text that is equal for equal values: sets have no order, and True is 1."""
         if value not in texts:
             if isinstance(value, frozenset):
                 texts[value] = "{" + ",".join(sorted(map(text, value))) + "}"

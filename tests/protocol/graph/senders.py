@@ -1,4 +1,4 @@
-"""The actions of AckProtocol.tla that senders take, and what reaches them, under the same names and arguments."""
+"""The actions of senders, and of answers to them, with the names and arguments of AckProtocol.tla."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 
 MODEL = "policy"
-#: An action, and a function that makes the world after it; None: it cannot happen.
+#: An action, and a function that returns the world after it, or None if the action cannot happen.
 Attempt = tuple[Label, Any]
 
 
 def attempts(world: World) -> Iterator[Attempt]:
-    """Every event that a sender may have."""
+    """Every action that senders may take in a world."""
     bounds = world.bounds
     for s in bounds.all_senders:
         if "copy" in bounds.features:
@@ -102,7 +102,7 @@ def _die(world: World, s: int) -> World:
 
 
 def _silenced(world: World, s: int) -> World:
-    """Nothing reaches a sender that is closed or dead."""
+    """Remove all answers to a sender that is closed or dead."""
     return world._replace(answers=frozenset(m for m in world.answers if m.s != s))
 
 

@@ -1,7 +1,8 @@
-"""The shipped sender's backlog is that of `tla/Backlog.tla`: the same states, the same labelled steps.
+"""The backlog of the shipped sender has the graph of `tla/Backlog.tla`: the same states, the same labelled steps.
 
-A real driver is sent through every path, over a link that keeps what it is given. What is proved of the model (two
-updates at most, an overtaken one is never sent, nobody waits for it) so holds of the code, within the same bounds.
+A real driver takes every path, over a link that keeps what it is given. So what TLC checks of the model holds of the
+code too, within the same bounds: at most two updates are unanswered, an update that was overtaken is never sent, and
+nobody waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Storage
 from weightsync.weights.reading import layout_of, read_weights
 
-#: Each configuration, and what its link promises.
+#: Each configuration, and the delivery of its link.
 LINKS = {"BacklogOrdered": Delivery.ORDERED, "BacklogReordered": Delivery.REORDERED}
 VERSIONS = range(1, 6)
 ACTIONS = ("Dispatch", "Abandon", "Answer", "Hear")
@@ -41,7 +42,7 @@ names = pytest.mark.parametrize("name", LINKS)
 
 
 class State(NamedTuple):
-    """One node: the variables of the model."""
+    """A node: the values of the model's variables."""
 
     newest: int
     owed: int
@@ -57,7 +58,7 @@ Graph = set[tuple[State, Step, State]]
 
 @dataclass
 class KeepingLink:
-    """A link that keeps every update, and hands out what the test lets arrive."""
+    """A link that keeps every update that is sent, and receives what the test lets arrive."""
 
     delivery: Delivery
     peer: str = "worker"
@@ -83,7 +84,7 @@ class KeepingLink:
 
 
 class Trainer:
-    """A driver with two workers; the second only takes the versions that the first is not sent."""
+    """A driver with two workers. The second only takes the versions that are not sent to the first."""
 
     def __init__(self, delivery: Delivery, path: tuple[Step, ...]) -> None:
         self.driver = SenderDriver("policy")
@@ -145,7 +146,7 @@ class Trainer:
 
 
 def tried(state: State, delivery: Delivery) -> Iterator[Step]:
-    """What may happen to the link, and every call; whether a call is refused is the driver's business."""
+    """The steps to try in a state: every call, and all that may happen on the link. The driver may refuse a call."""
     most = None if delivery.reorders else 1
     yield from (("Dispatch", version) for version in VERSIONS if version > state.newest)
     yield from (("Abandon", version) for version in VERSIONS if version == state.owed)
@@ -154,7 +155,7 @@ def tried(state: State, delivery: Delivery) -> Iterator[Step]:
 
 
 def searched(delivery: Delivery) -> tuple[Graph, int]:
-    """Every state that the driver reaches, and every step; and how deep the search went, as TLC counts it."""
+    """Every state and step that the driver reaches, and the depth of the search as TLC counts it."""
     start = Trainer(delivery, ()).state()
     paths: dict[State, tuple[Step, ...]] = {start: ()}
     todo, graph = deque([start]), set[tuple[State, Step, State]]()
@@ -199,7 +200,7 @@ def test_the_shipped_backlog_and_the_model_have_the_same_graph(name, tmp_path):
 
 
 def _labelled(name, folder):
-    """The model, made to print each of its steps."""
+    """A job in which TLC prints each step of the model."""
     (folder / "Backlog.tla").write_text((MODEL / "Backlog.tla").read_text(encoding="utf-8"), encoding="utf-8")
     taken = [f'  /\\ {action}(v) => PrintT(ToString(<<vars, "{action}", v, vars\'>>))' for action in ACTIONS]
     text = ["---- MODULE Said ----", "EXTENDS Backlog, TLC", "Said == \\A v \\in Versions :", *taken, "====", ""]

@@ -1,7 +1,8 @@
-"""The shipped machines and the model that TLC checks are one graph: the same nodes, the same labelled edges.
+"""The shipped machines and the model that TLC checks have the same graph: the same nodes, the same labelled edges.
 
-The search calls the shipped `step`, its naming of inputs included, not the table. What the pages of the protocol say is
-checked by TLC of the model; so it holds of the code, within the same bounds.
+The search (see `graph_support`) calls the shipped `step`, with its guards, and does not read the table. So what TLC
+checks of the model holds of the code too, within the same bounds. Without TLC, the graph of the code is compared with
+its committed digest, which TLC's graph has as well.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def test_every_action_that_no_revert_plants_is_taken_in_some_small_graph():
 
 
 def test_every_row_is_taken_in_some_small_graph():
-    """So the model takes it: its graphs are the same. A row that nothing takes is neither proved nor needed."""
+    """The model has the same graphs, so it takes these rows too. A row that no graph takes is not checked."""
     taken = set().union(*(rows_taken(name) for name in SMALL))
     idle = [
         f"{state.value}, {named.name}" for state, named in (*SENDER_ROWS, *RECEIVER_ROWS) if (state, named) not in taken

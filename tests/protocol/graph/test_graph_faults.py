@@ -1,4 +1,4 @@
-"""A fault in a pure half or in a row changes the graph, and the first edge that differs says which way."""
+"""A fault in a pure half or in a row changes the graph, and the first edge that differs shows the fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
 
 def _named(half, change):
-    """A fault in the naming: `change(state, data, event, named)` gives another input."""
+    """Plant a fault in the guards: `change(state, data, event, named)` returns another input."""
 
     def plant(monkeypatch):
         before = half.name
@@ -26,7 +26,7 @@ def _named(half, change):
 
 
 def _advanced(change):
-    """A fault in what a receiver remembers."""
+    """Plant a fault in what a receiver remembers after an event."""
 
     def plant(monkeypatch):
         before = receiving._advance
@@ -41,7 +41,7 @@ def _advanced(change):
 
 
 def _row(half, name, place, to):
-    """A row put in, or with None taken out."""
+    """Plant a row that is not there; with None as `to`, remove one that is."""
 
     def plant(monkeypatch):
         rows = dict(getattr(half, name))
@@ -79,7 +79,7 @@ def _a_joiner_gets_nothing(monkeypatch):
 
 
 def _instead(old, new, kind=object):
-    """Name the one where the other is due, for events of a kind."""
+    """Replace the input `old` by `new`, for events of one kind."""
     return lambda state, data, event, named: new if named is old and isinstance(event, kind) else named
 
 
@@ -94,7 +94,7 @@ def _fence_falls(event, data, after):
 _S, _R = SenderInput, ReceiverInput
 CODE, MODEL = "only the code has", "only the model has"
 FAULTS = {
-    # What is refused is taken: the code has an edge too many.
+    # An event that must be refused is taken: the code has an edge too many.
     "an abandon in ready is named JOIN": (
         _named(sending, lambda s, d, e, n: _S.JOIN if n is _S.ABANDON and s is State.READY else n),
         "two versions",
@@ -115,7 +115,7 @@ FAULTS = {
         "two versions",
         f"{CODE} ('Applied', 1)",
     ),
-    # What is taken raises: the model has an edge that the code has not.
+    # An event that must be taken is refused: the code lacks an edge of the model.
     "a stale answer is named SEND": (
         _named(sending, lambda s, d, e, n: _S.SEND if n is _S.STALE and s is State.PENDING_ASYNC else n),
         "lingering",
@@ -136,7 +136,7 @@ FAULTS = {
         "losses",
         f"{MODEL} ('HelloArrived', 1, 1, 2)",
     ),
-    # What is taken leads elsewhere.
+    # An event is taken, but leads to another node.
     "a wait never finds it settled": (_named(sending, _instead(_S.WAIT_SETTLED, _S.WAIT)), "two versions", CODE),
     "anything is current": (_anything_is_current, "lingering", CODE),
     "a joiner gets nothing": (_a_joiner_gets_nothing, "crashes", CODE),

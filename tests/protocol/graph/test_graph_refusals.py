@@ -1,7 +1,8 @@
-"""What a machine may not take in some node of the graphs it refuses, by the documented error, and nothing has changed.
+"""An event that a machine may not take is refused by the documented error, and changes nothing.
 
-Each value that a sender or receiver has anywhere in the small graphs, times every call and every event, also those that
-no sound network brings. What is due is read from the charter (`refusing`), not from the code.
+Each value that a sender or receiver has anywhere in the small graphs is combined with every call and every event,
+including those that no correct network delivers. The required answers are those of `refusing`, which is written from
+spec/README.md and not from the code.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ names = pytest.mark.parametrize("name", ASKED)
 
 @cache
 def sender_values(name):
-    """(state, data), each once, of the senders that live."""
+    """The values (state, data) of all living senders, each once."""
     _, worlds = explored(name)
     return {(t.state, t.data): None for world in worlds for t in world.trainers if t.life == "alive"}.keys()
 
 
 @cache
 def receiver_values(name):
-    """(state, data), each once."""
+    """The values (state, data) of all receivers, each once."""
     _, worlds = explored(name)
     return {(w.state, w.data): None for world in worlds for w in world.workers}.keys()
 
 
 def _said(step, state, data, event):
-    """What the shipped step says: an input, None for late, or the type of what it raises."""
+    """The step that the shipped code returns, or the type of the error that it raises."""
     try:
         return step(state, data, event)
-    except Exception as error:  # noqa: BLE001 - which it may be is what is tested
+    except Exception as error:  # noqa: BLE001 - the caller compares its type
         return type(error)
 
 
 def _compared(step, late, values, due_of, events):
-    """How often each answer was due; each is compared with what the shipped step says."""
+    """Compare the shipped answers with the required ones. Returns how often each answer was required."""
     due_how_often = Counter()
     for state, data in values:
         before = copy.deepcopy(data)
@@ -130,7 +131,7 @@ def _hold(driver, state, data):
     driver.machine._state, driver.data = state, data
 
 
-#: A public call, and the event that it asks for.
+#: Public calls, and the event that each becomes.
 _CALLS = {
     "send": (lambda sender: sender.send(WEIGHTS, timeout=0), sending.Send(None)),
     "send to one": (lambda sender: sender.send(WEIGHTS, 1, timeout=0), sending.Send((1,))),

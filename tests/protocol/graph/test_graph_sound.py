@@ -1,6 +1,7 @@
-"""What the pages promise, checked of the shipped code's own graph by the second checker: in Python alone, without TLC.
+"""The second checker verifies the guarantees on the graph of the shipped code, in Python alone, without TLC.
 
-The graph is the one that TLC's equals; where TLC is, both have been asked (`test_graph`, `check --second all`).
+The graph equals that of TLC (see `test_graph`). Where TLC is installed, both checkers check the model
+(`check --second all`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import GUARANTEES, SenderInput, State
 
 SAFETY = (*INVARIANTS, *BOOKS, *STEPS, *BOOK_STEPS, *DELIVERIES, "RefinesWeightSync")
-#: On an ordered link an answer that strayed comes behind what was sent later, and is found on a link that has ended.
+#: Not checked with stray answers: one comes after later messages of an ordered link, or is on a link that has ended.
 STRAYED = {"NothingOvertakes", "LinksEndWhole"}
-#: By the world alone, without a clock. Messages that are lost, or stray, leave their reader waiting; whoever joins a
-#: sender that is closed owes it forever. Answers are cut from links that may be given up, and need not be.
+#: What must end without a clock, for each configuration. Not where messages are lost or stray, since their reader then
+#: waits forever; nor where answers are cut from links that may, but need not, be given up. In "ends" a sender may close
+#: while a joiner catches up, and the joiner's answer is then owed forever.
 ENDS_BY_THE_WORLD = {
     name: [ending for ending in ENDINGS if not (name == "ends" and ending == "JoinersAnswer")]
     for name in SMALL

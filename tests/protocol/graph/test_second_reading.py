@@ -44,7 +44,7 @@ def _serving(node: Node) -> bool:
     return node.rstate[0] == "ready" and node.rdata[0].served[1] == 1 and node.is_open(1, 1, 1)
 
 
-#: The property, which state of "two versions" is changed, and how.
+#: The property, which states of the graph "two versions" are changed, and how.
 STATES = [
     ("TypeOK", _waited, lambda n: n._replace(sstate=("waiting",))),
     ("TypeOK", _waited, lambda n: _out(n, outcomes=("MAYBE",))),
@@ -118,7 +118,7 @@ def _new(change):
     return lambda step: step._replace(new=change(step.new))
 
 
-#: The property, the graph, which of its steps is changed, and how.
+#: The property, the graph, which of its steps are changed, and how.
 CHANGED_STEPS = [
     ("OnlyRows", "two versions", _by(Action.ABANDON), _new(lambda n: n._replace(sstate=("uninitialized",)))),
     ("OnlyRows", "two versions", _by(Action.ANSWERED), _new(lambda n: n._replace(rstate=("pending_async",)))),
@@ -256,7 +256,10 @@ def test_each_property_is_violated_here():
 
 @pytest.mark.parametrize("name", ["two versions", "ends", "losses"])
 def test_an_edge_that_must_leave_a_state_is_missed(name):
-    """All that a node has is enough; without one of its edges it is not, but for what nobody must do."""
+    """`calls_are_possible` accepts every node with all of its edges.
+
+    For each action but Connect, which it does not require, it rejects some node that lacks an edge of that action.
+    """
     graph, bounds = explored(name)[0], SMALL[name]
     missed = set()
     for node, leaving in zip(graph.nodes, graph.leaving, strict=True):

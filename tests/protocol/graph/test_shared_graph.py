@@ -1,7 +1,7 @@
-"""Senders that use one link one after another: the shipped halves have the graph of `tla/Shared.tla`.
+"""Several senders use one link one after another: the shipped halves have the graph of `tla/Shared.tla`.
 
-So a takeover over one link, what an older sender still sends, and refusals that name another version are what TLC has
-checked.
+So what TLC checks there holds of the code too: a takeover over the same link, messages that an older sender still
+sends, and refusals that name another version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The pure halves and the machines that move at run time read one table: each step and each refusal is both's.
+"""The pure halves and the machines used at run time agree on each step and each refusal: both use one table.
 
-Every value that a sender or receiver has anywhere in the small graphs, times every event, also those that no sound
-network brings. Each pair of a state and the input that an event is there is driven on both.
+Every value that a sender or receiver has in the small graphs is combined with every event, including events that no
+correct network delivers. Each (state, input) that occurs is driven on both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInpu
 from weightsync.protocol.machine import ReceiverMachine, SenderMachine, next_state
 from weightsync.protocol.sender import name as sender_name
 
-#: What the guards themselves say no to, whatever the row.
+#: The errors that guards raise, whatever the row.
 GUARDED = (ConfigurationError, SyncError, ProtocolError)
-#: Together they take every row.
+#: Graphs that together take every row.
 FEW = (
     "two versions",
     "crashes",
@@ -35,7 +35,7 @@ FEW = (
     "deferred answers, copies",
 )
 _BEFORE, _READY, _PENDING, _AWAITING, _CLOSED = State
-#: What no event is in a state that has no row for it: the guards name it otherwise there, or it is LATE.
+#: Inputs that no event becomes in these states, which have no row for them: there it becomes another input, or is LATE.
 UNNAMED = {
     "sender": {
         **{name: {_BEFORE, _CLOSED} for name in ("ARRIVED", "CAUGHT_UP", "LEFT", "LOST")},
@@ -56,7 +56,7 @@ UNNAMED = {
 
 
 class Half(NamedTuple):
-    """A role: its pure half, and the machine that moves at run time."""
+    """A role: its pure half, and the machine that is used at run time."""
 
     name: Any
     step: Any
@@ -67,7 +67,10 @@ class Half(NamedTuple):
 
 
 def drive(half, state, data, event):
-    """Take an event on both; the row that it is, taken or refused. None: it is LATE, or a guard says no."""
+    """Take an event on both.
+
+    Returns the row (state, input) and whether it was taken; None if the event is LATE or a guard refused it.
+    """
     named = said(half.name, state, data, event)
     step = said(half.step, state, data, event)
     if named is None or isinstance(named, Exception) or isinstance(step, GUARDED):
@@ -87,7 +90,7 @@ def drive(half, state, data, event):
 
 
 def said(call, state, data, event):
-    """What a pure function says, its refusal too."""
+    """The result of a pure function, or the error by which it refuses."""
     try:
         return call(state, data, event)
     except (*GUARDED, StateError) as refused:
@@ -96,7 +99,7 @@ def said(call, state, data, event):
 
 @cache
 def driven(role):
-    """All pairs of a state and an input that were driven on both halves of a role: taken or refused."""
+    """All (state, input) that were driven on both halves of a role, each with whether it was taken."""
     half, found, known = HALVES[role], set(), set()
     for name in FEW:
         for state, data in half.values(name):
@@ -139,6 +142,6 @@ def test_whatever_has_no_row_is_refused_by_both_alike(role, rows):
         moving = machine()
         moving._state = state
         with pytest.raises(StateError):
-            next_state(rows, state, named)  # what the pure halves look rows up with
+            next_state(rows, state, named)  # by this function the pure halves look up rows
         with pytest.raises(StateError):
             moving.fire(named)

@@ -1,4 +1,7 @@
-"""What the tests of the machines share: both roles, read from `protocol.toml` by the tests themselves."""
+"""Parameters for the tests of the machines: both roles, with their rows.
+
+The tests read the rows from `spec/protocol.toml` themselves, and so also check the tables that are generated from it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ TOML = tomllib.loads((Path(__file__).parents[3] / "spec" / "protocol.toml").read
 
 @dataclass(frozen=True)
 class Role:
-    """One role: its machine, its inputs, and its rows as the file has them."""
+    """A role: its machine, its inputs, and its rows as in the file."""
 
     name: str
     machine: Callable[[], AnyMachine]
@@ -29,7 +32,7 @@ class Role:
     rows: dict[tuple[State, AnyInput], State]
 
     def at(self, state: State) -> AnyMachine:
-        """A machine in that state, brought there by rows."""
+        """A machine that rows have brought into this state."""
         machine = self.machine()
         for step in self.path(state):
             machine.fire(step)
@@ -37,7 +40,7 @@ class Role:
         return machine
 
     def path(self, state: State) -> list[AnyInput]:
-        """The fewest inputs that lead from the first state to that one."""
+        """The fewest inputs that lead from the initial state to this state."""
         paths: dict[State, list[AnyInput]] = {INITIAL: []}
         queue = deque([INITIAL])
         while queue:
@@ -62,9 +65,9 @@ RECEIVER = Role("receiver", ReceiverMachine, ReceiverInput, _rows("receiver", Re
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Ask for `role` and get both; for `state` and get all five.
+    """Parametrize `role` with both roles, and `state` with all five states.
 
-    A `pair` is every (role, state, input) there is; a `row` is one that has a row, a `gap` one that has none.
+    A `pair` is any (role, state, input). A `row` is a pair that has a row, and a `gap` is one that has none.
     """
     names = set(metafunc.fixturenames)
     roles = (SENDER, RECEIVER)

@@ -1,4 +1,4 @@
-"""A copy of a machine is a new machine (G8), and nothing keeps a machine alive."""
+"""A copy of a machine is a new machine (G8), and no reference keeps a machine alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A step costs few instructions. Counted, not timed, so that a busy machine does not make it fail."""
+"""A step of a machine takes few bytecode instructions.
+
+Instructions are counted and not timed, so that a busy computer does not make a test fail.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from weightsync.protocol.machine import SenderMachine
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """How many bytecode instructions a call executes, those of the functions it calls among them.
+    """Count the bytecode instructions that a call executes, including those of the functions that it calls.
 
-    The garbage collector executes none of them: it would finalize what other tests have left.
+    Garbage collection is off meanwhile: it would run finalizers of objects that other tests have left.
     """
     count = 0
 

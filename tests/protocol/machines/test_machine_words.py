@@ -1,4 +1,4 @@
-"""The exact texts of the machines' refusals, and what `transitions` knows of the machines."""
+"""The exact texts of the machines' errors, and the tables that the library `transitions` gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine moves by the rows of `protocol.toml` and by nothing else: every state times every input."""
+"""A machine changes state by the rows of `protocol.toml` and in no other way: every state and every input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightsync.protocol.machine import (
 
 
 class Model:
-    """A model for the stock machine."""
+    """The object whose state a stock machine of the library `transitions` changes."""
 
     state: State
 

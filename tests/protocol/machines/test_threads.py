@@ -1,4 +1,4 @@
-"""Threads that fire at once take one row each, one after the other; none is taken twice."""
+"""Threads that call `fire` at the same time take one row each, one after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def frequent_switches():
 
 
 def together(work: Callable[[int], None]) -> None:
-    """Run it in all threads, from the same moment on; what one raises is raised here."""
+    """Run `work` in all threads, started at the same moment, and raise here what one of them raises."""
     barrier = threading.Barrier(THREADS)
 
     def run(number: int) -> None:
@@ -53,7 +53,7 @@ def sends_that_succeed(machine: SenderMachine) -> int:
 
 
 class SlowTargets(dict):
-    """Rows whose look-up lets every other thread in."""
+    """Rows whose look-up sleeps, so that every other thread can run."""
 
     def get(self, key, default=None):
         found = super().get(key, default)
@@ -85,7 +85,7 @@ def test_one_send_of_many_succeeds_however_slow_the_look_up():
 
 
 class SharedTargets(dict):
-    """Rows whose look-up returns once all threads look something up."""
+    """Rows whose look-up returns only after all threads have begun one."""
 
     def __init__(self, rows):
         super().__init__(rows)
@@ -107,7 +107,7 @@ def test_without_the_lock_this_would_be_seen(monkeypatch):
 
 
 class SlowHistory(deque):
-    """Steps between which every other thread is let in when they are read."""
+    """A history that sleeps between steps while it is read, so that other threads can take steps."""
 
     def __iter__(self):
         for step in super().__iter__():

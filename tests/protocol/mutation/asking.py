@@ -1,8 +1,8 @@
-"""Which tests are asked about a mutant of a driver or of the payload's path: those that reach the lines it changes.
+"""Choose the tests for a mutant of a driver or of the payload's path: those that execute the lines that it changes.
 
-They are recorded once a hunt. Each file of tests runs in a forked child, so that nothing of it stays in the process
-that forks for the mutants: each test once traced, once timed. A test that fails there, or takes long, is asked about
-nothing.
+Which lines each test executes is recorded once per run of the mutants. Each file of tests runs in a forked child, so
+that nothing of it stays in the process that forks for the mutants. Each test runs twice, once traced and once timed. A
+test that fails there, or takes long, is used for no mutant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[3]
 
-#: The files of tests that may be asked: of one process and its forked children, without a cluster.
+#: The tests that may be used: they run in one process and its forked children, without a cluster.
 FILES = (
     "unit/engine",
     "transports/pipe",
@@ -74,7 +74,7 @@ FILES = (
     "transports/store/test_store_fanout.py",
     "transports/store/test_store_parts.py",
 )
-#: Those of them that are about some modules alone, by how the modules' names begin; they are asked first.
+#: The tests of some modules, by how the names of the modules begin. They run first.
 OWN = {
     "weightsync.engine.serving_lock": (
         "tests/unit/schemes/test_loaders.py",
@@ -207,24 +207,24 @@ OWN = {
     ),
     "weightsync.transports.pipe.": ("tests/transports/pipe/test_pipe.py",),
 }
-#: Tests that are never asked. This one leaves its process a few descriptors: how many an initialisation needs depends
-#: on what the tests before it in the same child have imported and opened, and so it fails of the code as it is shipped.
+#: Tests that are never used. This one leaves its process a few descriptors. How many an initialisation needs depends on
+#: what earlier tests in the same child have imported and opened, so the test also fails with the shipped code.
 NEVER = ("test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed",)
-#: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
-#: that hangs.
+#: Most seconds of processor time that a test may take to be used (of wall-clock time, four times as many), and seconds
+#: after which a test counts as hanging.
 LONGEST, HANGS = 0.6, 20
-#: Seconds that the tests of one mutant take together at most, and how many they are.
+#: Most seconds that the tests of one mutant may take together, and most tests for one mutant.
 ENOUGH, MOST = 2.0, 150
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was recorded.
+    """The recorded tests.
 
     Attributes:
-        seconds: what each test takes that passes.
-        breadth: how many lines it reaches.
-        reached: the tests that reach a line of a module.
+        seconds: the duration of each test that passes.
+        breadth: the number of lines that each test executes.
+        reached: the tests that execute a line of a module.
     """
 
     seconds: dict[str, float]
@@ -232,7 +232,7 @@ class Asked:
     reached: dict[tuple[str, int], set[str]]
 
     def about(self, module: str, *spans: range) -> list[str]:
-        """The tests that reach the first of these spans of lines that any reaches, in the order to be asked in."""
+        """The tests that execute the first of these spans of lines that any test executes, in the order to run them."""
         for lines in spans:
             tests = set().union(*(self.reached.get((module, line), ()) for line in lines))
             if tests:
@@ -248,11 +248,11 @@ class Asked:
                 yield test
 
     def _ordered(self, tests: Sequence[str], about: tuple[str, ...]) -> Iterator[str]:
-        """The module's own tests, then in turn one that reaches little else and one that reaches much."""
+        """The module's own tests, then alternately a test that executes few lines and one that executes many."""
         met, weights = Counter[str](), {}
         for test in sorted(tests, key=self.breadth.__getitem__):
             name = test.partition("[")[0]
-            # Of one test with several parameters, the later ones come a little later.
+            # The later parameters of one test come a little later.
             weights[test] = self.breadth[test] * (10 + met[name])
             met[name] += 1
         others = deque(sorted(weights, key=weights.__getitem__))
@@ -267,12 +267,12 @@ class Asked:
 
 
 def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) -> Asked:
-    """Run the tests in forked children, and see what they reach.
+    """Run the tests in forked children, and record the lines that they execute.
 
     Args:
         items: the tests.
-        modules: whose lines are of interest.
-        lines: a file for what the children have to tell; what it tells already is believed.
+        modules: the modules whose lines are recorded.
+        lines: the file that the children write to. Tests that are in it already do not run again.
     """
     lines.touch()
     files = {str(ROOT / f"{module.replace('.', '/')}.py"): module for module in modules}
@@ -285,7 +285,7 @@ def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) ->
                 _record(left, files, lines)
             os.waitpid(child, 0)
             end(child)
-            left = _untold(left, lines)[1:]  # the first one hung, or there is none
+            left = _untold(left, lines)[1:]  # the first test left has hung, or none is left
     return _read(lines)
 
 
@@ -308,7 +308,7 @@ def _read(lines: Path) -> Asked:
 
 
 def _in_process(item: pytest.Item) -> bool:
-    # A server of forked processes takes seconds to start, and its children import what is shipped.
+    # A fork server takes seconds to start, and its children import the shipped code, not the mutant.
     return not {"forkserver", "cluster"} & set(getattr(item, "fixturenames", ())) and not item.name.startswith(NEVER)
 
 
@@ -327,14 +327,17 @@ def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) ->
 
 
 def _timed(item: pytest.Item) -> tuple[bool, float]:
-    """Whether a test passes, and what it takes: on a busy machine the clock goes too fast."""
+    """Run a test. Returns whether it passes, and its seconds.
+
+    These are the processor time, or a quarter of the wall-clock time if that is more: on a busy machine a test waits.
+    """
     clock, processor = time.monotonic(), time.process_time()
     passed = run(item, None)
     return passed, max((time.monotonic() - clock) / 4, time.process_time() - processor)
 
 
 class Tracer:
-    """Notes the lines of some files that any thread reaches."""
+    """Records the lines of the given files that any thread executes."""
 
     def __init__(self, files: set[str]) -> None:
         self.reached: dict[str, set[int]] = {file: set() for file in files}
@@ -356,7 +359,7 @@ class Tracer:
 
 
 def run(item: pytest.Item, following: pytest.Item | None, tracer: Tracer | None = None) -> bool:
-    """Whether a test passes, or skips itself."""
+    """Run a test. Returns whether it passes or skips itself."""
     if tracer is None:
         reports = runtestprotocol(item, log=False, nextitem=following)
     else:
@@ -366,7 +369,7 @@ def run(item: pytest.Item, following: pytest.Item | None, tracer: Tracer | None 
 
 
 def end(group: int) -> None:
-    """End what a child has left running: its processes are of one group."""
+    """Kill the processes that a child has left running: they are in its process group."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""Hunts the mutants of the drivers and of the payload's path.
+"""Run the mutants of the drivers and of the payload's path.
 
-For each mutant this process forks; the child plants it, and runs the tests that reach what it changes (see `asking`),
-until one fails. A test that hangs is found out by an alarm. While children wait, others work.
+For each mutant this process forks. The child plants the mutant and runs the tests that execute the changed lines (see
+`asking`), until one fails. An alarm ends a test that hangs. While children wait, more are started.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from mutated import DRIVEN
 TESTS = Path(__file__).parents[2]
 SURVIVED, BY_LOADING, BY_TEST = 0, 11, 12
 HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test"}
-#: Seconds until a child that does nothing is taken for one that waits, and how many of those there may be.
+#: Seconds after which a child that does not run counts as waiting, and the most children at a time.
 WAITS, MOST = 1.5, 8
-#: Seconds until a test is taken for one that hangs, beside twenty times what it takes otherwise.
+#: A test counts as hanging after this many seconds and twenty times its usual duration.
 HANGS = 10
-#: Bytes of the largest file or segment that a child may have: a mutant that asks for more gets an error, where without
-#: this the kernel would kill the largest processes of the machine for it.
+#: The largest file or segment, in bytes, that a child may have. A mutant that asks for more gets an error. Without the
+#: limit the kernel would kill the largest processes of the machine.
 LARGEST = 2**30
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which mutants are hunted: each has its place by what it is called.
+    """The mutants to run. Each belongs to one share, by its key.
 
     Attributes:
-        index: which share of all.
+        index: the number of this share, from 0.
         of: how many shares there are.
-        living: only these; None: all.
+        living: of the share, run only these mutants; None: run all.
     """
 
     index: int = 0
@@ -53,20 +53,20 @@ class Share:
     living: frozenset[Key] | None = None
 
     def has(self, mutant: Mutant) -> bool:
-        """Whether it is among them."""
+        """Whether a mutant is to be run."""
         if self.living is not None and mutant.key not in self.living:
             return False
         return zlib.crc32(repr(mutant.key).encode()) % self.of == self.index % self.of
 
 
 class DrivenHunt:
-    """The plugin that runs instead of the tests.
+    """A pytest plugin that runs the mutants in place of the tests.
 
     Args:
-        wanted: whether a function is, by its full name.
-        share: which of the mutants.
-        result: the file for what became of each.
-        recorded: the file for which tests reach which lines.
+        wanted: whether a function's mutants are to be run, given its full name.
+        share: the share of the mutants to run.
+        result: the file for the results.
+        recorded: the file that says which tests execute which lines.
         workers: how many children work at once.
     """
 
@@ -79,7 +79,7 @@ class DrivenHunt:
         self._under_way: dict[int, tuple[Mutant, float]] = {}
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """For each mutant a child."""
+        """Run each mutant in a child, and write the results."""
         _settle(session)
         asked = record(session.items, DRIVEN, self._recorded)
         items = {item.nodeid: item for item in session.items}
@@ -93,7 +93,10 @@ class DrivenHunt:
         return True
 
     def _harmed(self, items: dict[str, pytest.Item], asked: Asked) -> str:
-        """Which test fails of what is shipped; otherwise every mutant would be killed. Empty: none does."""
+        """A message that names a test which fails with the shipped code; empty: none does.
+
+        If one did, every mutant would count as killed.
+        """
         for module in filter(self._wanted, DRIVEN):
             tests = [items[test] for test in asked.about(module, range(10_000)) if test in items]
             child = _forked(None, tests, asked, self._result)
@@ -133,7 +136,10 @@ class DrivenHunt:
 
 
 def _settle(session: pytest.Session) -> None:
-    """What is inherited by all children: one thread, one folder, and no name of another child's."""
+    """Prepare what all children inherit.
+
+    They have one thread, one base folder, and do not see the shared names of other children.
+    """
     torch.set_num_threads(1)
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     conftest = session.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
@@ -152,7 +158,7 @@ def _works(child: int) -> bool:
 
 
 def _forked(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, last: Path | None = None) -> int:
-    """A child that asks these tests about a mutant (None: the code as it is), and writes down which is the last."""
+    """Fork a child that runs tests on a mutant (None: the shipped code), and writes each one's name to `last`."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -175,6 +181,6 @@ def _try(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, last
             signal.alarm(int(HANGS + 20 * asked.seconds[item.nodeid]))
             if not run(item, after):
                 os._exit(how)
-    except BaseException:  # noqa: BLE001 - whatever a test raises, it has noticed
+    except BaseException:  # noqa: BLE001 - whatever a test raises, the mutant is killed
         os._exit(how)
     os._exit(SURVIVED)

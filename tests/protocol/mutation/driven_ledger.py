@@ -1,9 +1,9 @@
-"""The mutants of the drivers that live, each with its reason, and the scores that may not fall.
+"""The ledger of the drivers' mutants: the survivors, each with its reason, and the score of each module.
 
-`python tests/protocol/mutation/driven_ledger.py [RESULT...]` takes in results of `run.py --driven`, of whole modules or
-of all mutants of some functions, and renders driver-mutants.md. What is no mutant of the code any more leaves the
-file, a new one that lives comes in without a reason, and the mutants are counted again. `--prune` does so without a
-result. `--living RESULT...` takes in results of `run.py --driven --living`: those that are killed now leave the file.
+`python tests/protocol/mutation/driven_ledger.py [RESULT...]` adds results of `run.py --driven` (of whole modules, or of
+all mutants of some functions), counts the mutants again and renders driver-mutants.md. Entries that are no longer
+mutants of the code are removed, and new survivors are added without a reason. `--prune` does the same without a result.
+`--living RESULT...` takes results of `run.py --driven --living` and removes the entries that are killed now.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mutated import DRIVEN
 FILE = Path(__file__).with_name("driven.toml")
 PAGE = Path(__file__).with_name("driver-mutants.md")
 
-#: A mutant: its function, what was there, what stands there now, and how many before it read the same.
+#: A mutant: its function, the original lines, the lines in their place, and how many before it read the same.
 Key = tuple[str, str, str, int]
 
 HEAD = """# Mutants of the drivers and of the payload's path
@@ -45,7 +45,7 @@ and fails if one survives that is not listed here.
 
 @dataclass(frozen=True)
 class Score:
-    """Of one module.
+    """The score of a module.
 
     Attributes:
         mutants: how many there are.
@@ -57,7 +57,7 @@ class Score:
 
     @property
     def share(self) -> float:
-        """Of the killed."""
+        """The share of the mutants that are killed."""
         return self.killed / self.mutants if self.mutants else 1.0
 
     def __str__(self) -> str:
@@ -66,13 +66,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What is committed.
+    """The committed results.
 
     Attributes:
         scores: the score of each module.
-        reasons: what may be said of several mutants, by name.
-        new: functions that came to these modules since their last hunt: they count nowhere yet.
-        survivors: the name of the reason why each that lives may; empty: it has none yet.
+        reasons: the reasons, by name; several survivors may share one.
+        new: functions that were added to these modules and not run since. Their mutants are not counted.
+        survivors: the name of each survivor's reason; empty: it has none yet.
     """
 
     scores: dict[str, Score]
@@ -82,23 +82,23 @@ class Ledger:
 
     @classmethod
     def read(cls) -> Ledger:
-        """As the file says."""
+        """Read the ledger from its file."""
         loaded = tomllib.loads(FILE.read_text(encoding="utf-8"))
         scores = {module: Score(**score) for module, score in loaded["scores"].items()}
         living = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in loaded.get("survivor", [])}
         return cls(scores, loaded["reasons"], living, tuple(loaded.get("unhunted", ())))
 
     def after(self, result: Sequence[Sequence[object]], mutants: Mapping[str, int]) -> Ledger:
-        """With a result taken in, of all mutants of some functions.
+        """The ledger with a result added, which has all mutants of some functions.
 
         Args:
-            result: each mutant and what became of it.
-            mutants: how many of them each function has, as the code is now.
+            result: each mutant, and what became of it.
+            mutants: how many mutants each function of the current code has.
         """
         found = {_key(each): each[4] == "survived" for each in result}
         functions = {key[0] for key in found}
         modules = {module_of((name,)) for name in mutants}
-        # Of a module that was never hunted all is new.
+        # All functions of a module that was never run are new.
         new = {*self.new, *(each for each in mutants if module_of((each,)) in modules - self.scores.keys())}
         kept = {key: why for key, why in self.survivors.items() if key[0] not in functions}
         living = {key: self.survivors.get(key, "") for key, lives in found.items() if lives}
@@ -106,34 +106,34 @@ class Ledger:
         return replace(after, scores={module: after._score(module, mutants) for module in self.scores.keys() | modules})
 
     def _score(self, module: str, mutants: Mapping[str, int]) -> Score:
-        """Of those functions of a module that are not new."""
+        """The score of a module's functions, without those that are new."""
         counted = [of for name, of in mutants.items() if name not in self.new and module_of((name,)) == module]
         lives = sum(module_of(key) == module for key in self.counted)
         return Score(sum(counted), sum(counted) - lives)
 
     @property
     def counted(self) -> list[Key]:
-        """The survivors that the scores count: not those of functions that are new."""
+        """The survivors that the scores count: those of functions that are not new."""
         return [key for key in self.survivors if key[0] not in self.new]
 
     def without(self, keys: Iterable[Key]) -> Ledger:
-        """What is left of it."""
+        """The ledger without these survivors."""
         gone = set(keys)
         return replace(self, survivors={key: why for key, why in self.survivors.items() if key not in gone})
 
     @property
     def unhunted(self) -> list[str]:
-        """The modules, and the functions of others, whose mutants nobody has hunted yet: they count nowhere."""
+        """The modules, and the functions of other modules, whose mutants were never run. They are not counted."""
         return [*(module for module in DRIVEN if module not in self.scores), *self.new]
 
     @property
     def whole(self) -> Score:
-        """Of all modules together."""
+        """The score of all modules together."""
         scores = self.scores.values()
         return Score(sum(each.mutants for each in scores), sum(each.killed for each in scores))
 
     def write(self) -> None:
-        """Into the file."""
+        """Write the ledger to its file."""
         lines = ["# Rendered in driver-mutants.md, and kept by driven_ledger.py.", ""]
         if self.new:
             lines += ["unhunted = [", *(f"  {json.dumps(name)}," for name in self.new), "]", ""]
@@ -150,7 +150,7 @@ class Ledger:
 
     @property
     def page(self) -> str:
-        """The page of the docs."""
+        """The page that shows the ledger."""
         lines = [HEAD, f"**{self.whole} are killed.**", "", "| module | killed |", "|:--|:--|"]
         lines += [f"| `{module}` | {score} |" for module, score in sorted(self.scores.items())]
         if self.unhunted:
@@ -168,7 +168,7 @@ def _key(each: Sequence[object]) -> Key:
 
 
 def killed(result: Sequence[Sequence[object]]) -> set[Key]:
-    """Those of a result that do not live."""
+    """The mutants of a result that are killed."""
     return {_key(each) for each in result if each[4] != "survived"}
 
 
@@ -179,19 +179,19 @@ def _line(key: Key) -> str:
 
 
 def module_of(key: Sequence[object]) -> str:
-    """Where a function stands: modules and packages begin with small letters, classes and functions follow them."""
+    """The module that a function is in, found by the beginning of its full name."""
     return next(module for module in DRIVEN if str(key[0]).startswith(f"{module}."))
 
 
 def known(modules: Iterable[str] = DRIVEN) -> list[Key]:
-    """The mutants of the code as it is."""
-    from making import mutants  # noqa: PLC0415 - what renders the page needs no mutmut
+    """The keys of all mutants of the current code."""
+    from making import mutants  # noqa: PLC0415 - rendering the page needs no mutmut
 
     return [mutant.key for module in modules for mutant in mutants(module)]
 
 
 def main() -> None:
-    """Take in results, if some are named, and render the page."""
+    """Add the results that are named, if any, and render the page."""
     ledger = Ledger.read()
     if sys.argv[1:]:
         keys, how, paths = known(), sys.argv[1], [path for path in sys.argv[1:] if not path.startswith("--")]

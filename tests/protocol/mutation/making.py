@@ -1,4 +1,7 @@
-"""The mutants: each is one of mutmut's mutations of one function of the machines, their pure halves, or the drivers."""
+"""Make the mutants of a module with mutmut.
+
+Each changes one function of the machines, their pure halves or the drivers in one place.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ from weightsync.protocol import machine
 
 @dataclass(frozen=True)
 class Mutant:
-    """One function, changed in one place.
+    """A function that is changed in one place.
 
     Attributes:
-        module: where it stands.
-        function: its name, behind its class's.
-        was: the lines that are gone.
-        now: the lines that stand in their place.
-        text_only: whether only a text for people is another one.
+        module: the module of the function.
+        function: its name, behind that of its class.
+        was: the original lines.
+        now: the lines in their place.
+        text_only: whether only a text for people has changed.
         twin: how many mutants before it read the same (the same change to another of several equal lines).
-        source: the whole module.
-        spans: the lines of what is changed, as they were, and those of its function.
+        source: the source of the whole mutated module.
+        spans: the original lines of what is changed, and those of its function.
     """
 
     module: str
@@ -50,11 +53,14 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What it is called in the reviewed file."""
+        """The key of the mutant in the files of survivors."""
         return f"{self.module}.{self.function}", self.was, self.now, self.twin
 
     def plant(self) -> None:
-        """Give the function of this process the mutant's code; whoever holds the function, holds the mutant."""
+        """Replace the function's code in this process by the mutant's.
+
+        Everything that holds a reference to the function then calls the mutant.
+        """
         space = vars(importlib.import_module(self.module))
         function, mutated = self._find(space), self._find(self._executed())
         if function.__code__.co_freevars == mutated.__code__.co_freevars:
@@ -66,7 +72,10 @@ class Mutant:
             _build_again()
 
     def _put(self, space: dict[str, Any], function: FunctionType, mutated: FunctionType) -> None:
-        """Without its `super()` a method has no cell for its class, and another function takes its place."""
+        """Replace a method by another function object.
+
+        This is needed for a mutant that has lost its `super()`, and with it the cell for its class.
+        """
         owner, _, name = self.function.rpartition(".")
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         closure = tuple(cells[name] for name in mutated.__code__.co_freevars)
@@ -99,14 +108,14 @@ def _undecorated(found: Any) -> FunctionType:
 
 
 def _build_again() -> None:
-    """What the machines' module does with its functions when it is imported."""
+    """Build the tables of the machines again, as their module does when it is imported."""
     for role in (machine.SenderMachine, machine.ReceiverMachine):
         role.shared = machine._shared(role.rows)
         role._events = machine._events(role.shared, role.inputs)
 
 
 class _Decorated(MutationVisitor):
-    """Mutates decorated functions too, and leaves alone what is only logged."""
+    """Also mutates decorated functions, and skips calls of the logger."""
 
     def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.FunctionDef):
@@ -118,11 +127,11 @@ class _Decorated(MutationVisitor):
 
 
 def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutant]:
-    """All of a module whose function's full name is wanted, in the order of its lines."""
+    """All mutants of the functions of a module whose full names are wanted, in the order of their lines."""
     path = Path(str(importlib.import_module(module).__file__))
     tree, mutations, positions = _mutations(path, MutationVisitor if module in PURE else _Decorated)
     names, code, twins = _functions(tree), tree.code, Counter[tuple[str, str, str]]()
-    text_of = cache(tree.code_for_node)  # of a function that many mutations change
+    text_of = cache(tree.code_for_node)  # cached, since many mutations change the same function
     for mutation in mutations:
         within = mutation.contained_by_top_level_function
         if within is None or within not in names or not wanted(f"{module}.{names[within]}"):
@@ -137,7 +146,7 @@ def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutan
         same = names[within], *_difference(before, after)
         indent = "    " if "." in names[within] else ""
         whole = code.replace(*(textwrap.indent(each, indent) for each in (before, after)), 1)
-        if whole == code:  # a tree takes ten times as long
+        if whole == code:  # rarely needed, and ten times as slow: replace the function in the tree
             whole = _with(tree, within, changed)
         assert whole != code, f"{same} is no mutant"
         spans = _lines(positions, mutation.original_node), _lines(positions, within)
@@ -177,7 +186,7 @@ def _functions(tree: cst.Module) -> dict[Any, str]:
 
 
 def _sets(function: cst.FunctionDef) -> bool:
-    """Whether it sets a property."""
+    """Whether a function is the setter of a property."""
     decorators = [each.decorator for each in function.decorators]
     return any(isinstance(each, cst.Attribute) and each.attr.value == "setter" for each in decorators)
 

@@ -8,7 +8,7 @@ PURE = (
     "weightsync.protocol.sender",
     "weightsync.protocol.receiver",
 )
-#: The drivers, and the path of the payload.
+#: The drivers, and the modules that a payload passes through.
 DRIVEN = (
     "weightsync.engine.driver",
     "weightsync.engine.sender_driver",

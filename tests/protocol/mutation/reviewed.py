@@ -1,8 +1,8 @@
-"""The mutants that live, each reviewed, and the score that may not fall; code-mutants.md shows both.
+"""The survivors among the mutants of the machines and their pure halves, each with its reason, and the score.
 
-`python tests/protocol/mutation/reviewed.py` renders the page. With a result of run.py it first takes that in: mutants
-that live no longer leave the file, new ones come in without a reason, and the score is that of the result. A result of
-functions that were not run yet is added to what is known of the others.
+`python tests/protocol/mutation/reviewed.py` renders them as code-mutants.md. With a result of run.py it first adds the
+result: survivors that are killed now are removed, new ones are added without a reason, and the score is that of the
+result. A result of functions that were never run before is added to the results of the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 FILE = Path(__file__).with_name("survivors.toml")
 PAGE = Path(__file__).with_name("code-mutants.md")
 
-#: A mutant: its function, what was there, what stands there now, and how many before it read the same.
+#: A mutant: its function, the original lines, the lines in their place, and how many before it read the same.
 Key = tuple[str, str, str, int]
 
 HEAD = """# Mutants of the code
@@ -39,13 +39,13 @@ records the result and renders this page. Each new survivor then needs a reason 
 
 @dataclass(frozen=True)
 class Reviewed:
-    """What is committed.
+    """The committed results.
 
     Attributes:
         mutants: how many there are.
         killed: how many of them are killed.
-        reasons: why each that lives may.
-        unhunted: functions whose mutants the score does not count yet; a run of all leaves none.
+        reasons: the reason of each survivor.
+        unhunted: functions whose mutants the score does not count yet; a run of all mutants leaves none.
     """
 
     mutants: int
@@ -55,13 +55,13 @@ class Reviewed:
 
     @classmethod
     def read(cls) -> Reviewed:
-        """As the file says."""
+        """Read the results from their file."""
         loaded = tomllib.loads(FILE.read_text(encoding="utf-8"))
         reasons = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in loaded.get("survivor", [])}
         return cls(loaded["mutants"], loaded["killed"], reasons, tuple(loaded.get("unhunted", ())))
 
     def after(self, result: list[list[str]]) -> Reviewed:
-        """With a result of all mutants taken in, or of all mutants of functions that were not hunted yet."""
+        """These results with a new one added: of all mutants, or of all mutants of functions that were never run."""
         hunted = {function for function, *_ in result}
         if hunted and hunted <= set(self.unhunted):
             return self._and(Reviewed(0, 0, {}).after(result), hunted)
@@ -75,7 +75,7 @@ class Reviewed:
         return Reviewed(self.mutants + found.mutants, self.killed + found.killed, reasons, left)
 
     def write(self) -> None:
-        """Into the file."""
+        """Write the results to their file."""
         lines = ["# Rendered in code-mutants.md, and kept by reviewed.py.", f"mutants = {self.mutants}"]
         lines += [f"killed = {self.killed}", f"unhunted = {json.dumps(self.unhunted)}"]
         for (function, was, now, twin), reason in self.reasons.items():
@@ -85,7 +85,7 @@ class Reviewed:
 
     @property
     def page(self) -> str:
-        """The page of the docs."""
+        """The page that shows the results."""
         share = 100 * self.killed / self.mutants if self.mutants else 0
         lines = [HEAD, f"**{self.killed} of {self.mutants} are killed ({share:.1f} %).** The survivors:"]
         if self.unhunted:
@@ -100,7 +100,7 @@ class Reviewed:
 
 
 def main() -> None:
-    """Take in a result, if one is named, and render the page."""
+    """Add the results that are named, if any, and render the page."""
     found = Reviewed.read()
     for path in sys.argv[1:]:
         found = found.after(json.loads(Path(path).read_text(encoding="utf-8")))

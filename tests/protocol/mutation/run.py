@@ -1,11 +1,19 @@
-"""Hunts the mutants: `python tests/protocol/mutation/run.py RESULT [NAME...]` writes what became of each.
+"""Run the mutants and write what became of each: `python tests/protocol/mutation/run.py RESULT [NAME...]`.
 
-With `--driven` those of the drivers and of the payload's path: see `driven`. Otherwise those of the pure halves:
+A mutant is one function of the code, changed in one place. It is killed if a test fails on it; a mutant that survives
+needs a reason why no test has to find it. The modules of this folder:
 
-The tests are collected once. For each mutant this process forks; the child plants it, and asks the oracles in turn,
-the fastest first: the tests of its module, then the small graphs of tests/protocol/graph, whose committed digests TLC
-agrees with. The first that fails kills it. A child is given seconds of the processor, not of the clock: a busy machine
-kills nobody.
+- `mutated` lists the modules whose functions are mutated, and `making` makes their mutants with mutmut.
+- `run`, this program, runs the mutants of the machines and their pure halves. With `--driven` it runs those of the
+  drivers and of the payload's path instead, by `driven`. For these, `asking` chooses the tests.
+- `reviewed` and `driven_ledger` add results to the files of survivors (survivors.toml, driven.toml), and render them as
+  pages (code-mutants.md, driver-mutants.md).
+- `test_mutation` requires that each survivor has a reason, and that no others survive.
+
+How the mutants of the machines and their pure halves are run: pytest collects the tests once. For each mutant this
+process forks. The child plants the mutant and runs the oracles, the fastest first: the tests of the mutant's module,
+then the small graphs of tests/protocol/graph, whose committed digests TLC agrees with. The first oracle that fails
+kills the mutant. A child has a limit of processor time, which a busy computer does not use up.
 """
 
 from __future__ import annotations
@@ -35,15 +43,15 @@ from making import Mutant, mutants  # noqa: E402
 from mutated import PURE  # noqa: E402
 from search import digest, search  # noqa: E402
 
-#: The tests that are asked about the mutants of a module.
+#: The tests that are run on the mutants of a module.
 ASKED = {
     "weightsync.protocol.machine": ("machines",),
     "weightsync.protocol.sender": ("test_sender.py", "test_words.py"),
     "weightsync.protocol.receiver": ("test_receiver.py", "test_words.py"),
 }
-#: Larger graphs take longer than all others together.
+#: The most nodes of a graph that is searched. Larger graphs take longer than all others together.
 MOST_NODES = 10_000
-#: Seconds of the processor, and of the clock, that a mutant may take; all oracles together take about three.
+#: Most seconds of processor time, and of wall-clock time, for a mutant; all oracles together take about three.
 CPU_SECONDS, SECONDS = 20, 300
 WORKERS = 2
 SURVIVED, BY_LOADING, BY_TEST, BY_GRAPH = 0, 11, 12, 13
@@ -51,14 +59,14 @@ HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test", BY_GRAPH: "
 
 
 class Hunt:
-    """The plugin that runs instead of the tests."""
+    """A pytest plugin that runs the mutants in place of the tests."""
 
     def __init__(self, wanted: Callable[[str], bool], result: Path) -> None:
         self._wanted, self._result = wanted, result
         self.failure = ""
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """For each mutant a child."""
+        """Run each mutant in a child, and write the results."""
         found: list[tuple[Mutant, str]] = []
         if self._unharmed(session.items):
             found = list(self._hunted(session.items))
@@ -67,7 +75,7 @@ class Hunt:
         return True
 
     def _unharmed(self, items: list[pytest.Item]) -> bool:
-        """Whether the oracles let pass what is shipped; otherwise every mutant would be killed."""
+        """Whether the shipped code passes all oracles. Otherwise every mutant would count as killed."""
         for module in filter(self._wanted, PURE):
             if os.waitstatus_to_exitcode(os.waitpid(_forked(module, None, items), 0)[1]) != SURVIVED:
                 self.failure = f"an oracle fails of {module} as it is shipped"
@@ -90,7 +98,7 @@ class Hunt:
 
 
 def _forked(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> int:
-    """A child that asks all oracles about a mutant (None: the code as it is)."""
+    """Fork a child that runs all oracles on a mutant (None: on the shipped code)."""
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
@@ -109,11 +117,11 @@ def _try(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> NoRetu
         if _tests_fail([item for item in items if set(ASKED[module]) & set(item.path.parts)]):
             os._exit(how)
         how = BY_GRAPH
-        # No machine acts on a sentence, and no graph has one.
+        # A changed sentence changes no graph: machines do not act on sentences.
         sentence = mutant is not None and mutant.text_only
         if module != "weightsync.protocol.machine" and not sentence and _graphs_differ():
             os._exit(how)
-    except BaseException:  # noqa: BLE001 - whatever an oracle raises, it has noticed
+    except BaseException:  # noqa: BLE001 - whatever an oracle raises, the mutant is killed
         os._exit(how)
     os._exit(SURVIVED)
 
@@ -137,14 +145,14 @@ def _graphs_differ() -> bool:
 
 
 def main() -> int:
-    """Hunt; 0: it is written what became of each."""
+    """Run the mutants. Returns 0 if the result of each is written."""
     arguments = _arguments()
 
     def wanted(function: str) -> bool:
         return not arguments.names or any(name in function or function in name for name in arguments.names)
 
     os.environ["HYPOTHESIS_PROFILE"] = "mutants"
-    # If our parent ignores a signal, tests could not send it.
+    # If the parent process ignores SIGINT, so would this one, and tests could not send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--no-traces"]
     if arguments.driven:

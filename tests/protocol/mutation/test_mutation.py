@@ -1,4 +1,7 @@
-"""A change of a machine or a pure half is noticed: the mutants that live are reviewed, and do not grow in number."""
+"""Tests notice changes of the machines, their pure halves and the drivers: few mutants survive, each with a reason.
+
+Most tests here check the committed results. The slow ones run the mutants (see `run`).
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from reviewed import PAGE, Key, Reviewed
 
 RUN = Path(__file__).with_name("run.py")
 LEAST = 0.9
-#: The number of shares of the drivers' mutants. Another one is hunted each night.
+#: The number of shares of the drivers' mutants. Each day another share is run.
 SHARES = 20
 
 
 def hunted(tmp_path: Path, *names: str, timeout: float) -> list[list[Any]]:
-    """What became of the mutants of the functions of these names (none: of all)."""
+    """Run the mutants of the functions of these names (none: of all), and return what became of each."""
     installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
     result = tmp_path / "result.json"
     command = [sys.executable, str(RUN), str(result), *names]
-    # What mutants do is no run of the code: it is not recorded.
+    # Mutants are not recorded: their traces need not conform.
     environment = {name: value for name, value in os.environ.items() if name != "WEIGHTSYNC_TRACE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert done.returncode in (0, 5), (
@@ -97,7 +100,10 @@ def test_a_result_of_functions_that_were_not_hunted_yet_is_added() -> None:
 
 @pytest.mark.slow
 def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
-    """The canary of the hunt; that the shipped code survives all oracles, the hunt makes sure of itself."""
+    """Checks on two functions that mutants are planted and found.
+
+    That the shipped code passes all oracles, the run of the mutants checks itself.
+    """
     found = hunted(
         tmp_path, "weightsync.protocol.receiver._is_current", "weightsync.protocol.sender.ends_link", timeout=110
     )
