@@ -29,8 +29,8 @@ from weightsync.model.process import Size
 
 MODEL = Path(__file__).parents[3] / "tla"
 _MOST = 400_000
-#: The graph with more nodes than all other small ones together. Every run compares it with its digest; that it is safe,
-#: and what its machines refuse, is checked only in `make verify`.
+#: The graph with more nodes than all other small ones together. Every run compares it with its digest; that it is safe
+#: and what its machines refuse is checked only in `make verify`.
 LARGEST = "two workers, two versions, a crash"
 ASKED = [pytest.param(name, marks=[pytest.mark.slow] if name == LARGEST else []) for name in SMALL]
 

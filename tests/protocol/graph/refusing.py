@@ -203,9 +203,10 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
 
 
 def closed_beside(data: receiving.ReceiverData, event: receiving.Event) -> tuple[receiving.Effect, ...]:
-    """The required effects of a late event, which leaves the current link open.
+    """The required effects of a late event.
 
-    The event's own link closes, after a message if it failed. A goodbye on the current link closes nothing.
+    The event's own link closes, after a message if it failed. `SendAck` has no effect, nor has a goodbye on the current
+    link.
     """
     if isinstance(event, receiving.SendAck):
         return ()

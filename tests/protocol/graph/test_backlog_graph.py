@@ -1,6 +1,6 @@
 """The backlog of the shipped sender has the graph of `tla/Backlog.tla`: the same states, the same labelled steps.
 
-A real driver takes every path, over a link that keeps what it is given. So what TLC checks of the model holds of the
+A real driver takes every path, over a link that keeps what it is given. So what TLC checks of the model holds for the
 code too, within the same bounds: at most two updates are unanswered, an update that was overtaken is never sent, and
 nobody waits for it.
 """

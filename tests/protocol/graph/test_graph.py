@@ -1,7 +1,7 @@
 """The shipped machines and the model that TLC checks have the same graph: the same nodes, the same labelled edges.
 
 The search (see `graph_support`) calls the shipped `step`, with its guards, and does not read the table. So what TLC
-checks of the model holds of the code too, within the same bounds. Without TLC, the graph of the code is compared with
+checks of the model holds for the code too, within the same bounds. Without TLC, the graph of the code is compared with
 its committed digest, which TLC's graph has as well.
 """
 

@@ -1,6 +1,6 @@
 """Several senders use one link one after another: the shipped halves have the graph of `tla/Shared.tla`.
 
-So what TLC checks there holds of the code too: a takeover over the same link, messages that an older sender still
+So what TLC checks there holds for the code too: a takeover over the same link, messages that an older sender still
 sends, and refusals that name another version.
 """
 

@@ -8,7 +8,7 @@ PURE = (
     "weightsync.protocol.sender",
     "weightsync.protocol.receiver",
 )
-#: The drivers, and the modules that a payload passes through.
+#: The drivers, and the modules on the payload's path.
 DRIVEN = (
     "weightsync.engine.driver",
     "weightsync.engine.sender_driver",

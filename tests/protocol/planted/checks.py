@@ -24,7 +24,7 @@ from weightsync.weights.target import Mode
 
 
 class Inner(torch.nn.Module):
-    """Has extra state, and may refuse to have it changed."""
+    """A module with extra state, which may refuse a change of it."""
 
     def __init__(self, refuses: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Inner(torch.nn.Module):
 
 
 class Policy(torch.nn.Module):
-    """Each version sets all of its parts to one number."""
+    """A model of which each version sets all parts to one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Policy(torch.nn.Module):
 
     @property
     def held(self) -> set[int]:
-        """The numbers in its parts."""
+        """The numbers that its parts hold."""
         return {self.first.extra, self.second.extra, *map(int, self.weight.tolist())}
 
 
 def weights(number: int) -> dict[str, Any]:
-    """Weights in which every part has that number."""
+    """Weights in which every part has the given number."""
     return {
         "weight": torch.full((16,), float(number)),
         "first._extra_state": number,
@@ -91,7 +91,7 @@ class Worker:
 
 
 def linked(sender: WeightSender, id: int, worker: Worker, payloads: Payloads = Payloads.INLINE) -> Network:
-    """Connect the two by a link, whose network delivers only on request."""
+    """Add a worker to a sender over a link, whose network delivers messages only on request."""
     near, far = local_pair(pace=Pace.HELD, payloads=payloads)
     sender.add_worker(id, near)
     worker.receiver.register_worker_transport(far)

@@ -1,4 +1,4 @@
-"""The checks explain their assertions as tests do."""
+"""Assertions in `checks` are rewritten, so that a failure shows the compared values."""
 
 import pytest
 

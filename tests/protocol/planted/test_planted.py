@@ -1,4 +1,7 @@
-"""A fault planted in the code for each guarantee: its check holds of the shipped code, and turns red with the fault."""
+"""For each guarantee, a planted fault in the code: its check passes with the shipped code and fails with the fault.
+
+The checks are in `checks`. The descriptions of the faults are shown in docs/assurance.md.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from weightsync.protocol.report import Outcome, OutcomeKind
 from weightsync.transports.buffers import Pins
 from weightsync.weights.target import _Undo
 
-# Their machines are broken on purpose.
+# The machines are broken on purpose, so their traces need not conform.
 pytestmark = pytest.mark.untraced("plants a fault in the machines, the drivers or the links")
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -62,7 +65,7 @@ def slots_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 
 def keys_are_versions_only(patch: pytest.MonkeyPatch) -> None:
-    """G4: nobody looks at incarnations."""
+    """G4: incarnations are ignored."""
 
     def name_hello(state: State, data: Any, event: Any) -> ReceiverInput:
         return ReceiverInput.CONNECT if state is State.UNINITIALIZED else ReceiverInput.TAKEOVER
@@ -78,7 +81,7 @@ def keys_are_versions_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_second_send_is_allowed(patch: pytest.MonkeyPatch) -> None:
-    """G5: one more row."""
+    """G5: a second send is allowed while an update is outstanding."""
     pair, to = (State.PENDING_ASYNC, SenderInput.SEND_ASYNC), State.PENDING_ASYNC
     rows = {**SENDER_ROWS, pair: to}
     patch.setattr(SenderMachine, "rows", rows)
@@ -92,7 +95,7 @@ def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
 
 
 def everybody_is_a_target(patch: pytest.MonkeyPatch) -> None:
-    """G7: targets are not looked at."""
+    """G7: every update is sent to all workers, whatever its targets."""
     shipped = pure_sender.targets_of
     patch.setattr(pure_sender, "targets_of", lambda data, targets: shipped(data, None))
 
@@ -115,7 +118,7 @@ def copies_keep_obligations(patch: pytest.MonkeyPatch) -> None:
 
 
 def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
-    """G9: what had arrived outlives the close, and is applied."""
+    """G9: an update that had arrived is applied after the close."""
     shipped = ReceiverDriver.close
 
     def close(self: ReceiverDriver) -> None:
@@ -132,7 +135,7 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
 
 
 def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:
-    """G10: a link that tells of its death is not listened to."""
+    """G10: the loss of a link is ignored."""
     shipped = SenderDriver._read
 
     def heard(self: SenderDriver, number: int, lane: Any, take: Any) -> None:
@@ -142,12 +145,12 @@ def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def refusals_are_fine(patch: pytest.MonkeyPatch) -> None:
-    """G11: a report is looked at for losses only."""
+    """G11: of the failures in a report, only losses count."""
     patch.setattr(Outcome, "fine", property(lambda self: self.kind is not OutcomeKind.LOST))
 
 
 def joiners_wait_for_the_next(patch: pytest.MonkeyPatch) -> None:
-    """G12: nothing goes behind a joiner's Hello."""
+    """G12: no update follows a joiner's Hello."""
     shipped = pure_sender._join
 
     def join(data: Any, worker: int, link: int) -> Any:

@@ -1,4 +1,4 @@
-"""The sender's work for a worker does not grow with the number of workers, and what it returns is the same."""
+"""The sender's work for one worker does not grow with the number of workers, and its results stay the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW, MANY = 32, 1000
 
 
 class Fleet:
-    """A sender's state and data, and as many workers as it has."""
+    """A sender's state and data, with the given number of workers."""
 
     def __init__(self, workers: int) -> None:
         self.state, self.data = State.UNINITIALIZED, sender.SenderData()
@@ -53,11 +53,14 @@ def calls_an_answer(workers: int) -> float:
 
 
 def bytes_an_answer(workers: int) -> float:
-    """Bytes that each answer's data needs beside the data before: what was copied, and no finalizer's."""
+    """Bytes that the data after each answer needs, in addition to the data before: what the step copied.
+
+    Garbage collection is off, so that no finalizer allocates.
+    """
     fleet = Fleet(workers)
     fleet.take(sender.Send(None))
     acks = fleet.acks()
-    fleet.take(acks.pop())  # a plain dict of many workers becomes a tree once a send
+    fleet.take(acks.pop())  # the first answer to a send turns plain dicts of many workers into trees
     gc.disable()
     tracemalloc.start()
     try:
@@ -72,7 +75,7 @@ def test_an_answer_takes_as_many_calls_with_a_thousand_workers_as_with_a_hundred
     few, hundred, many = calls_an_answer(10), calls_an_answer(100), calls_an_answer(MANY)
 
     assert many <= 1.1 * hundred
-    assert many <= few + 20  # what a tree costs more than a dict, three changes of it
+    assert many <= few + 20  # an answer makes three changes, and each costs more in a tree than in a dict
 
 
 def test_an_answer_copies_no_more_with_a_thousand_workers_than_with_a_few_dozen() -> None:
@@ -92,7 +95,7 @@ def test_the_data_before_an_answer_of_many_workers_stays_as_it_was() -> None:
 
 
 def events(chance: random.Random, fleet: Fleet) -> Iterator[sender.Event]:
-    """Any event, of any worker; many of them are refused, stale or late."""
+    """An endless stream of events of any worker; many of them are refused, stale or late."""
     links = 100
     yield sender.Connect(7)
     while True:
@@ -121,13 +124,13 @@ def events(chance: random.Random, fleet: Fleet) -> Iterator[sender.Event]:
 
 
 def in_order(step: sender.Step) -> sender.Step:
-    """The step, with its effects in the order of the workers' ids: a tree has that order, a dict that of joining."""
+    """The step with its effects in one order: a tree has the order of the ids, a dict that of joining."""
     return replace(step, effects=tuple(sorted(step.effects, key=repr)))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_with_many_workers_each_step_is_what_it_is_with_few(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree in place of a dict: as if two workers were many."""
+    """The limit is lowered to one worker, so that two workers are already kept in a tree in place of a dict."""
     plain, grown = Fleet(0), Fleet(0)
     refused, trees = 0, 0
     stream = events(random.Random(seed), plain)

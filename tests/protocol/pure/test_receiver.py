@@ -1,4 +1,4 @@
-"""The receiver's guards, rule by rule: which input an event is, and what follows."""
+"""The receiver's guards, rule by rule: which input an event becomes, and what the step returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.protocol.report import SyncReport
 
 @dataclass
 class Receiver:
-    """The pure half with somewhere to keep its value."""
+    """The pure half of a receiver, and its current state and data."""
 
     state: State = State.UNINITIALIZED
     data: pure.ReceiverData = field(default_factory=pure.ReceiverData)
@@ -42,7 +42,7 @@ def refusal(incarnation: int, version: int) -> Refusal:
 
 @pytest.fixture
 def receiver() -> Receiver:
-    """Ready, on link 1 with incarnation 5."""
+    """A ready receiver, on link 1 with incarnation 5."""
     receiver = Receiver()
     assert receiver.take(pure.HelloArrived(1, 5)).effects == (pure.Greet(1),)
     return receiver

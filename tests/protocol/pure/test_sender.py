@@ -1,4 +1,4 @@
-"""The sender's guards, rule by rule: which input an event is, and what follows."""
+"""The sender's guards, rule by rule: which input an event becomes, and what the step returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INCARNATION = 7
 
 @dataclass
 class Sender:
-    """The pure half with somewhere to keep its value."""
+    """The pure half of a sender, and its current state and data."""
 
     state: State = State.UNINITIALIZED
     data: pure.SenderData = field(default_factory=pure.SenderData)
@@ -47,7 +47,7 @@ def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED, fence: int = 
 
 @pytest.fixture
 def sender() -> Sender:
-    """Ready, with workers 0 and 1 up on links 1 and 2."""
+    """A ready sender, with workers 0 and 1 up on links 1 and 2."""
     sender = Sender()
     for worker in (0, 1):
         sender.take(pure.Join(worker, worker + 1))

@@ -1,4 +1,4 @@
-"""The values of the protocol never change: what a step was given stays as it was, and two threads may read it."""
+"""The values of the protocol are immutable: a step leaves its arguments as they were, and threads may share them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pure halves say, to the letter: errors, reasons, and every field of an outcome."""
+"""The exact results of the pure halves: texts of errors, reasons, and every field of an outcome."""
 
 from __future__ import annotations
 

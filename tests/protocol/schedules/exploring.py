@@ -1,8 +1,8 @@
-"""Explores one scenario: `frontrun python tests/protocol/schedules/exploring.py NAME [FAULT]` prints a verdict as JSON.
+"""Explore one scenario: `frontrun python tests/protocol/schedules/exploring.py NAME [FAULT]` prints a verdict as JSON.
 
-Threads call a sender's public methods at once. frontrun (DPOR) runs them under every schedule that differs in the order
-of conflicting accesses, with at most two preemptions, and asks after each whether it ended as it may. A lock that is
-missing shows as a schedule that does not; FAULT takes the locks away, to show that it would.
+Threads call public methods of a sender at the same time. frontrun (DPOR) runs them under every schedule that differs in
+the order of conflicting accesses, with at most two preemptions. After each schedule, the scenario decides whether the
+calls ended in an allowed way. If a lock is missing, some schedule ends wrongly. FAULT removes the locks, to show this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECONDS, SCHEDULES = 60.0, 400
 
 
 class Wire:
-    """A link to a worker that answers on request."""
+    """A link to a worker, whose answers are put in `arrived` by the scenario."""
 
     delivery = Delivery.ORDERED
     peer = "a worker"
@@ -70,7 +70,7 @@ class Wire:
 
 
 class Weights:
-    """Packs nothing: what travels is no matter of schedules."""
+    """A packer that packs nothing, since payloads do not matter to schedules."""
 
     sends_deltas = False
 
@@ -94,7 +94,7 @@ class Weights:
 
 
 class Scheme:
-    """Wires a sender to such links."""
+    """A scheme whose endpoints already are links, with such a packer."""
 
     apply_mode = Mode.COPY
     applied_selection = None
@@ -115,7 +115,7 @@ class Scheme:
 
 
 class Stage:
-    """A sender that is ready, one worker, and what became of each call."""
+    """A ready sender with one worker, and the result of each call."""
 
     def __init__(self) -> None:
         self.wire = Wire()
@@ -125,12 +125,12 @@ class Stage:
         self.became: dict[str, Any] = {}
 
     def answer(self) -> None:
-        """The worker's ack of version 1 has arrived."""
+        """Let the worker's ack of version 1 arrive."""
         self.wire.arrived = [Received(Ack(model_id="policy", incarnation=self.sender.incarnation, version=1))]
 
     @property
     def words(self) -> dict[str, str]:
-        """What became of each call, in a word."""
+        """The result of each call, in a word."""
         return {call: _word(became) for call, became in self.became.items()}
 
 
@@ -141,12 +141,12 @@ def _word(became: Any) -> str:
 
 
 def call(name: str, does: Callable[[WeightSender], Any]) -> Callable[[Stage], None]:
-    """A thread that makes one call."""
+    """The function of a thread that makes one call and keeps its result."""
 
     def run(stage: Stage) -> None:
         try:
             stage.became[name] = does(stage.sender)
-        except Exception as error:  # noqa: BLE001 - what it may be is what the scenario's ends say
+        except Exception as error:  # noqa: BLE001 - the scenario's ends say which errors are allowed
             stage.became[name] = error
 
     return run
@@ -182,12 +182,12 @@ def again(verb: tuple[str, Any]) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is called at once, and all that may come of it.
+    """Calls that threads make at the same time, and every way in which they may end.
 
     Attributes:
-        setup: before.
-        calls: one a thread.
-        ends: every end that there may be: what each call gives, in the calls' order; versions sent; the state.
+        setup: makes the stage before the calls.
+        calls: one for each thread.
+        ends: all allowed ends: the result of each call, in the calls' order; the number of versions sent; the state.
     """
 
     setup: Callable[[], Stage]
@@ -195,7 +195,7 @@ class Scenario:
     ends: frozenset[tuple[tuple[str, ...], int, State]]
 
     def holds(self, stage: Stage) -> bool:
-        """Whether it ended as it may."""
+        """Whether the calls ended in an allowed way."""
         words = stage.words
         end = tuple(words.get(name, "-") for name, _ in self.calls), len(stage.wire.sent), stage.sender.state
         closed = stage.sender.state is State.CLOSED
@@ -271,7 +271,7 @@ SCENARIOS = {
 
 @contextlib.contextmanager
 def without_locks() -> Iterator[None]:
-    """The fault: a step is no step any more, for nobody holds the driver's lock or the machine's."""
+    """The fault: steps are not atomic, since the locks of the driver and the machine do nothing."""
     made = Driver.__init__
 
     def init(self: Any, *given: Any) -> None:
@@ -289,10 +289,10 @@ FAULTS = {"none": contextlib.nullcontext, "without locks": without_locks}
 
 
 def explore(scenario: Scenario) -> Any:
-    """Every schedule of a scenario.
+    """Explore every schedule of a scenario.
 
-    Garbage is collected between schedules only: a finalizer that ran in an explored thread, amid frontrun's own
-    bookkeeping, would wait there for good.
+    Garbage is collected only between schedules: a finalizer that ran in an explored thread, in the middle of frontrun's
+    own bookkeeping, would wait there forever.
     """
 
     def setup() -> Stage:
@@ -315,7 +315,7 @@ def explore(scenario: Scenario) -> Any:
 
 
 def main() -> None:
-    """The verdict of one scenario."""
+    """Print the verdict of one scenario."""
     scenario, fault = SCENARIOS[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else "none"
     with FAULTS[fault]():
         result = explore(scenario)

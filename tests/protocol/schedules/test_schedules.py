@@ -1,4 +1,4 @@
-"""Whatever order the threads' accesses come in, public methods that are called at once end as they may.
+"""Public methods that threads call at the same time end in an allowed way, whatever the order of the threads' accesses.
 
 Bounds: two or three threads, one call each, one worker, two preemptions, waits that do not block.
 """
@@ -16,7 +16,7 @@ import pytest
 from missing import installed
 
 PROGRAM = Path(__file__).with_name("exploring.py")
-#: By name, so that nothing is imported here that frontrun has not patched.
+#: The names of the scenarios. They are not imported, since frontrun must patch what they import first.
 SCENARIOS = (
     "two sends",
     "a send and a close",
@@ -27,20 +27,20 @@ SCENARIOS = (
     "an answer is waited for and abandoned",
     "a send, a poll and a close",
 )
-#: What a lock that is missing shows in.
+#: The scenarios that end wrongly if locks are missing.
 TOLD_BY = ("two sends", "two abandon")
 
-#: The one that every run explores, so that what stands in for a scheme keeps up with the sender.
+#: The scenario that every run explores, so that the stand-in for a scheme is kept up to date with the sender.
 QUICK = "two abandon"
 
 pytestmark = pytest.mark.timeout(1000)
 
 
 def verdict(*arguments: str) -> dict[str, Any]:
-    """What frontrun says of a scenario."""
+    """Explore a scenario with frontrun, and return the verdict."""
     installed("frontrun", what="EVERY SCHEDULE OF THE PUBLIC METHODS", extra="dev")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    # Recording is no part of what is explored.
+    # Recording must not be explored.
     environment.pop("WEIGHTSYNC_TRACE", None)
     command = [str(Path(sys.executable).with_name("frontrun")), sys.executable, str(PROGRAM), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
@@ -56,7 +56,7 @@ def test_it_ends_as_it_may_under_every_schedule(name: str) -> None:
     found = verdict(name)
 
     assert found["holds"] is True, found["why"]
-    # Two calls that hold one lock from end to end have two orders; a third schedule found the lock taken.
+    # Two calls that hold one lock throughout have two orders. In a third schedule a call finds the lock taken.
     assert found["schedules"] > 1, "the code was not traced: one schedule proves nothing"
 
 

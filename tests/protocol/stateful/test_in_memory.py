@@ -1,8 +1,11 @@
 """Random walks of real senders and receivers over a faulty network, compared at each step with the reference model.
 
-Each step of a walk is a method of `Actions`, and so is each thing that happens while a caller waits. After each step,
-all visible state must be that of the reference model (see `world`), and the guarantees must hold of what was really
-sent, served and reported (see `guarantees`).
+Each step of a walk is a method of `Actions`, and so is each thing that happens while a caller waits. An action runs on
+the real objects and on the reference model (`reference`); `world` has both. After each step, all visible state must be
+that of the model, and the guarantees must hold for what was really sent, served and reported (`guarantees`).
+
+The other tests of this folder: test_directed.py has walks written by hand in the same world, test_real_processes.py
+walks with worker processes and real pipes, and test_delta_walks.py walks for deltas, which have a model of their own.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ ROWS: Counter[tuple[State, SenderInput | ReceiverInput]] = Counter()
 
 
 def weights(content: Content) -> dict[str, Any]:
-    """Weights whose every element is the number of `content`. Their shape is wrong if they must not fit."""
+    """Weights whose every element is the number of `content`; one tensor has a wrong shape if they must not fit."""
     return {
         "weight": torch.full((8 if content.fits else 9,), content.code, dtype=torch.float64),
         "bias": torch.full((3,), float(content.code)),

@@ -1,4 +1,4 @@
-"""A run that does a bit of everything, recorded; and trace files as lists of lines that can be changed."""
+"""A recorded run that uses most of the protocol, and helpers that read, change and write traces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ class Cast:
 
 
 def play(scheme: Any = None) -> None:
-    """Sends to all and to some, a refusal, a version overtaken, a rejoin, a takeover, closes; waits refused."""
+    """A run for the recorder.
+
+    It has sends to all and to some workers, a refusal, an abandoned version, a rejoin, a takeover, closes, and a wait
+    that is refused.
+    """
     cast = Cast(scheme)
     sender, workers = cast.sender, cast.workers
     sender.send_async(model(1.0))
@@ -92,7 +96,7 @@ def play(scheme: Any = None) -> None:
 
 
 def recorded(folder: Path, scenario: Callable[[], None] = play) -> Path:
-    """The one file that a scenario leaves."""
+    """Record a scenario, and return the only file that it leaves."""
     with recorder.record(folder):
         scenario()
     [file] = folder.glob(recorder.PATTERN)
@@ -100,7 +104,7 @@ def recorded(folder: Path, scenario: Callable[[], None] = play) -> Path:
 
 
 def recorded_apart(folder: Path) -> tuple[Path, Path]:
-    """The trainer's file and the worker's of one send, as two processes leave them."""
+    """Record one send; return the trainer's file and the worker's, as two processes would leave them."""
     here, there = folder / "here", folder / "there"
     with recorder.record(here):
         sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
@@ -122,7 +126,7 @@ def lines_of(file: Path) -> Lines:
 
 
 def write(file: Path, lines: Lines) -> Path:
-    """Write lines as a forger would who knows the format: numbered anew, sealed anew."""
+    """Write lines as a forger who knows the format would, with new numbers and new seals."""
     checksum, counts, whole = 0, dict[str, int](), []
     for number, line in enumerate(lines):
         copied = {name: value for name, value in line.items() if name != "c"}

@@ -1,5 +1,7 @@
-"""Corrupted traces are refused, and the line that is wrong is named: by its seal, and where that is forged, by what it
-tells."""
+"""Corrupted traces are refused, and the wrong line is named.
+
+An edited line is found by its seal. A line that a forger has sealed anew is found by what it says.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def first(verdict: Verdict) -> int:
 
 
 def damaged(file: Path) -> int:
-    """The number of the first line that is not as it was written; 0: all are."""
+    """The number of the first line that is not as it was written; 0: all lines are."""
     damage = read_file(file).damage
     return 0 if damage is None else damage.line.number
 
@@ -57,7 +59,7 @@ def edited(file: Path, number: int, old: str, new: str) -> None:
 
 
 def find(lines: Lines, **wanted: Any) -> int:
-    """The number of the first line that tells this."""
+    """The number of the first line with these values."""
     return next(i for i, line in enumerate(lines, 1) if all(line.get(name) == each for name, each in wanted.items()))
 
 
@@ -162,13 +164,13 @@ def test_a_line_whose_values_no_recorder_writes_is_named_though_all_is_sealed_an
     assert first(judged(write(file, lines))) == number
 
 
-#: What the trace does not need: dropped, nothing else tells that it was there.
+#: Kinds of lines that a trace does not need: if one is dropped, no other line shows that it was there.
 SILENT = {
     "refused",  # a refusal changes nothing
     "note",
     "end",
-    "failed",  # the loss that follows is an event of its own
-    "reported",  # a report changes nothing; behind a deadline or an abandon it is missed (below)
+    "failed",  # the loss that follows is a separate event
+    "reported",  # a report changes nothing; only after a deadline or an abandon is it required (see below)
 }
 
 
@@ -188,7 +190,10 @@ def _dropped(file: Path, lines: Lines, number: int) -> int:
 
 
 def _may_be_missed(lines: Lines, number: int) -> bool:
-    """A machine that ends early may have been killed; a goodbye need not arrive."""
+    """Whether a trace may conform without one of its lines.
+
+    A machine may have been killed at any time, and its goodbye need not arrive.
+    """
     line = lines[number]
     after = [each for each in lines[number + 1 :] if each.get("m") == line.get("m")]
     return line["what"] in SILENT or not after or all(each["what"] == "closed" for each in after)
@@ -208,8 +213,9 @@ def test_two_lines_of_a_machine_swapped_are_refused_though_all_is_sealed_anew(fi
     assert set(passed) <= HARMLESS
 
 
-#: What commutes: a link that is created and a step over another; a step that says nothing and what comes next; a link's
-#: failure and the loss that follows; the report of a version that is over, and what changes nothing of it.
+#: Lines that commute: the creation of a link, and a step over another link; a step that sends nothing, and the next
+#: line; the failure of a link, and the loss that follows; the report of a finished version, and lines that do not
+#: change it.
 HARMLESS = {
     ("reported", "refused", None),
     ("reported", "step", "CLOSE"),
@@ -223,7 +229,7 @@ HARMLESS = {
     ("failed", "step", "LINK_DOWN"),
 }
 
-#: Leaves that say nothing of the protocol.
+#: Names of values that say nothing about the protocol.
 WORDS = {"t", "peer", "reason", "text", "m", "i", "n", "c", "role", "model", "what"}
 
 
@@ -239,7 +245,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def kind_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Lines of one kind have the same values to be forged: one of each will do."""
+    """The kind of a line. Lines of one kind have the same values, so forging one of them is enough."""
     message = line.get("message", line.get("event", {}))
     return line["what"], line.get("role"), line.get("input"), message.get("is")
 
@@ -307,7 +313,7 @@ def _with(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, 
 
 
 def reports_in(lines: Lines) -> list[int]:
-    """The places of reports."""
+    """The indices of the lines that are reports."""
     return [number for number, line in enumerate(lines) if line["what"] == "reported"]
 
 

@@ -1,7 +1,7 @@
-"""The guarantees are held against traces without the machines' logic: what a pure half at fault would do, and be
-content with, is reported all the same.
+"""Traces are checked against the guarantees without the machines' logic, so faults of the pure halves are found too.
 
-Its steps would be as it says itself. So moments are changed here behind the replay, as such a half would make them.
+The replay of a trace uses the pure halves, so it would accept what a faulty half does. Here, moments of a replayed run
+are changed to what a faulty half would have made of them, and each breach must be reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weightsync.verify.replaying import Machine, Moment
 
 Wanted = Callable[[Moment], bool]
 OTHER = b"\x01" * 16
-#: An incarnation above all.
+#: An incarnation above all others.
 LATE = 2**100
 
 
@@ -39,18 +39,18 @@ class Run:
         [self.network] = runs_of(machines_in([read_file(file)]))
 
     def find(self, role: str, wanted: Wanted) -> tuple[Machine, int]:
-        """The first such moment of a machine in that role."""
+        """The first moment of a machine in this role that satisfies a condition."""
         machines = [machine for machine in self.network.machines if machine.role == role]
         return next((m, i) for m in machines for i, moment in enumerate(m.moments) if wanted(moment))
 
     def change(self, role: str, wanted: Wanted, **how: Callable[[Moment], Any]) -> None:
-        """Change the first such moment in these respects."""
+        """Change fields of the first such moment."""
         machine, index = self.find(role, wanted)
         moment = machine.moments[index]
         machine.moments[index] = replace(moment, **{name: of(moment) for name, of in how.items()})
 
     def drop(self, role: str, wanted: Wanted) -> None:
-        """Have it not be."""
+        """Remove the first such moment."""
         machine, index = self.find(role, wanted)
         del machine.moments[index]
 
@@ -58,7 +58,7 @@ class Run:
         return list(breaches(self.network))
 
     def reported(self) -> list[str]:
-        """Of each breach its rule."""
+        """The rule of each breach."""
         return [found.rule for found in self.breaches()]
 
 
@@ -73,7 +73,10 @@ def run(file: Path) -> Run:
 
 
 def takes(*events: type, version: int | None = None) -> Wanted:
-    """A step by one of these events, after which that version is the newest served or sent."""
+    """A condition: the moment is a step by one of these events.
+
+    If a version is given, it is the newest that is served or sent after the step.
+    """
 
     def wanted(moment: Moment) -> bool:
         newest = moment.after.served or (0, 0) if isinstance(moment.after, receiving.ReceiverData) else None
@@ -84,13 +87,13 @@ def takes(*events: type, version: int | None = None) -> Wanted:
 
 
 def counts(moment: Moment) -> bool:
-    """An ack is an answer to what is outstanding."""
+    """A condition: an ack is taken as an answer to the outstanding version."""
     acked = isinstance(moment.event, sending.Answer) and isinstance(moment.event.message, Ack)
     return acked and moment.step is not None and moment.step.input is SenderInput.REPLY
 
 
 def leaves(version: int, worker: int) -> Wanted:
-    """That version leaves for that worker, over its first link."""
+    """A condition: the version is sent to the worker, over the worker's first link."""
     return lambda m: m.line.what is What.SENT and m.link == worker + 1 and getattr(m.message, "version", 0) == version
 
 
@@ -99,12 +102,12 @@ def after(**data: Any) -> dict[str, Callable[[Moment], Any]]:
 
 
 def answer(**what: Any) -> dict[str, Callable[[Moment], Any]]:
-    """The answer that is applied is otherwise."""
+    """Change the answer that an event carries."""
     return {"event": lambda moment: changed(moment.event, answer=changed(moment.event.answer, **what))}
 
 
 def heard(**what: Any) -> dict[str, Callable[[Moment], Any]]:
-    """The ack that counts is otherwise."""
+    """Change the message that an event carries."""
     return {"event": lambda moment: changed(moment.event, message=changed(moment.event.message, **what))}
 
 
@@ -113,7 +116,7 @@ def said(**what: Any) -> dict[str, Callable[[Moment], Any]]:
 
 
 def effect(kind: type, make: Callable[[Any], Any]) -> dict[str, Callable[[Moment], Any]]:
-    """An effect of that kind is another."""
+    """Replace each effect of this kind by what `make` returns."""
 
     def other(moment: Moment) -> Any:
         assert moment.step is not None
@@ -143,7 +146,7 @@ def rejoins(moment: Moment) -> bool:
 
 
 SENDS, APPLIED = takes(sending.SendAsync, version=2), takes(receiving.Applied, version=2)
-#: What a machine does wrong: its role, where in the run, and how.
+#: Each breach, and its fault: the role of the machine, the moment that is changed, and the change.
 WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
     "G1 AckNamesItsVersion: version 2 is applied, but its ack names 9": ("receiver", APPLIED, answer(version=9)),
     "G1 AckNamesItsVersion: version 1 is sent with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
@@ -236,12 +239,12 @@ def test_an_ack_that_names_another_slot_than_the_one_that_arrived_is_reported(ru
 
 
 def never(run: Run) -> None:
-    """The worker whose ack counts first has not applied version 1."""
+    """Let the worker whose ack counts first not have applied version 1."""
     run.drop("receiver", takes(receiving.Applied))
 
 
 def too_late(run: Run) -> None:
-    """It has applied it once the ack had counted."""
+    """Let the worker apply version 1 only after its ack has counted."""
     machine, index = run.find("sender", counts)
     time = machine.moments[index].line.time
     run.change(
@@ -266,18 +269,18 @@ def test_by_another_clock_nobody_can_say_what_was_too_late(run: Run) -> None:
 
 
 def by_hand(run: Run) -> None:
-    """The ack came from no weightsync receiver."""
+    """Let the ack rest on a call that returned, and not on a receiver's answer."""
     run.change("sender", counts, **heard(evidence=Evidence.CALL))
 
 
 def at_fault(run: Run) -> None:
-    """What that worker did is not known behind its own finding."""
+    """Give the worker's trace a finding of its own. What the worker did after it is unknown."""
     machine, index = run.find("receiver", arrives)
     machine.finding = Finding(machine.moments[index].line, "it is not as it must be")
 
 
 def unrecorded(run: Run) -> None:
-    """What that worker did is not known behind the end of its recording."""
+    """End the recording of the worker. What the worker did after it is unknown."""
     machine, _ = run.find("receiver", arrives)
     machine.ended = 0
     machine.moments = [moment for moment in machine.moments if moment.state is not State.CLOSED]
@@ -294,7 +297,7 @@ def test_what_a_worker_did_is_not_asked_where_nobody_can_know(run: Run, excuse: 
 
 
 def comes(version: int) -> Wanted:
-    """That version is taken from a link."""
+    """A condition: the update of this version arrives."""
     return lambda m: m.line.what is What.RECEIVED and isinstance(m.message, Update) and m.message.version == version
 
 
@@ -320,7 +323,7 @@ def test_an_answer_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(r
 
 
 def too_early(run: Run) -> None:
-    """Version 1 arrives before it was sent."""
+    """Let version 1 arrive before it is sent."""
     run.change("receiver", comes(1), line=lambda moment: replace(moment.line, fields={**moment.line.fields, "t": 0}))
 
 

@@ -1,4 +1,4 @@
-"""The pytest plugin records every test, names the one whose trace does not conform, and lets those be that say why."""
+"""The pytest plugin records every test but those marked `untraced`, and names each whose trace does not conform."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recorded import recorded
 from weightsync.testing import pytest_plugin
 from weightsync.verify import TlcFailedError
 
-#: Seconds; reached only by a failure. Two processes import torch, and one of them starts TLC.
+#: Seconds after which a session is ended; only a failure takes that long. Two processes import torch, one starts TLC.
 PATIENCE = 280.0
-#: How many events the test that conforms leaves in its trace.
+#: The number of events in the trace of the test that conforms.
 EVENTS = 168
 
 TESTS = """
@@ -69,7 +69,7 @@ def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_one_that_says_why_is_left_out(
     tmp_path: Path,
 ) -> None:
-    """A worker of xdist judges what it has recorded, and the session tells of it."""
+    """Under xdist, each worker judges what it has recorded, and the session reports the results of all."""
     counts, kept = tmp_path / "counts.json", tmp_path / "kept"
     done = session(tmp_path, f"--traces={kept}", f"--trace-counts={counts}", "-n", "1")
 

@@ -1,4 +1,4 @@
-"""The recorder: what it writes, when it writes nothing, who is born; and that faults in it are found."""
+"""The recorder: what it writes, when it writes nothing, which machines are born; and that its faults are found."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_forked_child_has_a_file_of_its_own_in_which_its_copies_are_born(tmp_p
 def test_a_forked_child_in_which_nothing_is_born_writes_nothing_into_its_parents_file(tmp_path: Path) -> None:
     with tracing.record(tmp_path) as recorder:
         recorder.note("the parent's")
-        # Of machines that other tests have left the child would hold copies, which are born.
+        # Free the machines that other tests have left: the child would have copies of them, which are born.
         gc.collect()
         pid = os.fork()
         if pid == 0:
@@ -188,7 +188,7 @@ def test_a_worker_that_is_killed_leaves_a_trace_that_conforms_as_far_as_it_goes(
     assert report[0].kind.name in ("APPLIED", "LOST")
     assert len(verdict.files) == 2
     assert verdict.findings == ()
-    # The others are copies, in the child, of what this process held.
+    # The other runs are of copies, in the child, of machines that this process had.
     assert [len(run.machines) for run in verdict.runs if len(run.machines) > 1] == [2]
 
 
@@ -259,7 +259,7 @@ def test_messages_of_machines_in_no_file_are_counted_and_not_refused(tmp_path: P
 
 
 def _executed(call: Callable[[], None]) -> tuple[int, set[str]]:
-    """How many instructions a call takes, and the modules whose code it runs."""
+    """Count the instructions that a call takes, and name the files whose code it runs."""
     count, files = itertools.count(), set[str]()
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:

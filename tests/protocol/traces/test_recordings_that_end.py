@@ -1,4 +1,7 @@
-"""A recording that ends before its run: by its block, or because its disk is full. The run goes on, and is judged."""
+"""A recording may end before its run, with its block or because the disk is full. The run goes on.
+
+What was recorded is still judged.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from weightsync.verify import verify
 
 
 def _two_recordings(tmp_path: Path, role: str) -> tuple[Path, Path]:
-    """A run of which the recording of one role ends after the first of three versions; that one first."""
+    """Record a run of three versions, of which the recording of one role ends after the first version.
+
+    Returns the folder of this recording, and that of the other role's.
+    """
     short, whole = tmp_path / "short", tmp_path / "whole"
     cast = Cast.__new__(Cast)
     cast.scheme = weightsync.MultiProcessWeightSyncScheme()
@@ -82,7 +88,7 @@ def test_nothing_comes_behind_the_end_of_a_recording(tmp_path: Path) -> None:
 def _play_on_a_full_disk(folder: Path, room: int) -> None:
     logging.getLogger("weightsync").addHandler(logging.FileHandler(folder / "log", delay=True))
     with tracing.record(folder):
-        # A real one would do no more than this: bytes that do not fit are not written, and then there is an error.
+        # Acts like a full disk: bytes that do not fit are not written, and then there is an error.
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
         play()
 

@@ -1,4 +1,4 @@
-"""TLC follows recorded runs through AckProtocol.tla, and follows none that was forged."""
+"""TLC can follow recorded runs through AckProtocol.tla, and cannot follow forged ones."""
 
 from __future__ import annotations
 
@@ -52,15 +52,16 @@ def test_forged_runs_are_not_followed_and_the_true_one_is(tools: Toolchain, good
 
 
 def _dropped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
-    """An event is left out, unless nothing comes of it."""
+    """Runs without one event, after which its machine has further events."""
     for number, act in enumerate(good.acts):
         later = any(_who(each) == _who(act) for each in good.acts[number + 1 :])
         if act.action["a"] != "Copy" and later:
             yield f"without {act.action}", replace(good, acts=[*good.acts[:number], *good.acts[number + 1 :]])
 
 
-#: What may as well not have happened, or later: messages that are late (an ack that comes before the answer to the
-#: handshake completes it; an answer that nobody is owed), a loss that a takeover comes before, what is last or twice.
+#: Actions that may as well not have happened, or have happened later: late messages (an ack that comes before the
+#: answer to the handshake completes the handshake; an answer that is not owed), a loss that a takeover comes before,
+#: events that are a machine's last or happen twice.
 LEGAL = {"AnswerHello", "AnswerRefusal", "LinkDown", "Wait", "CloseReceiver"}
 
 
@@ -69,7 +70,7 @@ def _who(act: RecordedAction) -> tuple[Any, ...]:
 
 
 def _swapped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
-    """Two events of one machine change places."""
+    """Runs in which two successive events of one machine change places."""
     for number, act in enumerate(good.acts):
         after = next((i for i in range(number + 1, len(good.acts)) if _who(good.acts[i]) == _who(act)), None)
         if after is not None:
@@ -82,7 +83,7 @@ SHOWN = {"st", "inc", "v", "all", "members", "out", "link", "fence", "decided", 
 
 
 def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:
-    """Each thing that an event shows is another."""
+    """Runs that end with an event of which one recorded value is changed."""
     for number, act in enumerate(good.acts):
         for name, value in act.action.items():
             free = name == "out" and not act.action["reported"]
@@ -152,7 +153,10 @@ def test_runs_beyond_the_bounds_are_counted(tools: Toolchain, tmp_path: Path) ->
 
 
 def _below_a_known_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender is fenced and closed; a third one does not rise above that fence, and its clock is behind."""
+    """A sender is fenced and closed. A third one, whose clock is behind, connects without that fence.
+
+    Its incarnation is therefore not above the fence.
+    """
     cast, successor = Cast(), weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
     cast.sender.connect()
     cast.receive()
@@ -222,7 +226,7 @@ def test_one_run_for_each_action_is_asked_whether_following_adds_nothing_and_the
 
 
 def _until(event: type | tuple[()], end: Any) -> None:
-    """A worker that receives once; killed as it is about to write that it has taken an event, if one is named."""
+    """The main function of a worker that receives once. It is killed before it records `event`, if that is a type."""
     shipped = recorder.Life.tell
 
     def tell(self: recorder.Life, what: recorder.What, model_id: str, **said: Any) -> None:

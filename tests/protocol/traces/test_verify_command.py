@@ -1,4 +1,4 @@
-"""`weightsync verify`: its exit codes, its words, its JSON."""
+"""The command `weightsync verify`: its exit codes, its output, its JSON."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ def test_no_file_is_missing_of_a_worker_for_whom_its_adapter_answers(tmp_path: P
 def send_by_plain_calls() -> None:
     class Postbox:
         def send_weights(self, model_id: str, weights: Any) -> None:
-            """That it returns is all that is known of the worker."""
+            """Accept weights. That the call returns is all that is known of the worker."""
 
         def receive_weights(self, timeout: float = 1.0) -> None:
-            """Nothing comes this way."""
+            """Receive nothing."""
 
         def check_connection(self) -> bool:
             return True
