@@ -31,7 +31,7 @@ SURVIVED, BY_LOADING, BY_TEST = 0, 11, 12
 HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test"}
 #: Seconds after which a child that does not run counts as waiting, and the most children at a time.
 WAITS, MOST = 1.5, 8
-#: A test counts as hanging after this many seconds and twenty times its usual duration.
+#: A test counts as hanging after this many seconds plus twenty times its usual duration.
 HANGS = 10
 #: The largest file or segment, in bytes, that a child may have. A mutant that asks for more gets an error. Without the
 #: limit the kernel would kill the largest processes of the machine.

@@ -33,7 +33,7 @@ class Mutant:
 
     Attributes:
         module: the module of the function.
-        function: its name, behind that of its class.
+        function: its name, qualified by that of its class.
         was: the original lines.
         now: the lines in their place.
         text_only: whether only a text for people has changed.

@@ -61,7 +61,10 @@ class Reviewed:
         return cls(loaded["mutants"], loaded["killed"], reasons, tuple(loaded.get("unhunted", ())))
 
     def after(self, result: list[list[str]]) -> Reviewed:
-        """These results with a new one added: of all mutants, or of all mutants of functions that were never run."""
+        """Add a result of all mutants, or of all mutants of functions that were never run.
+
+        A result of all mutants replaces the counts; survivors keep their reasons.
+        """
         hunted = {function for function, *_ in result}
         if hunted and hunted <= set(self.unhunted):
             return self._and(Reviewed(0, 0, {}).after(result), hunted)

@@ -13,7 +13,8 @@ needs a reason why no test has to find it. The modules of this folder:
 How the mutants of the machines and their pure halves are run: pytest collects the tests once. For each mutant this
 process forks. The child plants the mutant and runs the oracles, the fastest first: the tests of the mutant's module,
 then the small graphs of tests/protocol/graph, whose committed digests TLC agrees with. The first oracle that fails
-kills the mutant. A child has a limit of processor time, which a busy computer does not use up.
+kills the mutant, and so does exceeding the limit of processor time (that of wall-clock time is far higher, so that a
+busy computer kills none).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_one_that_says_why_is_left_out(
     tmp_path: Path,
 ) -> None:
-    """Under xdist, each worker judges what it has recorded, and the session reports the results of all."""
+    """Under xdist, each worker verifies what it has recorded, and the session reports the results of all."""
     counts, kept = tmp_path / "counts.json", tmp_path / "kept"
     done = session(tmp_path, f"--traces={kept}", f"--trace-counts={counts}", "-n", "1")
 

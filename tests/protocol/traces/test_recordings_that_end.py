@@ -1,6 +1,6 @@
 """A recording may end before its run, with its block or because the disk is full. The run goes on.
 
-What was recorded is still judged.
+What was recorded until then is still verified.
 """
 
 from __future__ import annotations
